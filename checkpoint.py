@@ -1,0 +1,233 @@
+"""Models and runs on disk: load a model, save one, save a run and continue it.
+
+    out/config.json           settings, versions, commit, hardware
+    out/checkpoint/000040/    weights, reference (where it is refreshed), Adam's moments, and state.json
+    out/model/                the trained model, an ordinary `from_pretrained` folder
+
+A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
+because every random number of a run is a function of (seed, step). Weights are safetensors and the rest is JSON:
+nothing is unpickled. Left out: optimizers other than AdamW.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from config import Config, Mistake
+
+# Settings that may change when a run is continued: they say how it is computed or shown, not what.
+FREE = (
+    "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "attn_implementation", "save_every",
+    "samples_per_step", "report_to", "out", "overwrite",
+)  # fmt: skip
+
+
+# ---- Models ----
+
+
+def load_model(name: str, config: Config) -> tuple[PreTrainedModel, Any]:
+    """-> the model, its weights in fp32 and its dropout off, and its tokenizer."""
+    trust = config.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+    settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    without_dropout(settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=settings,
+        dtype=torch.float32,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=trust,
+    )
+    return model, tokenizer
+
+
+def without_dropout(settings: transformers.PretrainedConfig) -> None:
+    """Sampling runs without dropout; scoring with it would compare two different policies."""
+    for name, value in settings.to_dict().items():
+        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "dropout_rate")):
+            setattr(settings, name, 0.0)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """All ids that end a completion: chat models have one for the turn and one for the text."""
+    ids = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        given = getattr(source, "eos_token_id", None)
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    if not ids:
+        raise Mistake("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
+    return sorted(ids)
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> None:
+    own, model.generation_config = model.generation_config, generation_config
+    beside = _fresh(folder.with_name(folder.name + ".partial"))
+    try:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+    finally:
+        model.generation_config = own
+    _rename(beside, folder)
+
+
+# ---- Runs ----
+
+
+def open_run(config: Config) -> int | None:
+    """Claim the folder `config.out`. -> the step to continue after, 0 to start; None if the run is already finished."""
+    out = Path(config.out)
+    if config.overwrite and out.exists():
+        _lock(out)
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    _lock(out)
+    before = out / "config.json"
+    if before.exists():
+        settings = json.loads(before.read_text())["settings"]
+        changed = {
+            name: (settings.get(name), value)
+            for name, value in dataclasses.asdict(config).items()
+            if name not in FREE and settings.get(name) != value
+        }
+        if changed:
+            lines = [f"  --{name}: {was} there, {now} here" for name, (was, now) in changed.items()]
+            raise Mistake(
+                f"{out} holds a run with other settings:\n" + "\n".join(lines) + "\n"
+                "give another --out, or throw that run away with --overwrite"
+            )
+        if (out / "model").exists() and latest(out) == config.steps:
+            return None
+    elif any(path.name != ".lock" for path in out.iterdir()):
+        raise Mistake(f"{out} holds something that is not a run: give another --out, or clear it with --overwrite")
+    _write_json(before, {"settings": dataclasses.asdict(config)} | provenance())
+    return latest(out) or 0
+
+
+def provenance() -> dict:
+    """Where and with what a run was made."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "commit": (commit or None) if not dirty else f"{commit}-dirty",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "hardware": {"gpu": gpu, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+    }
+
+
+def latest(out: Path) -> int | None:
+    """The step of the newest whole checkpoint."""
+    steps = [int(path.name) for path in (out / "checkpoint").glob("[0-9]*") if path.name.isdigit()]
+    return max(steps, default=None)
+
+
+def save(
+    out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
+    """Everything that step + 1 needs. `state` is what the training loop carries from step to step."""
+    folder = out / "checkpoint" / f"{step:06d}"
+    beside = _fresh(folder.with_name(folder.name + ".partial"))
+    parameters = dict(model.named_parameters())  # tied weights once
+    safetensors.torch.save_file(_tensors(parameters), beside / "model.safetensors")
+    if reference is not None:
+        safetensors.torch.save_file(_tensors(dict(reference.named_parameters())), beside / "reference.safetensors")
+    moments = {f"{key}.{n}": x for n, p in parameters.items() for key, x in optimizer.state.get(p, {}).items()}
+    safetensors.torch.save_file(moments, beside / "optimizer.safetensors")
+    _write_json(beside / "state.json", state)
+    _rename(beside, folder)
+    for old in (out / "checkpoint").iterdir():
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict:
+    """Put everything back as `save` found it. -> its `state`."""
+    folder = out / "checkpoint" / f"{step:06d}"
+    _copy_into(model, safetensors.torch.load_file(folder / "model.safetensors"))
+    if reference is not None:
+        _copy_into(reference, safetensors.torch.load_file(folder / "reference.safetensors"))
+    moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
+    for name, p in model.named_parameters():
+        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in moments]
+        if keys:
+            optimizer.state[p] = {key: _placed(moments[f"{key}.{name}"], key, p) for key in keys}
+    return json.loads((folder / "state.json").read_text())
+
+
+def _tensors(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().contiguous() for name, p in parameters.items()}
+
+
+def _placed(x: Tensor, key: str, p: Tensor) -> Tensor:
+    return x if key == "step" and not p.is_cuda else x.to(p.device)
+
+
+@torch.no_grad()
+def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        raise Mistake(f"the checkpoint is of another model: {sorted(parameters.keys() ^ tensors.keys())[:3]} differ")
+    for name, p in parameters.items():
+        p.copy_(tensors[name])
+
+
+# ---- Files that are there whole or not at all ----
+
+_locks = []
+
+
+def _lock(out: Path) -> None:
+    """One writer at a time. The lock dies with the process that holds it."""
+    handle = open(out / ".lock", "w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise Mistake(f"another process is writing to {out}: wait for it, or give another --out") from None
+    _locks.append(handle)
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _rename(beside: Path, folder: Path) -> None:
+    for path in [*beside.rglob("*"), beside]:
+        _flush(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(content, indent=2) + "\n")
+    _flush(beside)
+    beside.rename(path)

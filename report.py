@@ -1,0 +1,267 @@
+"""What a run shows and leaves behind: metrics.jsonl, samples.jsonl, a line or a progress bar, the table at its end.
+
+Every figure is over the whole step and all ranks. One that has no value (no wrong completion, no reference) is null.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import ranks
+from config import SWITCHES, Config, Mistake, warnings
+
+if TYPE_CHECKING:
+    from task import Task
+    from train import Group
+
+
+# ---- Figures ----
+
+
+def of_groups(groups: list["Group"], task: "Task") -> dict:
+    rewards = torch.cat([group.rewards for group in groups])
+    parts = torch.cat([group.parts for group in groups])
+    lengths = [len(completion.ids) for group in groups for completion in group.completions]
+    right = is_right(rewards, task).tolist()
+    spreads = [std(group.rewards) for group in groups]
+    return {
+        "reward": mean(rewards),
+        "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
+        **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(task.reward_names)},
+        "completion_length": mean(lengths),
+        "length_correct": mean(n for n, ok in zip(lengths, right, strict=True) if ok),
+        "length_incorrect": mean(n for n, ok in zip(lengths, right, strict=True) if not ok),
+        "truncated": mean(completion.truncated for group in groups for completion in group.completions),
+        "dead_groups": mean(not spread for spread in spreads),
+        "tokens": sum(lengths),
+    }
+
+
+def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
+    """Loss and gradient norm: means over the step's updates. The rest: means over all tokens they trained on."""
+    losses, grad_norms, totals = zip(*updates, strict=True)
+    sums = dict(zip(names, torch.stack(totals).sum(0).tolist(), strict=True))
+    figures = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}
+    return figures | {name: total / count if count else None for name, (total, count) in sums.items()}
+
+
+def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / 1e9
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return {
+        "seconds_rollout": seconds_rollout,
+        "seconds_update": seconds_update,
+        "tokens_per_second": tokens / (seconds_rollout + seconds_update),
+        "peak_memory_gb": max(ranks.gather(lambda: [peak])),
+    }
+
+
+def of_evaluation(greedy: list["Group"], sampled: list["Group"], task: "Task") -> dict:
+    correct = [int(is_right(group.rewards, task).sum()) for group in sampled]
+    n = len(sampled[0].rewards)
+    return {
+        "eval/accuracy": mean(is_right(torch.cat([group.rewards for group in greedy]), task).tolist()),
+        **{f"eval/pass@{k}": mean(pass_at_k(n, c, k) for c in correct) for k in sorted({1, n})},
+        "eval/completion_length": mean(len(group.completions[0].ids) for group in greedy),
+    }
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold a right one: unbiased for k fresh ones. 2107.03374"""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def is_right(rewards: Tensor, task: "Task") -> Tensor:
+    return rewards >= task.full_reward - 1e-9  # NaN is not right
+
+
+def mean(values: Iterable[float]) -> float | None:
+    values = [float(v) for v in values if not math.isnan(v)]
+    return sum(values) / len(values) if values else None
+
+
+def std(rewards: Tensor) -> float | None:
+    rewards = rewards[~rewards.isnan()]
+    if len(rewards) < 2:
+        return None
+    return 0.0 if rewards.min() == rewards.max() else float(rewards.std())
+
+
+# ---- Files and screen ----
+
+
+class Report:
+    """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
+
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], quiet: bool):
+        self.decode = decode  # ids -> text
+        self.config, self.quiet, self.out = config, quiet, Path(config.out)
+        self.on_terminal = sys.stdout.isatty() and not quiet
+        self.status, self.last_drawn = "", 0.0
+        self.tracker = None if quiet else open_tracker(config)
+
+    def plan(self, model: Any, task: "Task", world: int, device: torch.device, done: int) -> None:
+        cfg = self.config
+        updates = cfg.num_iterations * cfg.minibatches
+        where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
+        rows = f"{cfg.micro_batch_size} rows" if cfg.micro_batch_size else f"{cfg.micro_batch_tokens} padded tokens"
+        self.say(
+            f"{cfg.task}: {len(task.train)} prompts to train on, {len(task.eval)} held out; "
+            f"model {cfg.model or 'built in'} of {sum(p.numel() for p in model.parameters()):,} parameters"
+        )
+        self.say(
+            f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} = "
+            f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} tokens, "
+            f"{updates} update{'s'[: updates > 1]}"
+        )
+        self.say(f"computed by {world} rank{'s'[: world > 1]} ({where}) in {cfg.dtype}, micro-batches of up to {rows}")
+        names = (*SWITCHES, "delta", "beta", "dynamic_sampling")
+        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in names))
+        for warning in warnings(cfg):
+            self.say(f"note: {warning}")
+        self.say(f"{f'continued after step {done}' if done else 'started'} in {self.out}/")
+
+    def keep_until(self, done: int) -> None:
+        """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
+        if self.quiet:
+            return
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            lines = [line for line in read_lines(self.out / name) if done and line["step"] <= done]
+            beside = self.out / (name + ".partial")
+            beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            os.replace(beside, self.out / name)
+
+    def evaluation(self, step: int, figures: dict, groups: list["Group"]) -> None:
+        self.step({"step": step} | figures, [], groups)
+
+    def step(self, metrics: dict, groups: list["Group"], evaluated: list["Group"] = ()) -> None:
+        if self.quiet:
+            return
+        pairs = [("train", group, i) for group in groups for i in range(len(group.rewards))]
+        count = self.config.samples_per_step
+        if 0 <= count < len(pairs):  # evenly over the step
+            pairs = [pairs[i * len(pairs) // count] for i in range(count)]
+        pairs += [("eval", group, 0) for group in evaluated[:2]]
+        append(self.out / "samples.jsonl", [sample_line(metrics["step"], *pair, self.decode) for pair in pairs])
+        append(self.out / "metrics.jsonl", [metrics])
+        if self.tracker:
+            self.tracker(metrics)
+        self.show(metrics)
+
+    def show(self, metrics: dict) -> None:
+        cfg, step = self.config, metrics["step"]
+        if "reward" in metrics:
+            seconds = metrics["seconds_rollout"] + metrics["seconds_update"]
+            left = int(seconds * (cfg.steps - step))
+            filled = 20 * step // cfg.steps
+            self.status = (
+                f"step {step:>{len(str(cfg.steps))}}/{cfg.steps}"
+                + (f" [{'#' * filled}{'.' * (20 - filled)}]" if self.on_terminal else "")
+                + f"  reward {text(metrics['reward'])}  length {text(metrics['completion_length'], 1)}"
+                f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
+                f"  {left // 60}:{left % 60:02d} left"
+            )
+            if self.on_terminal:
+                print(f"\r\033[K{self.status}", end="", flush=True)
+            else:
+                print(self.status, flush=True)
+        if "eval/accuracy" in metrics:
+            figures = "  ".join(f"{k.removeprefix('eval/')} {text(v)}" for k, v in metrics.items() if "eval/" in k)
+            self.say(f"step {step}, held out: {figures}")
+
+    def generating(self, tokens: int, rows: int) -> None:
+        """Progress inside a long rollout."""
+        if self.on_terminal and time.monotonic() - self.last_drawn > 0.2:
+            self.last_drawn = time.monotonic()
+            print(f"\r\033[K{self.status}  | token {tokens}, {rows} going on", end="", flush=True)
+
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            print(f"\r\033[K{line}" if self.on_terminal else line, flush=True)
+
+
+def sample_line(step: int, kind: str, group: "Group", i: int, decode: Callable[[list[int]], str]) -> dict:
+    return {
+        "step": step,
+        "kind": kind,
+        "prompt": group.row["prompt"],
+        "completion": decode(group.completions[i].ids),
+        "reward": None if math.isnan(group.rewards[i]) else float(group.rewards[i]),
+        "advantage": None if group.advantages is None else float(group.advantages[i]),
+        "length": len(group.completions[i].ids),
+        "truncated": group.completions[i].truncated,
+    }
+
+
+def append(path: Path, lines: list[dict]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a .jsonl file that a kill may have torn at its end."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def open_tracker(config: Config) -> Any:
+    """-> a function that takes a step's metrics, or None."""
+    if config.report_to is None:
+        return None
+    try:
+        if config.report_to == "wandb":
+            import wandb
+
+            run = wandb.init(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
+            return lambda metrics: run.log(metrics, step=metrics["step"])
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(config.out)
+    except ImportError:
+        raise Mistake(f"--report_to {config.report_to}: not installed; pip install {config.report_to}") from None
+
+    def write(metrics: dict) -> None:
+        for name, value in metrics.items():
+            if value is not None:
+                writer.add_scalar(name, value, metrics["step"])
+        writer.flush()
+
+    return write
+
+
+def finished(out: Path, quiet: bool) -> None:
+    """The run's result, from its files: figures before and after, and two held-out prompts answered then and now."""
+    if quiet:
+        return
+    lines = read_lines(out / "metrics.jsonl")
+    evaluations = [line for line in lines if "eval/accuracy" in line]
+    before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
+    names = [name for name in after if name.startswith("eval/")] or ["reward", "completion_length", "entropy"]
+    print(f"\n{'':24}{'before':>10}{'after':>10}")
+    for name in names:
+        print(f"{name.removeprefix('eval/'):24}{text(before[name]):>10}{text(after[name]):>10}")
+    samples = [line for line in read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
+    for step in sorted({before["step"], after["step"]}):
+        for line in [line for line in samples if line["step"] == step]:
+            print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
+    print(f"\nin {out}/: model/, metrics.jsonl, samples.jsonl, config.json")
+
+
+def as_text(prompt: str | list[dict]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def text(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

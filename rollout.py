@@ -1,0 +1,180 @@
+"""Prompts -> completions, with Hugging Face `generate` and its KV cache.
+
+Each completion is a function of the model, its prompt and its own stream of uniform numbers, never of the rank or of
+the rows it happens to share a batch with. The stream is named by (seed, step, position of the prompt in the step,
+number of the sample), and a token is picked by inverting the cumulative distribution at the stream's next number:
+
+    token_t = min { v : cdf_t[v] > u_t },      cdf_t = cumsum(softmax(logits_t / temperature))
+
+So the same run on any number of processes samples the same completions, up to ties in floating point. (In bf16 on a
+GPU the logits themselves depend on the shape of the batch, so single tokens may differ there.) The distribution that
+is sampled from is at hand, so the log-prob of each chosen token is recorded without another forward pass.
+
+Three things make it fast, all inside `generate(custom_generate=...)`: a prompt is prefilled once for all its samples,
+finished rows leave the batch while the others go on, and sampling is one pass over the distribution.
+Left out: paged caches, continuous batching, beams, speculative decoding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from config import Mistake
+
+
+@dataclass
+class Sampling:
+    max_completion_length: int
+    eos_ids: list[int]
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+
+
+@dataclass
+class Completion:
+    ids: list[int]  # as sampled, the end-of-sequence token included
+    logp: list[float]  # the sampler's, of the distribution at this temperature before top-k and top-p
+    truncated: bool  # it reached the length limit without an end-of-sequence token
+
+
+def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
+    """The streams of the samples (prompt's position in the step, number of the sample): (len(samples), length)."""
+    streams = [np.random.Generator(np.random.PCG64([seed, step, *sample])).random(length) for sample in samples]
+    return np.stack(streams) if streams else np.zeros((0, length))
+
+
+@torch.no_grad()
+def rollout(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    which: list[int],
+    uniform: np.ndarray | None,
+    sampling: Sampling,
+    progress: Callable[[int, int], None] = lambda tokens, rows: None,
+) -> list[Completion]:
+    """One completion of prompts[which[i]] for each i, at the numbers uniform[i] (None where it is greedy)."""
+    if not which:
+        return []
+    used = sorted(set(which))
+    width = max(len(prompts[i]) for i in used)
+    ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in used], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in used], device=model.device)
+
+    was_training = model.training
+    model.eval()  # in train(), gradient checkpointing would silently switch the cache off
+    try:
+        decode = partial(
+            _decode,
+            rows=torch.tensor([used.index(i) for i in which], device=model.device),
+            uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
+            sampling=sampling,
+            progress=progress,
+        )
+        # Only the cache and the inputs are prepared by this configuration; every choice of a token is in `sample`.
+        config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
+        config.pad_token_id, config.eos_token_id = 0, sampling.eos_ids
+        tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+    finally:
+        model.train(was_training)
+    return _completions(tokens, logp, sampling)
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: object = None,
+    stopping_criteria: object = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    rows: Tensor,
+    uniform: Tensor | None,
+    sampling: Sampling,
+    progress: Callable[[int, int], None],
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """The decoding loop: prompts (P, T), left-padded, and rows (N,) -> tokens (N, L) and their log-probs (N, L)."""
+    N, L = len(rows), sampling.max_completion_length
+    tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
+    logps = torch.zeros(N, L, device=rows.device)
+    eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
+
+    # Prefill: each prompt once, then its state and cache are repeated for its samples.
+    out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
+    kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+    logits = out.logits[rows, -1]
+    _select_rows(kwargs, rows)
+
+    live = torch.arange(N, device=rows.device)  # the completion that each row of the batch is
+    done = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    for t in range(L):
+        token, logp = sample(logits, None if uniform is None else uniform[live, t], sampling)
+        tokens[live, t], logps[live, t] = token, logp
+        done = done | torch.isin(token, eos_ids)
+        finished = int(done.sum())
+        progress(t + 1, len(live) - finished)
+        if finished == len(live) or t + 1 == L:
+            break
+        if 4 * finished >= len(live):  # dropping rows copies the cache: not for each one
+            keep = (~done).nonzero().squeeze(1)
+            live, done, token = live[keep], done[keep], token[keep]
+            _select_rows(kwargs, keep)
+        inputs = model.prepare_inputs_for_generation(token[:, None], next_sequence_length=1, **kwargs)
+        out = model(**inputs, return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+        logits = out.logits[:, -1]
+    return tokens, logps
+
+
+def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """logits (B, V), uniform numbers (B,) -> tokens (B,) and their log-probs (B,)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.temperature == 0.0:
+        token, log_p = logits.argmax(-1, keepdim=True), logits.log_softmax(-1)
+    else:
+        log_p = (logits / sampling.temperature).log_softmax(-1)
+        cdf = _truncated(log_p.exp(), sampling).cumsum(-1)
+        total = cdf[:, -1:]  # not exactly 1 in fp32
+        # Strictly below the total: u may round up to 1. right=True: u = 0 must not pick a token of probability 0.
+        target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+        token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+    return token.squeeze(1), log_p.gather(1, token).squeeze(1)
+
+
+def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities outside the top k, or outside the smallest set that holds top_p of the mass, become 0."""
+    if sampling.top_k and sampling.top_k < p.shape[1]:
+        p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
+    if sampling.top_p < 1.0:
+        high, order = p.sort(descending=True)
+        mass_before = high.cumsum(-1) - high
+        high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True), 0.0)
+        p = torch.zeros_like(p).scatter(1, order, high)
+    return p
+
+
+def _select_rows(kwargs: dict, rows: Tensor) -> None:
+    """The batch becomes these of its rows, in cache, mask and positions."""
+    for name in ("past_key_values", "cache_params"):  # the latter: models of Mamba's kind
+        if kwargs.get(name) is not None:
+            kwargs[name].reorder_cache(rows)
+    for name in ("attention_mask", "position_ids"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][rows]
+
+
+def _completions(tokens: Tensor, logp: Tensor, sampling: Sampling) -> list[Completion]:
+    if not logp.isfinite().all():
+        raise Mistake("the model's logits are not finite during the rollout: its weights hold NaN or inf")
+    tokens, logp = tokens.cpu(), logp.cpu()
+    ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
+    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
+    return [
+        Completion(tokens[i, :n].tolist(), logp[i, :n].tolist(), truncated=not bool(ended[i].any()))
+        for i, n in enumerate(lengths.tolist())
+    ]

@@ -1,0 +1,485 @@
+"""The losses and their gradients against the papers' equations, one token after the other in plain Python.
+
+Each preset's test has the objective J as its paper prints it, and works out every token's term of J and that term's
+derivative with respect to log π_θ(o_it) with `math` alone, derived by hand. The loss is −J. ρ_it = π_θ/π_old of a
+token, S(ρ, A) = min(ρ A, clip(ρ, 1−ε_low, 1+ε_high) A), Δ = log π_ref − log π_θ. Where a paper has one prompt with G
+completions, the step has several, with N completions in all.
+"""
+
+import math
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from advantage import group_advantages
+from loss import kl_divergence, policy_loss, token_weights
+
+F64 = torch.float64
+LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]  # |o_i|: two prompts, four completions each
+GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.0, 0.25]]
+REWARDS = GROUPS[0] + GROUPS[1]
+N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET: max_completion_length, more than the longest completion
+NORMALIZATIONS = ["sequence", "global", "constant", "sum"]
+every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
+seeds = pytest.mark.parametrize("seed", range(3))
+
+
+def draw(seed, lengths=LENGTHS, spread=0.4):
+    """Log-probs far from on-policy; what stands behind the end of a completion is as random as the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(lengths), max(lengths)
+    logp = -3 * torch.rand(shape, generator=generator, dtype=F64)
+    old, ref, sampler = (logp + spread * torch.randn(shape, generator=generator, dtype=F64) for _ in range(3))
+    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    return SimpleNamespace(logp=logp, old=old, ref=ref, sampler=sampler, mask=mask)
+
+
+def clipped(ratio, A, low=0.2, high=0.2, delta=math.inf):
+    """min(min(ρ, δ) A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ: ρ A, or 0 where ρ is cut."""
+    free = min(ratio, delta) * A, ratio * A if ratio < delta else 0.0
+    bound = min(max(ratio, 1 - low), 1 + high) * A, ratio * A if 1 - low <= ratio <= 1 + high else 0.0
+    return free if free[0] < bound[0] else bound
+
+
+def minus_sum(b, term):
+    """−Σ_i Σ_t and its gradient, of term(i, t, log π_θ, log π_old, log π_ref) -> (value, derivative)."""
+    loss, grad = 0.0, torch.zeros_like(b.logp)
+    for i, length in enumerate(b.mask.sum(1).tolist()):
+        for t in range(length):
+            value, derivative = term(i, t, b.logp[i, t].item(), b.old[i, t].item(), b.ref[i, t].item())
+            loss, grad[i, t] = loss - value, -derivative
+    return loss, grad
+
+
+def run(logp, *args, **switches):
+    """policy_loss: the loss, its gradient, the statistics as numbers."""
+    logp = logp.clone().requires_grad_()
+    loss, stats = policy_loss(logp, *args, **switches)
+    loss.backward()
+    assert not any(getattr(x, "requires_grad", False) for pair in stats.values() for x in pair)
+    return loss.detach(), logp.grad, {name: (float(total), float(count)) for name, (total, count) in stats.items()}
+
+
+def close(ours, theirs, tolerance=1e-10):
+    ours, theirs = (torch.as_tensor(x, dtype=F64).detach() for x in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def check(b, J, A, normalization, advantages, **switches):
+    """The paper's advantages, loss and gradient are ours."""
+    close(group_advantages(torch.tensor(REWARDS, dtype=F64), 4, eps=0.0, **advantages), A)
+    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
+    paper_loss, paper_grad = minus_sum(b, J)
+    close(loss, paper_loss)
+    close(grad, paper_grad)
+    if "objective" not in switches:  # the data reach what is to be tested: some tokens are clipped on either side
+        assert 0 < stats["clip_low"][0] < TOKENS and 0 < stats["clip_high"][0] < TOKENS
+    return stats
+
+
+@seeds
+def test_grpo(seed):
+    """GRPO, arXiv 2402.03300: J = 1/G Σ_i 1/|o_i| Σ_t [S(ρ_it, A_i) − β (e^Δ − Δ − 1)], A = (r − mean r)/std r."""
+    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        (surrogate, slope), delta = clipped(math.exp(logp - old), A[i]), ref - logp
+        value, derivative = surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
+        return value / LENGTHS[i] / N, derivative / LENGTHS[i] / N
+
+    b = draw(seed)
+    check(b, J, A, "sequence", {}, ref_logp=b.ref, beta=0.04)
+
+
+@seeds
+def test_dr_grpo(seed):
+    """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
+    A = [r - fmean(group) for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i])
+        return surrogate / (N * BUDGET), slope / (N * BUDGET)
+
+    check(draw(seed), J, A, "constant", {"scale": "none"})
+
+
+@seeds
+def test_dapo(seed):
+    """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
+    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
+        return surrogate / TOKENS, slope / TOKENS
+
+    check(draw(seed), J, A, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
+
+
+@seeds
+def test_gspo(seed):
+    """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
+    b = draw(seed)
+    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
+
+    def J(i, t, logp, old, ref):  # as a sum over tokens, each with 1/|o_i| of S; d s_i / d log π_θ(o_it) = s_i / |o_i|
+        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
+        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
+
+    stats = check(b, J, A, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    cut = sum(LENGTHS[i] for i in range(N) if A[i] > 0 and s[i] > 1 + 4e-4)
+    assert stats["clip_high"] == (cut, TOKENS)  # the completion's ratio stands at each of its tokens
+
+
+@seeds
+def test_cispo(seed):
+    """CISPO, arXiv 2506.13585: J = 1/Σ_i|o_i| Σ_i Σ_t sg(min(ρ_it, cap)) A_i log π_θ, A = (r − mean r)/std r."""
+    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        coefficient = min(math.exp(logp - old), 5.0)  # sg, stop gradient: a number
+        return coefficient * A[i] * logp / TOKENS, coefficient * A[i] / TOKENS
+
+    b = draw(seed, spread=2.0)
+    stats = check(b, J, A, "global", {}, objective="cispo", epsilon_high=5.0)
+    cut = (b.logp - b.old > math.log(5.0)) & b.mask & (torch.tensor(A) > 0)[:, None]
+    assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
+
+
+@seeds
+def test_rloo(seed):
+    """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
+    A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        return A[i] * logp / N, A[i] / N
+
+    check(draw(seed), J, A, "sum", {"scale": "none", "baseline": "leave_one_out"}, objective="reinforce")
+
+
+@seeds
+def test_reinforce_plus_plus(seed):
+    """REINFORCE++, arXiv 2501.03262: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), A = (r − mean)/std, both of the batch."""
+    A = [(r - fmean(REWARDS)) / stdev(REWARDS) for r in REWARDS]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i])
+        return surrogate / TOKENS, slope / TOKENS
+
+    check(draw(seed), J, A, "global", {"scale": "batch", "baseline": "batch"})
+
+
+# ---- facts that hold for any policy
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_leave_one_out_is_the_mean_baseline_times_k_over_k_minus_1(k):
+    R = draw(k, [k, k, k]).logp
+    expected = k / (k - 1) * (R - R.mean(1, keepdim=True)).flatten()
+    close(group_advantages(R.flatten(), k, scale="none", baseline="leave_one_out"), expected, 1e-12)
+
+
+def distributions(seed):
+    """Logits of π_θ that want a gradient, and log-probs of π_θ, π_ref, π_old over a vocabulary of six tokens."""
+    logits = torch.randn(3, 6, 1, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    theta = logits[0].clone().requires_grad_()
+    return theta, theta.log_softmax(0), logits[1].log_softmax(0), logits[2].log_softmax(0)
+
+
+def gradients(theta, *scalars):
+    return [torch.autograd.grad(scalar, theta, retain_graph=True)[0] for scalar in scalars]
+
+
+@seeds
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_on_policy(seed, estimator):
+    """Σ_x π_θ(x) k(x) = KL(π_θ ‖ π_ref) for k1 and k3; k2 is biased.
+    Σ_x π_θ(x) ∇k(x) is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, ∇KL(π_ref ‖ π_θ) for k3."""
+    theta, logp, ref, _ = distributions(seed)
+    kl, reverse_kl = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
+    mean = (logp.detach().exp() * kl_divergence(logp, ref, estimator)).sum()
+    assert (abs(mean - kl) < 1e-12) == (estimator != "k2")
+    close(*gradients(theta, mean, {"k1": 0 * kl, "k2": kl, "k3": reverse_kl}[estimator]), 1e-12)
+
+
+@seeds
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_importance_gives_the_kl_and_its_gradient_off_policy(seed, estimator):
+    """Σ_x π_old(x) ρ(x) k(x) = KL(π_θ ‖ π_ref) for every π_θ, so the gradients agree as well: ρ is not detached."""
+    theta, logp, ref, old = distributions(seed)
+    kl = (logp.exp() * (logp - ref)).sum()
+    switches = {"ref_logp": ref, "beta": 1.0, "kl_estimator": estimator, "kl_importance": True}
+    loss, _ = policy_loss(logp, old, torch.zeros(6), old.exp(), torch.ones(6, 1), **switches)
+    close(loss, kl, 1e-12)
+    close(*gradients(theta, loss, kl), 1e-12)
+
+
+ON_POLICY = [{}, {"delta": 4.0}, {"ratio": "sequence"}, {"objective": "cispo", "epsilon_high": 5.0}]
+
+
+@pytest.mark.parametrize("switches", ON_POLICY, ids=str)
+@every_normalization
+def test_on_policy_every_gradient_is_that_of_reinforce(normalization, switches):
+    """The ratio is 1, nothing is clipped, and ∇ρ = ∇log π_θ."""
+    b, A = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3
+    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    loss, grad, stats = run(b.logp, b.logp, A, weights, b.mask, **switches)
+    close(grad, run(b.logp, b.logp, A, weights, b.mask, objective="reinforce")[1], 1e-12)
+    assert stats["clip_low"] == stats["clip_high"] == (0, TOKENS)
+    if "objective" not in switches:
+        close(loss, -(weights * A[:, None]).sum(), 1e-12)
+
+
+def test_the_loss_is_zero_and_its_gradient_is_not():
+    """One update a rollout, β = 0, mean over each completion: what is left of the loss is −Σ_i A_i / N = 0."""
+    b, A = draw(0), group_advantages(torch.tensor(REWARDS, dtype=F64), 4)
+    loss, grad, _ = run(b.logp, b.logp, A, token_weights(b.mask, "sequence"), b.mask)
+    assert abs(loss) < 1e-12 and grad.abs().max() > 0.01
+    loss, _, _ = run(b.logp, b.logp, A, token_weights(b.mask, "global"), b.mask)
+    assert abs(loss) > 0.01  # long completions weigh more than short ones
+
+
+# ---- each switch
+
+
+@pytest.mark.parametrize(
+    "ratio, A, loss, grad, low, high",
+    [
+        (1.3, 1.0, -1.3, -1.3, 0, 0),
+        (1.5, 1.0, -1.4, 0.0, 0, 1),  # far enough up: cut at 1 + 0.4
+        (1.5, -1.0, 1.5, 1.5, 0, 0),
+        (0.9, -1.0, 0.9, 0.9, 0, 0),
+        (0.7, -1.0, 0.8, 0.0, 1, 0),  # far enough down: cut at 1 − 0.2
+        (0.7, 1.0, -0.7, -0.7, 0, 0),
+    ],
+)
+def test_clipping_of_one_token(ratio, A, loss, grad, low, high):
+    old, one = torch.tensor([[-1.0]], dtype=F64), torch.ones(1, 1, dtype=F64)
+    ours = run(old + math.log(ratio), old, A * one[0], one, one.bool(), epsilon_low=0.2, epsilon_high=0.4)
+    close(ours[0], loss)
+    close(ours[1], [[grad]])
+    assert ours[2]["clip_low"] == (low, 1) and ours[2]["clip_high"] == (high, 1)
+
+
+@seeds
+@pytest.mark.parametrize("delta", [0.9, 1.05, 1.2, 1.5, 4.0])
+def test_two_sided_clipping(seed, delta):
+    """min(min(ρ, δ) A, clip(ρ, 1−ε, 1+ε) A) for any δ; here with advantages of tokens, (B, T)."""
+    b, A = draw(seed, spread=1.0), draw(seed + 10).logp + 1.5
+    loss, grad = minus_sum(b, lambda i, t, logp, old, _: clipped(math.exp(logp - old), A[i, t].item(), delta=delta))
+    ours = run(b.logp, b.old, A, token_weights(b.mask, "global"), b.mask, delta=delta)
+    close(ours[0], loss / TOKENS)
+    close(ours[1], grad / TOKENS)
+
+
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_term(estimator, importance):
+    """S(ρ, A) − β k, or S(ρ, A) − β ρ k, whose derivative is ρ (k + k'). k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
+    b, A, beta = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 0.3
+
+    def k(logp, ref):
+        d = ref - logp
+        value = {"k1": -d, "k2": d**2 / 2, "k3": math.exp(d) - d - 1}[estimator]
+        return value, {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[estimator]
+
+    def J(i, t, logp, old, ref):
+        ratio, (kl, slope) = math.exp(logp - old), k(logp, ref)
+        if importance:
+            kl, slope = ratio * kl, ratio * (kl + slope)
+        surrogate, surrogate_slope = clipped(ratio, A[i].item())
+        return (surrogate - beta * kl) / TOKENS, (surrogate_slope - beta * slope) / TOKENS
+
+    args = b.logp, b.old, A, token_weights(b.mask, "global"), b.mask
+    switches = {"ref_logp": b.ref, "kl_estimator": estimator, "kl_importance": importance}
+    loss, grad, stats = run(*args, beta=beta, **switches)
+    paper_loss, paper_grad = minus_sum(b, J)
+    close(loss, paper_loss)
+    close(grad, paper_grad)
+    if not importance:
+        close(stats["kl"], (-minus_sum(b, lambda i, t, logp, old, ref: k(logp, ref))[0], TOKENS))
+    watched, without = run(*args, beta=0.0, **switches), run(*args)
+    assert torch.equal(watched[1], without[1]) and "kl" in watched[2] and "kl" not in without[2]
+
+
+@pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"objective": "reinforce"}])
+def test_truncated_importance_sampling(switches):
+    """The policy term of each token times min(π_old/π_sampler, cap), a constant; the KL term is left alone."""
+    b, A, cap = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 1.1
+    weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
+    coefficient = (b.old - b.sampler).exp().clamp(max=cap)
+    assert 0 < (coefficient == cap)[b.mask].sum() < TOKENS
+    policy = run(b.logp, b.old, A, weights * coefficient, b.mask, **switches)
+    penalty = run(b.logp, b.old, 0 * A, weights, b.mask, **kl)
+
+    sampler = b.sampler.clone().requires_grad_()
+    loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, sampler_logp=sampler, tis_cap=cap, **kl, **switches)
+    close(loss, policy[0] + penalty[0])
+    close(grad, policy[1] + penalty[1])
+    assert sampler.grad is None or (sampler.grad == 0).all()
+    close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
+    watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
+    without = run(b.logp, b.old, A, weights, b.mask, **switches)
+    assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
+
+
+@seeds
+def test_sequence_ratio_with_any_weights_and_advantages_of_tokens(seed):
+    """−Σ_i Σ_t w_it S(s_i, A_it): each token of a completion moves s_i, and with it the terms of all the others."""
+    b, weights, A = draw(seed), draw(seed + 10).logp.abs(), draw(seed + 20).logp + 1.5
+    loss, grad = 0.0, torch.zeros_like(b.logp)
+    for i, length in enumerate(LENGTHS):
+        s = math.exp(fmean((b.logp - b.old)[i, :length].tolist()))
+        for t in range(length):
+            surrogate, slope = clipped(s, A[i, t].item())
+            loss -= weights[i, t].item() * surrogate
+            grad[i, :length] -= weights[i, t].item() * slope / length
+    ours = run(b.logp, b.old, A, weights, b.mask, ratio="sequence")
+    close(ours[0], loss)
+    close(ours[1], grad)
+
+
+# ---- what is masked, and how the step is cut, changes nothing
+
+SWITCHES = {  # with KL and truncated importance sampling
+    "clip": {"kl_importance": True},
+    "two-sided": {"delta": 1.5, "kl_estimator": "k1"},
+    "sequence": {"ratio": "sequence", "kl_estimator": "k2", "kl_importance": True},
+    "cispo": {"objective": "cispo", "epsilon_high": 1.3},
+    "reinforce": {"objective": "reinforce", "kl_estimator": "k2"},
+}
+every_switch = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+
+
+def step(seed, normalization):
+    """Nine completions; one of them is masked as a whole."""
+    b = draw(seed, [*LENGTHS[:4], 0, *LENGTHS[4:]])
+    b.advantages = torch.tensor([1.0, -2.0, 0.5, 1.0, 3.0, 1.5, -1.0, 3.0, -0.5], dtype=F64)
+    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    return b
+
+
+def run_all(b, switches):
+    kl_and_tis = {"ref_logp": b.ref, "beta": 0.1, "sampler_logp": b.sampler, "tis_cap": 1.1}
+    return run(b.logp, b.old, b.advantages, b.weights, b.mask, **kl_and_tis, **switches)
+
+
+@every_switch
+@pytest.mark.parametrize("name", ["logp", "old", "ref", "sampler", "weights", "advantages", "token advantages"])
+def test_garbage_where_masked(name, switches):
+    def with_garbage(value):
+        b = step(0, "global")
+        if name == "token advantages":
+            b.advantages = b.advantages[:, None].expand_as(b.logp)
+        field, live = name.split()[-1], b.mask.any(1) if name == "advantages" else b.mask
+        setattr(b, field, getattr(b, field).masked_fill(~live, value))
+        return b.mask, *run_all(b, switches)
+
+    mask, loss, grad, stats = with_garbage(0.0)
+    assert (grad[mask] != 0).any() and (grad[~mask] == 0).all()
+    for garbage in (math.nan, -math.inf, math.inf, 1e30, -1e30):
+        _, same_loss, same_grad, same_stats = with_garbage(garbage)
+        assert torch.equal(loss, same_loss) and torch.equal(grad, same_grad) and stats == same_stats
+
+
+@every_switch
+@every_normalization
+def test_fully_masked_batch(normalization, switches):
+    b = step(0, normalization)
+    b.mask = torch.zeros_like(b.mask)
+    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    b.logp[0], b.old[1] = math.nan, -math.inf
+    loss, grad, stats = run_all(b, switches)
+    assert loss == 0 and (grad == 0).all() and set(stats.values()) == {(0, 0)}
+
+
+@every_switch
+@every_normalization
+@pytest.mark.parametrize("parts", [[1] * 9, [2, 2, 2, 2, 1], [3, 3, 3], [1, 5, 2, 1]], ids=str)
+def test_any_split_of_the_step(parts, normalization, switches):
+    """Rows in any order, cut into micro-batches of any size, each padded to a width of its own: the parts add up."""
+    whole = step(0, normalization)
+    loss, grad, stats = run_all(whole, switches)
+    sum_loss, sum_grad, sum_stats = 0.0, torch.zeros_like(grad), dict.fromkeys(stats, (0.0, 0.0))
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    for number, rows in enumerate(order.split(parts)):
+        width = max(1, int(whole.mask[rows].sum(1).max())) + number % 3
+        part = {name: tensor[rows] for name, tensor in vars(whole).items()}
+        wider = (0, width - whole.mask.shape[1])  # pad() cuts where this is negative
+        part = SimpleNamespace(**{name: pad(x, wider) if x.dim() == 2 else x for name, x in part.items()})
+        part_loss, part_grad, part_stats = run_all(part, switches)
+        sum_loss += part_loss
+        sum_grad[rows] += pad(part_grad, (0, -wider[1]))
+        assert part_stats.keys() == stats.keys()
+        sum_stats = {name: (a + part_stats[name][0], n + part_stats[name][1]) for name, (a, n) in sum_stats.items()}
+    close(sum_loss, loss, 1e-12)
+    close(sum_grad, grad, 1e-12)
+    for name in stats:
+        close(sum_stats[name], stats[name], 1e-12)
+        assert stats[name][1] == TOKENS
+
+
+# ---- token weights
+
+RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 1, 1, 0]])  # a masked row, a hole
+
+
+@every_normalization
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_token_weights(normalization, dtype):
+    """sequence 1/(N |o_i|), global 1/Σ_j |o_j|, constant 1/(N L), sum 1/N; N = 3 rows have a token, Σ_j |o_j| = 8."""
+    expected = torch.zeros(4, 5, dtype=F64)
+    for i, row in enumerate(RAGGED.tolist()):
+        for t in range(5):
+            if row[t]:
+                divisor = {"sequence": 3 * sum(row), "global": 8, "constant": 3 * 100, "sum": 3}[normalization]
+                expected[i, t] = 1 / divisor
+    weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100)
+    assert weights.dtype == F64
+    close(weights, expected, 1e-15)
+
+
+@every_normalization
+def test_token_weights_of_a_part_of_the_step(normalization):
+    """With the step's totals a part has the weights that it has in the whole, however long its own completions are."""
+    whole = token_weights(RAGGED, normalization, max_completion_length=100)
+    for rows in ([0], [1], [2, 3], [3, 1]):
+        totals = {"num_sequences": 3, "num_tokens": 8, "max_completion_length": 100}
+        close(token_weights(RAGGED[rows], normalization, **totals), whole[rows], 1e-15)
+
+
+@every_normalization
+def test_token_weights_of_nothing(normalization):
+    close(token_weights(torch.zeros(2, 3), normalization, max_completion_length=100), torch.zeros(2, 3), 0)
+
+
+def test_the_loss_has_the_dtype_of_logp():
+    b, A = draw(0), torch.tensor(REWARDS)
+    loss, grad, _ = run(b.logp.float(), b.old.float(), A, token_weights(b.mask, "global"), b.mask)
+    assert loss.dtype == grad.dtype == torch.float32
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    "call, values",
+    [
+        (lambda b: token_weights(b.mask, "k9"), NORMALIZATIONS),
+        (lambda b: kl_divergence(b.logp, b.ref, "k9"), ["k1", "k2", "k3"]),
+        (lambda b: run_all(b, {"kl_estimator": "k9"}), ["k1", "k2", "k3"]),
+        (lambda b: run_all(b, {"objective": "k9"}), ["clip", "cispo", "reinforce"]),
+        (lambda b: run_all(b, {"ratio": "k9"}), ["token", "sequence"]),
+        (lambda b: token_weights(b.mask, "constant"), ["max_completion_length"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
+    ],
+)
+def test_errors_name_what_is_valid_or_missing(call, values):
+    with pytest.raises(ValueError) as error:
+        call(step(0, "sum"))
+    assert all(value in str(error.value) for value in values)

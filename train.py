@@ -1,0 +1,391 @@
+"""GRPO: the training step, from top to bottom.
+
+    torchrun train.py                                     learns addition, from a small model that is in this repository
+    torchrun --nproc_per_node 8 train.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+    python train.py --help                                every setting
+
+prompts -> completions -> rewards -> advantages -> updates: `training_step` and `update` are that step. What they call
+stands in the file of its name: rollout, task (rewards), advantage, logprob, loss.
+
+A step is described by prompts_per_step x num_generations completions. Ranks and micro-batches are how it is computed,
+not what is computed: every rank knows all completions of the step (a few megabytes), the weight of each token is fixed
+before the work is split, and gradients are summed.
+"""
+
+import copy
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+import checkpoint
+import config
+import ranks
+import report
+from advantage import group_advantages
+from config import Config, Mistake
+from logprob import token_logprobs
+from loss import policy_loss, token_weights
+from rollout import Completion, Sampling, rollout, uniforms
+from task import Task, encode_prompt, load_task, score
+
+LOSS_SWITCHES = "objective ratio epsilon_low epsilon_high delta beta kl_estimator kl_importance tis_cap".split()
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap")
+
+
+@dataclass
+class Run:
+    """What stays from step to step."""
+
+    config: Config
+    task: Task
+    model: PreTrainedModel
+    reference: PreTrainedModel | None
+    tokenizer: object
+    optimizer: torch.optim.Optimizer
+    sampling: Sampling
+    show: report.Report
+    rank: int
+    world: int
+    device: torch.device
+
+
+@dataclass
+class Group:
+    """One prompt and its completions."""
+
+    row: dict
+    prompt_ids: list[int]
+    completions: list[Completion]
+    rewards: Tensor  # (G,), NaN: no reward
+    parts: Tensor  # (G, functions)
+    advantages: Tensor | None = None  # (G,)
+
+
+@dataclass
+class Batch:
+    """The completions of a step, on every rank. (N, T) is prompt, completion, padding on the right."""
+
+    ids: Tensor  # (N, T)
+    attention: Tensor  # (N, T)
+    mask: Tensor  # (N, T), the completion tokens that are trained on
+    advantages: Tensor  # (N,)
+    sampler_logp: Tensor  # (N, T)
+    old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
+    ref_logp: Tensor | None = None  # (N, T)
+
+
+# ---- The step ----
+
+
+def training_step(run: Run, step: int, cursor: int) -> tuple[dict, list[Group], int]:
+    """One rollout with all its updates. `cursor` counts the prompts drawn so far. -> metrics, groups, cursor"""
+    cfg = run.config
+    seed_everything(cfg.seed, step, run.rank)
+    clock = time.perf_counter()
+
+    # Prompts -> completions -> rewards -> advantages, over whole groups.
+    groups, drawn = sample_groups(run, step, cursor)
+    rewards = torch.cat([group.rewards for group in groups])  # (N,)
+    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards, cfg.baseline)
+    for group, part in zip(groups, advantages.split(cfg.num_generations), strict=True):
+        group.advantages = part
+    batch = collate(run, groups, advantages)
+    seconds_rollout, clock = time.perf_counter() - clock, time.perf_counter()
+
+    # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
+    # log-probs come with the gradient's: no second forward pass.
+    if cfg.num_iterations * cfg.minibatches > 1:
+        batch.old_logp = score_all(run, run.model, batch)
+    if run.reference is not None:
+        batch.ref_logp = score_all(run, run.reference, batch)
+
+    run.model.train()
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(cfg, step)
+    updates = [
+        update(run, batch, minibatch, step)
+        for iteration in range(cfg.num_iterations)
+        for minibatch in minibatches(len(batch.ids), cfg, step, iteration)
+    ]
+    metrics = {"step": step} | report.of_groups(drawn, run.task) | report.of_updates(updates, STATS)
+    seconds = {"seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock}
+    metrics |= {"learning_rate": learning_rate(cfg, step)} | report.of_machine(metrics["tokens"], **seconds)
+    return metrics, groups, cursor + len(drawn)
+
+
+def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One optimizer update on these rows of the batch. -> loss, gradient norm, (sum, count) of each of STATS"""
+    cfg, model = run.config, run.model
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
+    loss = torch.zeros((), dtype=torch.float64, device=run.device)
+    totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
+
+    # The weight of every token is settled here, from all completions of the update on all ranks. So the loss of a
+    # micro-batch is a partial sum: partial sums add up to the update's loss however it is split, and their gradients,
+    # summed (not averaged) over micro-batches and ranks, to its gradient.
+    weights = torch.zeros(batch.mask.shape, dtype=torch.float64, device=run.device)  # (N, T)
+    weights[minibatch] = token_weights(
+        batch.mask[minibatch], cfg.normalization, max_completion_length=cfg.max_completion_length
+    )
+    run.optimizer.zero_grad()
+    for rows in micro_batches(minibatch, batch.attention, cfg, run.rank, run.world):
+        mask = batch.mask[rows]
+        logp, entropy = score_rows(run, model, batch, rows, with_entropy=True)
+        partial, stats = policy_loss(
+            logp,
+            pick(batch.old_logp, rows, logp.detach()),
+            batch.advantages[rows],
+            weights[rows],
+            mask,
+            ref_logp=pick(batch.ref_logp, rows),
+            sampler_logp=batch.sampler_logp[rows],
+            **switches,
+        )
+        if cfg.entropy_coef:
+            partial = partial - cfg.entropy_coef * (weights[rows] * entropy).sum()
+        partial.backward()
+
+        loss += partial.detach()
+        stats["entropy"] = entropy.detach().sum(), mask.sum()
+        for name, (total, count) in stats.items():
+            totals[STATS.index(name)] += torch.stack([total, count])
+
+    ranks.sum_gradients(model)
+    ranks.sum_(loss, totals)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    if not (loss.isfinite() and grad_norm.isfinite()):
+        raise Mistake(f"step {step}: {not_finite(batch, loss, grad_norm)}; the update was not made")
+    run.optimizer.step()
+    return loss, grad_norm, totals
+
+
+def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, with_entropy: bool = False):
+    """-> logp (B, T), entropy (B, T) or None"""
+    cfg = run.config
+    with torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return token_logprobs(
+            model,
+            batch.ids[rows],
+            batch.attention[rows],
+            batch.mask[rows],
+            temperature=cfg.temperature,
+            with_entropy=with_entropy,
+            entropy_grad=with_entropy and cfg.entropy_coef != 0.0,
+        )
+
+
+@torch.no_grad()
+def score_all(run: Run, model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
+    logp = torch.zeros_like(batch.sampler_logp)
+    everything = torch.arange(len(batch.ids), device=run.device)
+    for rows in micro_batches(everything, batch.attention, run.config, run.rank, run.world):
+        logp[rows] = score_rows(run, model, batch, rows)[0]
+    ranks.sum_(logp)
+    return logp
+
+
+# ---- What the step is made of ----
+
+
+def sample_groups(run: Run, step: int, cursor: int) -> tuple[list[Group], list[Group]]:
+    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups whose rewards are all equal are
+    replaced by further prompts, for so many rounds; every rank sees all rewards and so decides the same."""
+    cfg = run.config
+    drawn: list[Group] = []
+    alive: list[Group] = []
+    for _ in range(1 + cfg.dynamic_sampling):
+        rows = [run.task.draw(cursor + len(drawn) + i, cfg.seed) for i in range(cfg.prompts_per_step - len(alive))]
+        drawn += complete(run, rows, len(drawn), step, cfg.num_generations, run.sampling)
+        alive = [group for group in drawn if not (cfg.dynamic_sampling and is_dead(group.rewards))]
+        if len(alive) == cfg.prompts_per_step:
+            break
+    return alive or drawn[: cfg.prompts_per_step], drawn
+
+
+def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling: Sampling) -> list[Group]:
+    """n scored completions of each prompt. The ranks share the sampling by completions and the scoring by groups."""
+    prompts = [encode_prompt(run.tokenizer, row["prompt"]) for row in rows]
+    mine = ranks.share(len(rows) * n, run.rank, run.world)
+    streams = [(first + i // n, i % n) for i in mine]
+    uniform = uniforms(run.config.seed, step, streams, sampling.max_completion_length)
+    with ranks.weights_in(run.model, getattr(torch, run.config.dtype)):
+        which = [i // n for i in mine]
+        completions = ranks.gather(lambda: rollout(run.model, prompts, which, uniform, sampling, run.show.generating))
+    groups = [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    own = ranks.share(len(rows), run.rank, run.world)
+    scores = ranks.gather(lambda: score(run.task, [rows[i] for i in own], [groups[i] for i in own], run.tokenizer))
+    parts = torch.tensor(scores, dtype=torch.float64)  # (P, n, functions)
+    rewards = (parts * torch.tensor(run.task.weights)).nansum(-1).masked_fill(parts.isnan().all(-1), math.nan)  # (P, n)
+    return [Group(*group) for group in zip(rows, prompts, groups, rewards, parts, strict=True)]
+
+
+def collate(run: Run, groups: list[Group], advantages: Tensor) -> Batch:
+    """Completions without a reward, and truncated ones where asked, stay in the batch with all their tokens masked."""
+    pairs = [(group, i) for group in groups for i in range(len(group.completions))]
+    N, T = len(pairs), max(len(group.prompt_ids) + len(group.completions[i].ids) for group, i in pairs)
+    ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
+    sampler_logp = torch.zeros(N, T)
+    for n, (group, i) in enumerate(pairs):
+        completion, start = group.completions[i], len(group.prompt_ids)
+        end = start + len(completion.ids)
+        ids[n, :end] = torch.tensor(group.prompt_ids + completion.ids)
+        attention[n, :end] = 1
+        sampler_logp[n, start:end] = torch.tensor(completion.logp)
+        trained = not group.rewards[i].isnan() and not (run.config.mask_truncated and completion.truncated)
+        mask[n, start:end] = int(trained)
+    return Batch(*(x.to(run.device) for x in (ids, attention, mask, advantages.float(), sampler_logp)))
+
+
+def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
+    """Which completions make each update of a pass: a function of (seed, step, pass)."""
+    if cfg.minibatches == 1:
+        return [torch.arange(n)]
+    order = np.random.Generator(np.random.PCG64([cfg.seed, step, iteration])).permutation(n)
+    return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, cfg.minibatches)]
+
+
+def micro_batches(rows: Tensor, attention: Tensor, cfg: Config, rank: int, world: int) -> list[Tensor]:
+    """This rank's part of the rows, sorted by length to save padding, in pieces of a number of rows or of tokens."""
+    lengths = attention.sum(1).tolist()
+    mine = sorted(rows.tolist(), key=lambda row: -lengths[row])[rank::world]
+    pieces: list[list[int]] = []
+    for row in mine:
+        fits = pieces and (
+            len(pieces[-1]) < cfg.micro_batch_size
+            if cfg.micro_batch_size
+            else (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= cfg.micro_batch_tokens
+        )
+        pieces[-1].append(row) if fits else pieces.append([row])
+    return [torch.tensor(piece, device=attention.device) for piece in pieces]
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Linear warm-up, then the schedule down to 0 after the last step."""
+    if step <= cfg.warmup_steps:
+        return cfg.learning_rate * step / cfg.warmup_steps
+    done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    return cfg.learning_rate * factor[cfg.lr_schedule]
+
+
+def is_dead(rewards: Tensor) -> bool:
+    """All equal, or fewer than two: the group does not tell better from worse."""
+    rewards = rewards[~rewards.isnan()]
+    return len(rewards) < 2 or bool(rewards.min() == rewards.max())
+
+
+def pick(x: Tensor | None, rows: Tensor, otherwise: Tensor | None = None) -> Tensor | None:
+    return otherwise if x is None else x[rows]
+
+
+def not_finite(batch: Batch, loss: Tensor, grad_norm: Tensor) -> str:
+    if not batch.advantages.isfinite().all():
+        return "an advantage is not finite: a reward function returned inf"
+    found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}: "
+    if not loss.isfinite():
+        return found + "a log-prob or a ratio overflowed; a lower --learning_rate or --max_grad_norm is the usual cure"
+    return found + "the backward pass overflowed; a lower --learning_rate, or --dtype float32, is the usual cure"
+
+
+def seed_everything(seed: int, step: int, rank: int) -> None:
+    """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
+    state = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    random.seed(state)
+    np.random.seed(state)
+    torch.manual_seed(state)
+
+
+# ---- The run ----
+
+
+def evaluate(run: Run) -> tuple[dict, list[Group]]:
+    """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
+    that two evaluations differ by the policy alone."""
+    cfg = run.config
+    rows = run.task.eval[: cfg.eval_prompts]
+    greedy = complete(run, rows, 0, 0, 1, Sampling(cfg.max_completion_length, run.sampling.eos_ids, temperature=0.0))
+    sampled = complete(run, rows, 0, 0, cfg.eval_k, run.sampling)
+    return report.of_evaluation(greedy, sampled, run.task), greedy
+
+
+def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
+    task = load_task(cfg)
+    model, tokenizer = checkpoint.load_model(cfg.model, cfg) if cfg.model else task.model()
+    sampling = Sampling(
+        cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer), cfg.temperature, cfg.top_k, cfg.top_p
+    )
+    model.to(device)
+    reference = None
+    if cfg.beta:
+        reference = copy.deepcopy(model).requires_grad_(False).eval()
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.learning_rate,
+        betas=(cfg.adam_beta1, cfg.adam_beta2),
+        weight_decay=cfg.weight_decay,
+        fused=device.type == "cuda",
+    )
+    show = report.Report(cfg, tokenizer.decode, quiet=rank > 0)
+    return Run(cfg, task, model, reference, tokenizer, optimizer, sampling, show, rank, world, device)
+
+
+def train(cfg: Config, rank: int, world: int, device: torch.device) -> None:
+    out = Path(cfg.out)
+    (done,) = ranks.gather(lambda: [checkpoint.open_run(cfg)], of=[0])
+    if done is None:
+        return report.finished(out, quiet=rank > 0)
+    run = set_up(cfg, rank, world, device)
+    # Its fields would leak into every rollout; it goes back into the saved model.
+    generation_config, run.model.generation_config = run.model.generation_config, GenerationConfig()
+    run.show.plan(run.model, run.task, world, device, done)
+    state = {"cursor": 0}
+    refreshed = run.reference if cfg.ref_sync_every else None
+    if done:
+        state = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
+    run.show.keep_until(done)
+
+    if cfg.eval_every and not done:
+        run.show.evaluation(0, *evaluate(run))
+    for step in range(done + 1, cfg.steps + 1):
+        metrics, groups, state["cursor"] = training_step(run, step, state["cursor"])
+        if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
+            run.reference.load_state_dict(run.model.state_dict())
+        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+            evaluation, completions = evaluate(run)
+            run.show.step(metrics | evaluation, groups, completions)
+        else:
+            run.show.step(metrics, groups)
+        if rank == 0 and (step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0)):
+            checkpoint.save(out, step, run.model, refreshed, run.optimizer, state)
+    if rank == 0:
+        checkpoint.save_model(out / "model", run.model, run.tokenizer, generation_config)
+    report.finished(out, quiet=rank > 0)
+
+
+def main(args: list[str]) -> int:
+    cfg = config.parse(args, torch.cuda.is_available())
+    try:
+        train(cfg, *ranks.start())
+    except Mistake as mistake:
+        if not isinstance(mistake, ranks.Elsewhere):
+            print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    finally:
+        ranks.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
