@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from config import Config, Mistake
 # Settings that may change when a run is continued: they say how it is computed or shown, not what.
 FREE = (
     "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "attn_implementation", "save_every",
-    "samples_per_step", "report_to", "out", "overwrite",
+    "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite",
 )  # fmt: skip
+
+
+transformers.utils.logging.disable_progress_bar()
 
 
 # ---- Models ----
@@ -40,16 +44,22 @@ FREE = (
 def load_model(name: str, config: Config) -> tuple[PreTrainedModel, Any]:
     """-> the model, its weights in fp32 and its dropout off, and its tokenizer."""
     trust = config.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    without_dropout(settings)
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=settings,
-        dtype=torch.float32,
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=trust,
-    )
+    try:
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        without_dropout(settings)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=trust,
+        )
+    except Exception as error:
+        raise Mistake(f"--model {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise Mistake(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match")
     return model, tokenizer
 
 
@@ -71,7 +81,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> None:
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> list:
     own, model.generation_config = model.generation_config, generation_config
     beside = _fresh(folder.with_name(folder.name + ".partial"))
     try:
@@ -80,6 +90,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_
     finally:
         model.generation_config = own
     _rename(beside, folder)
+    return []
 
 
 # ---- Runs ----
@@ -135,13 +146,19 @@ def provenance() -> dict:
 
 def latest(out: Path) -> int | None:
     """The step of the newest whole checkpoint."""
-    steps = [int(path.name) for path in (out / "checkpoint").glob("[0-9]*") if path.name.isdigit()]
+    steps = [int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit()]
     return max(steps, default=None)
 
 
 def save(
-    out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer, state: dict
-) -> None:
+    out: Path,
+    step: int,
+    model: nn.Module,
+    reference: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    state: dict,
+    keep: int = 1,
+) -> list:
     """Everything that step + 1 needs. `state` is what the training loop carries from step to step."""
     folder = out / "checkpoint" / f"{step:06d}"
     beside = _fresh(folder.with_name(folder.name + ".partial"))
@@ -152,10 +169,13 @@ def save(
     moments = {f"{key}.{n}": x for n, p in parameters.items() for key, x in optimizer.state.get(p, {}).items()}
     safetensors.torch.save_file(moments, beside / "optimizer.safetensors")
     _write_json(beside / "state.json", state)
+    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
+        if (out / name).exists():
+            _flush(out / name)
     _rename(beside, folder)
-    for old in (out / "checkpoint").iterdir():
-        if old != folder:
-            shutil.rmtree(old)
+    for old in sorted(path for path in folder.parent.iterdir() if path.name.isdigit())[:-keep]:
+        shutil.rmtree(old)
+    return []
 
 
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict:
@@ -195,13 +215,21 @@ _locks = []
 
 
 def _lock(out: Path) -> None:
-    """One writer at a time. The lock dies with the process that holds it."""
+    """One writer at a time. The lock dies with the process that holds it, which may take a moment."""
     handle = open(out / ".lock", "w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise Mistake(f"another process is writing to {out}: wait for it, or give another --out") from None
-    _locks.append(handle)
+    for _ in range(10):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks.append(handle)
+            return
+        except OSError:
+            time.sleep(1)
+    raise Mistake(f"another process is writing to {out}: wait for it, or give another --out")
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
+    safetensors.torch.save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path)
+    return path
 
 
 def _fresh(folder: Path) -> Path:

@@ -4,10 +4,13 @@ A setting left at None is filled in once, in `resolve`: from the algorithm's pre
 the task's (what suits its size), else from the machine. A flag given by hand always wins.
 """
 
+import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +38,7 @@ class Config:
     data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set where `datasets` is there")
     reward: list[str] = setting([], "rewards of your own, each as file.py:function")
     reward_weights: list[float] = setting([], "a weight for each reward; 1 each if left out")
+    reward_timeout: float = setting(600.0, "seconds that one call of a reward function may take")
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
     # Rollout: prompts_per_step x num_generations completions make a step.
@@ -88,6 +92,7 @@ class Config:
     eval_prompts: int = setting(256, "held-out prompts")
     eval_k: int = setting(4, "samples of each for pass@k")
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = setting(1, "how many of them are kept")
     samples_per_step: int = setting(4, "completions of each step written to samples.jsonl; -1: all")
     report_to: str | None = setting(None, "tensorboard or wandb, where installed")
     seed: int = setting(0, "of everything random")
@@ -151,55 +156,76 @@ def parse(args: list[str], on_gpu: bool) -> Config:
     parser = HfArgumentParser(Config, prog="train.py", allow_abbrev=False, description="GRPO of a language model.")
     for action in parser._actions:
         if action.type is not None:
-            action.type = _noting(action.type, action.option_strings[0], errors)
+            action.type = _noting(action, errors)
     parser.error = lambda message: _stop([message])
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
-    names = [f.name for f in dataclasses.fields(Config)]
-    for word in unknown:
-        if word.startswith("--"):
-            near = difflib.get_close_matches(word[2:].split("=")[0].replace("-", "_"), names, n=1)
-            errors.append(f"{word}: there is no such flag" + (f"; did you mean --{near[0]}?" if near else ""))
-        else:
-            errors.append(f"{word}: belongs to no flag")
-    errors += check_names(config)
-    if not errors:
-        config = resolve(config, on_gpu)
-        errors = check(config)
+    errors += check_flags(unknown) + check_names(config)
+    config = resolve(config, on_gpu)
+    errors += check(config)
     if errors:
         _stop(errors)
     return config
 
 
-def _noting(convert: Any, flag: str, errors: list[str]) -> Any:
+def _noting(action: argparse.Action, errors: list[str]) -> Callable[[str], Any]:
+    """A value that cannot be read is noted, and the default stands in for it while the rest is checked."""
+    convert = action.type
+
     def converted(text: str) -> Any:
         try:
             return convert(text)
-        except Exception:
-            kind = getattr(convert, "__name__", "value").replace("string_to_", "")
-            errors.append(f"{flag} {text}: not a valid {kind}")
+        except (ValueError, argparse.ArgumentTypeError):
+            kind = {"int": "a whole number", "float": "a number"}.get(convert.__name__, "true or false")
+            errors.append(f"{action.option_strings[0]} {text}: must be {kind}")
+            return action.default
 
     return converted
 
 
 def _stop(errors: list[str]) -> None:
-    for line in errors:
-        print(f"error: {line}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        for line in errors:
+            print(f"error: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 
+OTHER_NAMES = {  # what others call them
+    "lr": "learning_rate", "epsilon": "epsilon_low", "max_steps": "steps", "loss_type": "normalization",
+    "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "micro_batch_size",
+    "steps_per_generation": "minibatches", "importance_sampling_level": "ratio", "output_dir": "out",
+    "use_bias_correction_kl": "kl_importance", "mask_truncated_completions": "mask_truncated",
+    "ref_model_sync_steps": "ref_sync_every", "reward_funcs": "reward", "bf16": "dtype",
+}  # fmt: skip
+
+
+def check_flags(unknown: list[str]) -> list[str]:
+    """Words that argparse could not place; those that follow an unknown flag are its values."""
+    names = [field.name for field in dataclasses.fields(Config)]
+    errors = []
+    for i, word in enumerate(unknown):
+        if word.startswith("--"):
+            name = word[2:].split("=")[0].replace("-", "_")
+            near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, names, n=1))
+            errors.append(f"{word}: there is no such flag; {f'did you mean --{near}?' if near else 'see --help'}")
+        elif i == 0 or not unknown[0].startswith("--"):
+            errors.append(f"{word}: belongs to no flag")
+    return errors
+
+
 def check_names(config: Config) -> list[str]:
-    """Settings that are one of a few names."""
+    """Settings that are one of a few names. A wrong one is set to its default, so that the rest can be checked."""
     valid = dict(
         task=TASKS, algorithm=ALGORITHMS, normalization=NORMALIZATIONS, scale_rewards=SCALES, baseline=BASELINES,
         objective=OBJECTIVES, ratio=RATIOS, kl_estimator=KL_ESTIMATORS, lr_schedule=("constant", "linear", "cosine"),
         dtype=("auto", "float32", "bfloat16"), report_to=("tensorboard", "wandb"),
     )  # fmt: skip
-    given = {name: getattr(config, name) for name in valid}
-    return [
-        f"--{name} {value}: must be one of {', '.join(valid[name])}"
-        for name, value in given.items()
-        if value is not None and value not in valid[name]
-    ]
+    errors = []
+    for name, names in valid.items():
+        value = getattr(config, name)
+        if value is not None and value not in names:
+            errors.append(f"--{name} {value}: must be one of {', '.join(names)}")
+            setattr(config, name, getattr(Config(), name))
+    return errors
 
 
 def check(config: Config) -> list[str]:
@@ -219,11 +245,17 @@ def check(config: Config) -> list[str]:
                 errors.append(f"--{name} {value}: must be {least}{most}")
 
     bounds("prompts_per_step num_generations max_completion_length steps num_iterations minibatches", 1)
-    bounds("micro_batch_size micro_batch_tokens eval_prompts eval_k", 1)
+    bounds("micro_batch_size micro_batch_tokens eval_prompts eval_k keep_checkpoints", 1)
     bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every seed", 0)
     bounds("beta weight_decay epsilon_low epsilon_high", 0.0)
     bounds("samples_per_step", -1)
-    bounds("temperature tis_cap delta max_grad_norm learning_rate", 0.0, math.inf, open_low=True, open_high=True)
+    bounds(
+        "reward_timeout temperature tis_cap delta max_grad_norm learning_rate",
+        0.0,
+        math.inf,
+        open_low=True,
+        open_high=True,
+    )
     bounds("top_p", 0.0, 1.0, open_low=True)
     bounds("adam_beta1 adam_beta2", 0.0, 1.0, open_high=True)
 
@@ -234,7 +266,7 @@ def check(config: Config) -> list[str]:
             "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
             "or --baseline batch --scale_rewards batch"
         )
-    if config.minibatches > completions:
+    if config.minibatches > completions > 0:
         errors.append(f"--minibatches {config.minibatches}: more than the {completions} completions of a step")
     if config.micro_batch_size and config.micro_batch_tokens:
         errors.append("--micro_batch_size and --micro_batch_tokens: give one of them, rows or padded tokens")

@@ -1,4 +1,4 @@
-"""Make models/addition, the small checkpoint that `train.py` starts from by default. About three CPU-minutes.
+"""Make models/addition, the small checkpoint that `train.py` starts from by default. About four CPU-minutes.
 
     python make_addition.py
 
@@ -19,6 +19,7 @@ from config import Config
 from tasks_small import (
     ADDITION_ALPHABET,
     EOS,
+    EOS_ID,
     addition,
     char_tokenizer,
     draw_addition,
@@ -88,6 +89,10 @@ def warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: ra
             print(f"step {step + 1} loss {total:.3f}", flush=True)
 
 
+def until_eos(ids: list[int]) -> list[int]:
+    return ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids
+
+
 @torch.no_grad()
 def evaluate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict], sample: bool, batch_size: int = 64
@@ -99,7 +104,7 @@ def evaluate(
         part = rows[start : start + batch_size]
         inputs = tokenizer([row["prompt"] for row in part], padding=True, padding_side="left", return_tensors="pt")
         output = model.generate(**inputs, **settings, max_new_tokens=64)
-        ids = [row[row != tokenizer.pad_token_id].tolist() for row in output[:, inputs.input_ids.shape[1] :]]
+        ids = [until_eos(row) for row in output[:, inputs.input_ids.shape[1] :].tolist()]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         rewards += exact_sum([row["prompt"] for row in part], texts, ids, answer=[row["answer"] for row in part])
         lengths += map(len, ids)

@@ -4,10 +4,15 @@ Every rank holds the whole model, samples and trains on a share of the step's co
 others'. Gradients are summed, never averaged: the token weights already hold the totals of the step.
 """
 
+import json
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +29,26 @@ def start() -> tuple[int, int, torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device
+
+
+def _end_with(parent: int) -> None:
+    """A rank whose torchrun was killed must not go on, least of all beside its successor."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def report_failure(message: str) -> None:
+    """On stderr, and in torchrun's own report, which stands last on the screen."""
+    print(message, file=sys.stderr, flush=True)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": message, "extraInfo": details}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
 
 
 def stop() -> None:

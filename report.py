@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import ranks
-from config import SWITCHES, Config, Mistake, warnings
+from config import SWITCHES, Config, Mistake
 
 if TYPE_CHECKING:
     from task import Task
@@ -104,8 +104,8 @@ def std(rewards: Tensor) -> float | None:
 class Report:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str], quiet: bool):
-        self.decode = decode  # ids -> text
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], notes: list[str], quiet: bool):
+        self.decode, self.notes = decode, notes
         self.config, self.quiet, self.out = config, quiet, Path(config.out)
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
@@ -128,8 +128,8 @@ class Report:
         self.say(f"computed by {world} rank{'s'[: world > 1]} ({where}) in {cfg.dtype}, micro-batches of up to {rows}")
         names = (*SWITCHES, "delta", "beta", "dynamic_sampling")
         self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in names))
-        for warning in warnings(cfg):
-            self.say(f"note: {warning}")
+        for note in self.notes:
+            self.say(f"note: {note}")
         self.say(f"{f'continued after step {done}' if done else 'started'} in {self.out}/")
 
     def keep_until(self, done: int) -> None:
@@ -241,10 +241,10 @@ def open_tracker(config: Config) -> Any:
     return write
 
 
-def finished(out: Path, quiet: bool) -> None:
+def finished(out: Path, quiet: bool) -> int:
     """The run's result, from its files: figures before and after, and two held-out prompts answered then and now."""
     if quiet:
-        return
+        return 0
     lines = read_lines(out / "metrics.jsonl")
     evaluations = [line for line in lines if "eval/accuracy" in line]
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
@@ -257,6 +257,7 @@ def finished(out: Path, quiet: bool) -> None:
         for line in [line for line in samples if line["step"] == step]:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
     print(f"\nin {out}/: model/, metrics.jsonl, samples.jsonl, config.json")
+    return 0
 
 
 def as_text(prompt: str | list[dict]) -> str:

@@ -15,6 +15,7 @@ finished rows leave the batch while the others go on, and sampling is one pass o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from config import Mistake
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Sampling:
@@ -34,6 +37,7 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
+    rows_at_once: int = 1 << 30  # halved where memory runs out
 
 
 @dataclass
@@ -59,8 +63,33 @@ def rollout(
     progress: Callable[[int, int], None] = lambda tokens, rows: None,
 ) -> list[Completion]:
     """One completion of prompts[which[i]] for each i, at the numbers uniform[i] (None where it is greedy)."""
-    if not which:
-        return []
+    done: list[Completion] = []
+    while len(done) < len(which):
+        rows = slice(len(done), len(done) + sampling.rows_at_once)
+        try:
+            done += _generate(
+                model, prompts, which[rows], None if uniform is None else uniform[rows], sampling, progress
+            )
+        except torch.OutOfMemoryError:
+            if len(which[rows]) == 1:
+                raise Mistake("out of memory with one completion at a time: lower --max_completion_length") from None
+            sampling.rows_at_once = len(which[rows]) // 2
+            logger.warning(
+                f"out of memory: from here on at most {sampling.rows_at_once} completions are sampled at once"
+            )
+        if torch.cuda.is_available() and len(done) < len(which):
+            torch.cuda.empty_cache()
+    return done
+
+
+def _generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    which: list[int],
+    uniform: np.ndarray | None,
+    sampling: Sampling,
+    progress: Callable[[int, int], None],
+) -> list[Completion]:
     used = sorted(set(which))
     width = max(len(prompts[i]) for i in used)
     ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in used], device=model.device)

@@ -18,7 +18,9 @@ import importlib.util
 import json
 import math
 import numbers
+import os
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+import ranks
 from config import BUILT_IN, Config, Mistake
 from rollout import Completion
 
@@ -40,6 +43,7 @@ class Task:
     rewards: list[Callable]
     weights: list[float]  # one for each reward
     full_reward: float  # the weighted reward of a fully right completion
+    reward_timeout: float = 600.0
     model: Callable[[], tuple] | None = None  # a built-in task's own: -> model, tokenizer
 
     @property
@@ -72,6 +76,7 @@ def load_task(config: Config) -> Task:
         task.rewards = [load_reward(name) for name in config.reward]
         task.weights = config.reward_weights
         task.full_reward = sum(config.reward_weights)
+    task.reward_timeout = config.reward_timeout
     return task
 
 
@@ -89,8 +94,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     return encoded["input_ids"]
 
 
-def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completion_length: int) -> str | None:
-    """Every prompt can be encoded and leaves room for its completion. -> a note worth showing"""
+def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completion_length: int) -> list[str]:
+    """Every prompt can be encoded and leaves room for its completion. -> what is worth a note"""
     for row in task.train + task.eval:
         prompt = row["prompt"]
         if not isinstance(prompt, str) and tokenizer.chat_template is None:
@@ -105,8 +110,8 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
             )
     strings = any(isinstance(row["prompt"], str) for row in task.train)
     if strings and tokenizer.chat_template is not None:
-        return "the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"
-    return None
+        return ["the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"]
+    return []
 
 
 def shown(prompt: Any) -> str:
@@ -124,7 +129,7 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
     completions = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     ids = [completion.ids for _, completion in pairs]
     columns = {name: [row.get(name) for row, _ in pairs] for name in (rows[0] if rows else {}) if name != "prompt"}
-    values = [call_reward(reward, prompts, completions, ids, columns) for reward in task.rewards]
+    values = [call_reward(reward, prompts, completions, ids, columns, task.reward_timeout) for reward in task.rewards]
     by_completion = [list(parts) for parts in zip(*values, strict=True)]
     starts = np.cumsum([0] + [len(group) for group in groups])
     return [by_completion[start:end] for start, end in zip(starts, starts[1:], strict=False)]
@@ -135,7 +140,9 @@ def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Pro
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def call_reward(reward: Callable, prompts: list, completions: list, ids: list, columns: dict) -> list[float]:
+def call_reward(
+    reward: Callable, prompts: list, completions: list, ids: list, columns: dict, timeout: float = 600.0
+) -> list[float]:
     """What the function gave, checked: a number or None for each completion, nothing else."""
     if not prompts:
         return []
@@ -144,10 +151,14 @@ def call_reward(reward: Callable, prompts: list, completions: list, ids: list, c
         where = f"for prompt {shown(prompts[i])} and completion {shown(completions[i])}"
         return Mistake(f"reward function {reward.__name__} {what}, {where}")
 
+    late = threading.Timer(timeout, _too_late, (reward.__name__, timeout))
+    late.start()
     try:
         values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
     except Exception as error:
         raise fault(*_first_failure(reward, prompts, completions, ids, columns, error)) from error
+    finally:
+        late.cancel()
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
         got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
@@ -157,6 +168,12 @@ def call_reward(reward: Callable, prompts: list, completions: list, ids: list, c
         if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
             raise fault(i, f"returned {value!r} where a finite number or None was due")
     return [math.nan if value is None else float(value) for value in values]
+
+
+def _too_late(name: str, timeout: float) -> None:
+    """Nothing can interrupt a function that hangs, but its process can be ended."""
+    ranks.report_failure(f"error: reward function {name} took longer than --reward_timeout {timeout:g} seconds")
+    os._exit(2)
 
 
 def _first_failure(reward, prompts, completions, ids, columns, error: Exception) -> tuple[int, str]:

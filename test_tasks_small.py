@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tasks_small as task
 from config import Config
-from make_addition import scratch_pad, training_line
+from make_addition import scratch_pad, training_line, until_eos
 from tasks_small import EOS, EOS_ID, PAD_ID
 
 ASSET = Path(__file__).parent / "models" / "addition"
@@ -162,7 +162,7 @@ def test_asset():
     inputs = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
     with torch.no_grad():
         output = model.generate(**inputs, do_sample=False, max_new_tokens=64)[:, inputs.input_ids.shape[1] :]
-    ids = [row[row != PAD_ID].tolist() for row in output]
+    ids = [until_eos(row) for row in output.tolist()]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards = task.exact_sum([""] * 128, texts, ids, answer=[row["answer"] for row in rows])
     assert 0.3 < sum(rewards) / 128 < 0.7

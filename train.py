@@ -15,10 +15,14 @@ before the work is split, and gradients are summed.
 import copy
 import math
 import random
+import signal
 import sys
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +34,12 @@ import config
 import ranks
 import report
 from advantage import group_advantages
-from config import Config, Mistake
+from config import BUILT_IN, Config, Mistake
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout, uniforms
-from task import Task, encode_prompt, load_task, score
+from task import Task, check_prompts, encode_prompt, load_task, score
+from tasks_small import EOS_ID
 
 LOSS_SWITCHES = "objective ratio epsilon_low epsilon_high delta beta kl_estimator kl_importance tis_cap".split()
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap")
@@ -55,6 +60,8 @@ class Run:
     rank: int
     world: int
     device: torch.device
+    micro_batch: int  # rows or padded tokens; halved where memory runs out
+    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows and loss of the micro-batches at work
 
 
 @dataclass
@@ -124,10 +131,6 @@ def training_step(run: Run, step: int, cursor: int) -> tuple[dict, list[Group], 
 def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """One optimizer update on these rows of the batch. -> loss, gradient norm, (sum, count) of each of STATS"""
     cfg, model = run.config, run.model
-    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
-    loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
-
     # The weight of every token is settled here, from all completions of the update on all ranks. So the loss of a
     # micro-batch is a partial sum: partial sums add up to the update's loss however it is split, and their gradients,
     # summed (not averaged) over micro-batches and ranks, to its gradient.
@@ -135,8 +138,25 @@ def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor
     weights[minibatch] = token_weights(
         batch.mask[minibatch], cfg.normalization, max_completion_length=cfg.max_completion_length
     )
+    loss, totals = fitting(run, lambda: accumulate(run, batch, minibatch, weights))
+    ranks.sum_gradients(model)
+    ranks.sum_(loss, totals)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    if not (loss.isfinite() and grad_norm.isfinite()):
+        raise Mistake(f"step {step}: {not_finite(run, batch, loss, grad_norm)}")
+    run.optimizer.step()
+    return loss, grad_norm, totals
+
+
+def accumulate(run: Run, batch: Batch, minibatch: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the STATS"""
+    cfg, model = run.config, run.model
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
+    loss = torch.zeros((), dtype=torch.float64, device=run.device)
+    totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
     run.optimizer.zero_grad()
-    for rows in micro_batches(minibatch, batch.attention, cfg, run.rank, run.world):
+    run.pieces.clear()
+    for rows in micro_batches(run, batch, minibatch):
         mask = batch.mask[rows]
         logp, entropy = score_rows(run, model, batch, rows, with_entropy=True)
         partial, stats = policy_loss(
@@ -154,17 +174,11 @@ def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor
         partial.backward()
 
         loss += partial.detach()
+        run.pieces.append((rows, partial.detach()))
         stats["entropy"] = entropy.detach().sum(), mask.sum()
         for name, (total, count) in stats.items():
             totals[STATS.index(name)] += torch.stack([total, count])
-
-    ranks.sum_gradients(model)
-    ranks.sum_(loss, totals)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-    if not (loss.isfinite() and grad_norm.isfinite()):
-        raise Mistake(f"step {step}: {not_finite(batch, loss, grad_norm)}; the update was not made")
-    run.optimizer.step()
-    return loss, grad_norm, totals
+    return loss, totals
 
 
 def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, with_entropy: bool = False):
@@ -185,10 +199,14 @@ def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, wit
 @torch.no_grad()
 def score_all(run: Run, model: PreTrainedModel, batch: Batch) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
-    logp = torch.zeros_like(batch.sampler_logp)
-    everything = torch.arange(len(batch.ids), device=run.device)
-    for rows in micro_batches(everything, batch.attention, run.config, run.rank, run.world):
-        logp[rows] = score_rows(run, model, batch, rows)[0]
+
+    def own() -> Tensor:
+        logp = torch.zeros_like(batch.sampler_logp)
+        for rows in micro_batches(run, batch, torch.arange(len(batch.ids))):
+            logp[rows] = score_rows(run, model, batch, rows)[0]
+        return logp
+
+    logp = fitting(run, own)
     ranks.sum_(logp)
     return logp
 
@@ -254,19 +272,35 @@ def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
     return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, cfg.minibatches)]
 
 
-def micro_batches(rows: Tensor, attention: Tensor, cfg: Config, rank: int, world: int) -> list[Tensor]:
-    """This rank's part of the rows, sorted by length to save padding, in pieces of a number of rows or of tokens."""
-    lengths = attention.sum(1).tolist()
-    mine = sorted(rows.tolist(), key=lambda row: -lengths[row])[rank::world]
+def micro_batches(run: Run, batch: Batch, rows: Tensor) -> list[Tensor]:
+    """This rank's part of the rows, sorted by length to save padding, in pieces of so many rows or padded tokens."""
+    lengths = batch.attention.sum(1).tolist()
     pieces: list[list[int]] = []
-    for row in mine:
-        fits = pieces and (
-            len(pieces[-1]) < cfg.micro_batch_size
-            if cfg.micro_batch_size
-            else (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= cfg.micro_batch_tokens
-        )
-        pieces[-1].append(row) if fits else pieces.append([row])
-    return [torch.tensor(piece, device=attention.device) for piece in pieces]
+    for row in sorted(rows.tolist(), key=lambda row: -lengths[row])[run.rank :: run.world]:
+        size = len(pieces[-1]) + 1 if pieces else 0
+        if pieces and (size if run.config.micro_batch_size else size * lengths[pieces[-1][0]]) <= run.micro_batch:
+            pieces[-1].append(row)
+        else:
+            pieces.append([row])
+    return [torch.tensor(piece, device=run.device) for piece in pieces]
+
+
+def fitting(run: Run, compute: Callable[[], Any]) -> Any:
+    """`compute` is done again with half the micro-batch whenever memory runs out: any split gives the same sums."""
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            if run.micro_batch <= 1:
+                raise Mistake(
+                    "out of memory with one completion at a time: try --gradient_checkpointing, "
+                    "a smaller --max_completion_length, or a GPU with more memory"
+                ) from None
+            run.micro_batch = max(1, run.micro_batch // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        unit = "rows" if run.config.micro_batch_size else "padded tokens"
+        run.show.say(f"note: out of memory; going on with micro-batches of up to {run.micro_batch} {unit}")
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -288,13 +322,17 @@ def pick(x: Tensor | None, rows: Tensor, otherwise: Tensor | None = None) -> Ten
     return otherwise if x is None else x[rows]
 
 
-def not_finite(batch: Batch, loss: Tensor, grad_norm: Tensor) -> str:
-    if not batch.advantages.isfinite().all():
-        return "an advantage is not finite: a reward function returned inf"
-    found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}: "
+def not_finite(run: Run, batch: Batch, loss: Tensor, grad_norm: Tensor) -> str:
+    """The likely cause. The micro-batches that show it (all of them, if only the gradient does) go into a file."""
+    bad = [rows for rows, partial in run.pieces if not partial.isfinite()] or [rows for rows, _ in run.pieces]
+    kept = {name: x[torch.cat(bad)] for name, x in vars(batch).items() if x is not None and bad}
+    file = checkpoint.save_tensors(Path(run.config.out) / f"not_finite-{run.rank}.safetensors", kept)
     if not loss.isfinite():
-        return found + "a log-prob or a ratio overflowed; a lower --learning_rate or --max_grad_norm is the usual cure"
-    return found + "the backward pass overflowed; a lower --learning_rate, or --dtype float32, is the usual cure"
+        cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
+    else:
+        cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
+    found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}"
+    return f"{found}: {cause}. The update was not made; its micro-batch is in {file}"
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
@@ -321,9 +359,13 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
 def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     task = load_task(cfg)
     model, tokenizer = checkpoint.load_model(cfg.model, cfg) if cfg.model else task.model()
+    if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
+        raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
     sampling = Sampling(
         cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer), cfg.temperature, cfg.top_k, cfg.top_p
     )
+    context = getattr(model.config, "max_position_embeddings", None)
+    notes = check_prompts(task, tokenizer, context, cfg.max_completion_length)
     model.to(device)
     reference = None
     if cfg.beta:
@@ -337,11 +379,13 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
         weight_decay=cfg.weight_decay,
         fused=device.type == "cuda",
     )
-    show = report.Report(cfg, tokenizer.decode, quiet=rank > 0)
-    return Run(cfg, task, model, reference, tokenizer, optimizer, sampling, show, rank, world, device)
+    show = report.Report(cfg, tokenizer.decode, notes + config.warnings(cfg), quiet=rank > 0)
+    micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
+    return Run(cfg, task, model, reference, tokenizer, optimizer, sampling, show, rank, world, device, micro_batch)
 
 
-def train(cfg: Config, rank: int, world: int, device: torch.device) -> None:
+def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
+    """-> exit code"""
     out = Path(cfg.out)
     (done,) = ranks.gather(lambda: [checkpoint.open_run(cfg)], of=[0])
     if done is None:
@@ -358,6 +402,7 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> None:
 
     if cfg.eval_every and not done:
         run.show.evaluation(0, *evaluate(run))
+    signals = caught_signals()
     for step in range(done + 1, cfg.steps + 1):
         metrics, groups, state["cursor"] = training_step(run, step, state["cursor"])
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
@@ -367,24 +412,53 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> None:
             run.show.step(metrics | evaluation, groups, completions)
         else:
             run.show.step(metrics, groups)
-        if rank == 0 and (step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0)):
-            checkpoint.save(out, step, run.model, refreshed, run.optimizer, state)
-    if rank == 0:
-        checkpoint.save_model(out / "model", run.model, run.tokenizer, generation_config)
-    report.finished(out, quiet=rank > 0)
+        stop = max(ranks.gather(lambda: [*signals, 0]))
+        if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
+            save = [out, step, run.model, refreshed, run.optimizer, state, cfg.keep_checkpoints]
+            ranks.gather(lambda save=save: checkpoint.save(*save), of=[0])
+        if stop and step < cfg.steps:
+            run.show.say(
+                f"stopped by {signal.Signals(stop).name} after step {step}; the same command continues the run"
+            )
+            return 128 + stop
+    ranks.gather(lambda: checkpoint.save_model(out / "model", run.model, run.tokenizer, generation_config), of=[0])
+    return report.finished(out, quiet=rank > 0)
+
+
+def caught_signals() -> list[int]:
+    """Grows by a request to stop: the step in progress is finished first. A second one, later than the copies of the
+    first that torchrun sends, ends the process at once."""
+    caught: list[int] = []
+    times: list[float] = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 3:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return caught
 
 
 def main(args: list[str]) -> int:
     cfg = config.parse(args, torch.cuda.is_available())
     try:
-        train(cfg, *ranks.start())
+        return train(cfg, *ranks.start())
     except Mistake as mistake:
         if not isinstance(mistake, ranks.Elsewhere):
-            print(f"error: {mistake}", file=sys.stderr)
+            ranks.report_failure(f"error: {mistake}")
         return 2
+    except OSError as error:  # a full disk, no permission
+        ranks.report_failure(f"error: {error}")
+        return 1
+    except Exception:
+        ranks.report_failure(traceback.format_exc())
+        return 1
     finally:
         ranks.stop()
-    return 0
 
 
 if __name__ == "__main__":
