@@ -54,9 +54,14 @@ def measure_logprobs(way: str, args: argparse.Namespace) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=args.prompt + args.tokens,
-    )  # fmt: skip
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=args.prompt + args.tokens,
+    )
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config)
     ids = torch.randint(args.vocab, (args.rows, args.prompt + args.tokens), device=device)

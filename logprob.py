@@ -55,7 +55,7 @@ def token_logprobs(
 
     through = _through_head if head_returns_logits(model, ids) else _through_logits
     with_entropy = with_entropy or entropy_grad
-    logp, entropy = through(model, ids, scored, temperature, chunk_tokens, with_entropy)
+    logp, entropy = through(model, ids, scored, temperature, chunk_tokens, with_entropy, entropy_grad)
 
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in (logp, entropy))
     if not with_entropy:
@@ -64,7 +64,13 @@ def token_logprobs(
 
 
 def _through_head(
-    model: nn.Module, ids: Tensor, scored: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+    model: nn.Module,
+    ids: Tensor,
+    scored: Tensor,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool,
+    entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """The fast way: inside the model's forward the output head returns (B, T, 2) instead of (B, T, V)."""
     head = model.get_output_embeddings()
@@ -76,7 +82,7 @@ def _through_head(
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        values = _HeadLogProb.apply(hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy)
+        values = _HeadLogProb.apply(hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad)
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
     with _forward_replaced(head, score):
@@ -91,11 +97,11 @@ class _HeadLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy):
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad):
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = temperature, chunk_tokens, with_entropy
+        ctx.settings = temperature, chunk, entropy_grad
         values = torch.zeros(len(hidden), 2, dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
-        for out, h, y in zip(values.split(chunk_tokens), hidden.split(chunk_tokens), targets.split(chunk_tokens)):
+        for out, h, y in zip(values.split(chunk), hidden.split(chunk), targets.split(chunk)):
             log_p = _head_log_p(h, weight, bias, temperature)  # (chunk, V)
             out[:, 0] = log_p.gather(1, y[:, None]).squeeze(1)
             if with_entropy:
@@ -106,17 +112,17 @@ class _HeadLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, bias, targets = ctx.saved_tensors
-        temperature, chunk_tokens, with_entropy = ctx.settings
+        temperature, chunk, entropy_grad = ctx.settings
         dtype = _at_least_fp32(hidden.dtype)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
 
-        for start in range(0, len(hidden), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
             h, g_logp, g_entropy = hidden[rows], grad[rows, :1], grad[rows, 1:]  # (chunk, 1) each
             log_p = _head_log_p(h, weight, bias, temperature)
-            if with_entropy:
+            if entropy_grad:
                 p = log_p.exp()
                 H = _entropy(p, log_p)[:, None]
                 d_z = log_p.add_(H).mul_(-g_entropy).sub_(g_logp).mul_(p)
@@ -134,11 +140,17 @@ class _HeadLogProb(torch.autograd.Function):
             elif d_weight is not None:
                 d_weight += d_z.T @ h  # the sum over chunks stays in fp32
             del log_p, d_z  # before the next chunk makes its own
-        return d_hidden, _to(d_weight, weight), _to(d_bias, bias), None, None, None, None
+        return d_hidden, _to(d_weight, weight), _to(d_bias, bias), None, None, None, None, None
 
 
 def _through_logits(
-    model: nn.Module, ids: Tensor, scored: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+    model: nn.Module,
+    ids: Tensor,
+    scored: Tensor,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool,
+    entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """The way for every other model: its own logits, one row at a time."""
     can_select = "logits_to_keep" in inspect.signature(model.forward).parameters

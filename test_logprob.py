@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -216,8 +217,8 @@ def by_hand(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return logp, F.pad(-(log_p.exp() * log_p).sum(-1), (1, 0))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_bf16_autocast(name: str):
+@pytest.mark.parametrize("name, gradient_off", [("qwen2", 3e-3), ("gemma2", 1e-2)])
+def test_bf16_autocast(name: str, gradient_off: float):
     model = build(name, torch.float32)
     batch = SimpleNamespace(ids=BATCH.ids, attention=torch.ones_like(BATCH.ids), completion=BATCH.completion)
     with torch.autocast("cpu", torch.bfloat16):
@@ -228,14 +229,14 @@ def test_bf16_autocast(name: str):
 
     scored = batch.completion.bool()
     off = (logp - expected_logp)[scored].abs()
-    assert off.median() < 0.05 and off.max() < 0.8
+    assert off.median() < 0.01 and off.max() < 0.5
     assert (entropy - expected_entropy)[scored].abs().max() < 0.1
     shifted = (expected_logp.roll(1, 1) - expected_logp)[scored].abs()
     at_one = (by_hand(model(input_ids=batch.ids).logits, 1.0)[0] - expected_logp)[scored].abs()
     assert shifted.median() > 1 and at_one.median() > 1  # what the two usual mistakes would come to
 
     grad = gradient(model, logp, entropy)
-    assert relative(grad, gradient(model, expected_logp * scored, expected_entropy * scored)) < 0.1
+    assert relative(grad, gradient(model, expected_logp * scored, expected_entropy * scored)) < gradient_off
 
 
 def test_entropy_under_autocast_is_summed_in_float32():
@@ -439,21 +440,21 @@ class Memory(TorchDispatchMode):
 LARGE_VOCAB, CHUNK, LENGTHS = 151_936, 8, (40, 25, 1, 13)
 
 
-def memory(name: str, run, **settings) -> Memory:
+def memory(name: str, run: Callable[..., Tensor], lengths: tuple[int, ...] = LENGTHS) -> Memory:
     """Of run(model, ids, completion mask).backward() at a large vocabulary, ragged completions, hidden size 8."""
     sizes = dict(vocab_size=LARGE_VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8)
     heads = dict(num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=False)
-    model = build(name, torch.float32, **sizes, **heads, **settings)
-    ids = torch.randint(3, LARGE_VOCAB, (len(LENGTHS), 2 + max(LENGTHS)))
+    model = build(name, torch.float32, **sizes, **heads)
+    ids = torch.randint(3, LARGE_VOCAB, (len(lengths), 2 + max(lengths)))
     completion = torch.zeros_like(ids)
-    for row, length in zip(completion, LENGTHS):
+    for row, length in zip(completion, lengths):
         row[2 : 2 + length] = 1
     with Memory(model) as used:
         run(model, ids, completion).backward()
     return used
 
 
-def value(with_entropy: bool = False):
+def value(with_entropy: bool) -> Callable[..., Tensor]:
     def run(model: nn.Module, ids: Tensor, completion: Tensor) -> Tensor:
         attention = F.pad(completion[:, 2:], (2, 0), value=1)
         logp, entropy = token_logprobs(
@@ -477,8 +478,10 @@ def test_ragged_completions_with_a_150k_vocabulary_in_bounded_memory(with_entrop
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_slower_way_holds_one_rows_logits(with_entropy: bool):
-    used = memory("gemma2", value(with_entropy))
-    assert used.largest == max(LENGTHS) * LARGE_VOCAB * 4
+    one, three = (memory("gemma2", value(with_entropy), lengths) for lengths in ((20,), (20, 20, 20)))
+    assert one.largest == three.largest == 20 * LARGE_VOCAB * 4
+    # Two more: gradients of the head and of the embedding, to which the next row's are added.
+    assert three.peak < 1.02 * (one.peak + 2 * WEIGHT_BYTES)
 
 
 def test_full_logits_are_seen_by_the_measurement():
