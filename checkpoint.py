@@ -17,12 +17,15 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -31,11 +34,12 @@ from config import Config, Mistake
 # Settings that may change when a run is continued: they say how it is computed or shown, not what.
 FREE = (
     "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "attn_implementation", "save_every",
-    "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite",
+    "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite", "reward_timeout",
 )  # fmt: skip
 
 
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
 
 
 # ---- Models ----
@@ -43,20 +47,35 @@ transformers.utils.logging.disable_progress_bar()
 
 def load_model(name: str, config: Config) -> tuple[PreTrainedModel, Any]:
     """-> the model, its weights in fp32 and its dropout off, and its tokenizer."""
-    trust = config.trust_remote_code
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise Mistake(f"--model {name}: there is no such folder")
+    trust, part = config.trust_remote_code, "configuration"
     try:
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        part = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        part = "weights"
         without_dropout(settings)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             name,
             config=settings,
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
             trust_remote_code=trust,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except Exception as error:
-        raise Mistake(f"--model {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Mistake(f"--model {name}: its {part} cannot be loaded: {reason[:400]}") from error
+    # transformers would go on with random weights in their place.
+    wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
+    if wrong:
+        raise Mistake(
+            f"--model {name}: {len(wrong)} weights are not in its files, or of another shape than its config.json says: "
+            f"{', '.join(wrong[:3])}"
+        )
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise Mistake(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match")
@@ -83,13 +102,12 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> list:
     own, model.generation_config = model.generation_config, generation_config
-    beside = _fresh(folder.with_name(folder.name + ".partial"))
     try:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+        with _whole(folder) as beside:
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
     finally:
         model.generation_config = own
-    _rename(beside, folder)
     return []
 
 
@@ -99,14 +117,19 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_
 def open_run(config: Config) -> int | None:
     """Claim the folder `config.out`. -> the step to continue after, 0 to start; None if the run is already finished."""
     out = Path(config.out)
-    if config.overwrite and out.exists():
-        _lock(out)
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"--out {out}: {error.strerror}") from None
     _lock(out)
     before = out / "config.json"
-    if before.exists():
-        settings = json.loads(before.read_text())["settings"]
+    settings = _settings(before)
+    if settings is None and any(path.name != ".lock" and path.suffix != ".partial" for path in out.iterdir()):
+        raise Mistake(f"{out} holds something that is not a run: give another --out")
+    if config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # once, not at every restart
+        _clear(out)
+        settings = None
+    if settings is not None:
         changed = {
             name: (settings.get(name), value)
             for name, value in dataclasses.asdict(config).items()
@@ -120,18 +143,35 @@ def open_run(config: Config) -> int | None:
             )
         if (out / "model").exists() and latest(out) == config.steps:
             return None
-    elif any(path.name != ".lock" for path in out.iterdir()):
-        raise Mistake(f"{out} holds something that is not a run: give another --out, or clear it with --overwrite")
     _write_json(before, {"settings": dataclasses.asdict(config)} | provenance())
     return latest(out) or 0
+
+
+def _settings(file: Path) -> dict | None:
+    try:
+        return json.loads(file.read_text())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not written by a run
+
+
+def _clear(out: Path) -> None:
+    for path in sorted(out.iterdir(), key=lambda path: path.name == "config.json"):  # which says what this is: last
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
 
 
 def provenance() -> dict:
     """Where and with what a run was made."""
     here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+
+    def git(*args: str) -> str:
+        if not shutil.which("git"):
+            return ""
+        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True).stdout.strip()
+
+    commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "commit": (commit or None) if not dirty else f"{commit}-dirty",
@@ -161,18 +201,20 @@ def save(
 ) -> list:
     """Everything that step + 1 needs. `state` is what the training loop carries from step to step."""
     folder = out / "checkpoint" / f"{step:06d}"
-    beside = _fresh(folder.with_name(folder.name + ".partial"))
-    parameters = dict(model.named_parameters())  # tied weights once
-    safetensors.torch.save_file(_tensors(parameters), beside / "model.safetensors")
-    if reference is not None:
-        safetensors.torch.save_file(_tensors(dict(reference.named_parameters())), beside / "reference.safetensors")
-    moments = {f"{key}.{n}": x for n, p in parameters.items() for key, x in optimizer.state.get(p, {}).items()}
-    safetensors.torch.save_file(moments, beside / "optimizer.safetensors")
-    _write_json(beside / "state.json", state)
+    for torn in folder.parent.glob("*.partial"):
+        shutil.rmtree(torn)
     for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
         if (out / name).exists():
             _flush(out / name)
-    _rename(beside, folder)
+    with _whole(folder) as beside:
+        parameters = dict(model.named_parameters())  # tied weights once
+        save_tensors(beside / "model.safetensors", parameters)
+        if reference is not None:
+            save_tensors(beside / "reference.safetensors", dict(reference.named_parameters()))
+        moments = {f"{key}.{n}": x for n, p in parameters.items() for key, x in optimizer.state.get(p, {}).items()}
+        save_tensors(beside / "optimizer.safetensors", moments)
+        _write_json(beside / "state.json", state)
+    _flush(out)
     for old in sorted(path for path in folder.parent.iterdir() if path.name.isdigit())[:-keep]:
         shutil.rmtree(old)
     return []
@@ -181,19 +223,24 @@ def save(
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict:
     """Put everything back as `save` found it. -> its `state`."""
     folder = out / "checkpoint" / f"{step:06d}"
-    _copy_into(model, safetensors.torch.load_file(folder / "model.safetensors"))
+    try:
+        weights = load_file(folder / "model.safetensors")
+        reference_weights = load_file(folder / "reference.safetensors") if reference is not None else {}
+        moments = load_file(folder / "optimizer.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Mistake(
+            f"the checkpoint {folder} is damaged ({error}): delete that folder, and the same command goes on from the "
+            "one before it or, where there is none, from the start"
+        ) from error
+    _copy_into(model, weights)
     if reference is not None:
-        _copy_into(reference, safetensors.torch.load_file(folder / "reference.safetensors"))
-    moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
+        _copy_into(reference, reference_weights)
     for name, p in model.named_parameters():
         keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in moments]
         if keys:
             optimizer.state[p] = {key: _placed(moments[f"{key}.{name}"], key, p) for key in keys}
-    return json.loads((folder / "state.json").read_text())
-
-
-def _tensors(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().contiguous() for name, p in parameters.items()}
+    return state
 
 
 def _placed(x: Tensor, key: str, p: Tensor) -> Tensor:
@@ -215,32 +262,37 @@ _locks = []
 
 
 def _lock(out: Path) -> None:
-    """One writer at a time. The lock dies with the process that holds it, which may take a moment."""
+    """One writer at a time. The lock dies with the process that holds it, which may take a moment; children that it
+    leaves behind (of a reward function, say) do not hold it."""
     handle = open(out / ".lock", "w")
     for _ in range(10):
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _locks.append(handle)
             return
-        except OSError:
+        except (BlockingIOError, PermissionError):
             time.sleep(1)
     raise Mistake(f"another process is writing to {out}: wait for it, or give another --out")
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
-    safetensors.torch.save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path)
+    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path)
     return path
 
 
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _rename(beside: Path, folder: Path) -> None:
-    for path in [*beside.rglob("*"), beside]:
-        _flush(path)
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """What is written into the folder that this gives becomes `folder`, at once and on disk; or nothing does."""
+    beside = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        yield beside
+        for path in [*beside.rglob("*"), beside]:
+            _flush(path)
+    except (OSError, SafetensorError) as error:  # a full disk, no permission
+        shutil.rmtree(beside, ignore_errors=True)
+        raise OSError(f"{folder} could not be written: {error}") from error
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
     _flush(folder.parent)
@@ -255,7 +307,12 @@ def _flush(path: Path) -> None:
 
 
 def _write_json(path: Path, content: dict) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(content, indent=2) + "\n")
+    beside.write_text(text)
     _flush(beside)
     beside.rename(path)
+    _flush(path.parent)

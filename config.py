@@ -75,9 +75,9 @@ class Config:
     learning_rate: float | None = setting(None, "default by task; 1e-6 for real models")
     lr_schedule: str = setting("constant", "after warm-up: constant, linear, cosine")
     warmup_steps: int | None = setting(None, "default by task")
-    adam_beta1: float = setting(0.9, "")
-    adam_beta2: float = setting(0.99, "")
-    weight_decay: float = setting(0.0, "")
+    adam_beta1: float = setting(0.9, "AdamW: decay of the mean gradient")
+    adam_beta2: float = setting(0.99, "AdamW: decay of the mean squared gradient")
+    weight_decay: float = setting(0.0, "AdamW: decoupled decay of the weights")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
 
     # How it is computed. None of these changes what is computed.
@@ -177,7 +177,7 @@ def _noting(action: argparse.Action, errors: list[str]) -> Callable[[str], Any]:
         except (ValueError, argparse.ArgumentTypeError):
             kind = {"int": "a whole number", "float": "a number"}.get(convert.__name__, "true or false")
             errors.append(f"{action.option_strings[0]} {text}: must be {kind}")
-            return action.default
+            return convert("1") if isinstance(action.default, list) else action.default
 
     return converted
 
@@ -240,14 +240,18 @@ def check(config: Config) -> list[str]:
             too_low = value <= low if open_low else value < low
             too_high = value >= high if open_high else value > high
             if too_low or too_high or math.isnan(value):
-                least = f"{'above' if open_low else 'at least'} {low}"
-                most = "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high}"
-                errors.append(f"--{name} {value}: must be {least}{most}")
+                allowed = f"{'above' if open_low else 'at least'} {low}"
+                if high < math.inf:
+                    allowed += f" and {'below' if open_high else 'at most'} {high}"
+                elif open_high:
+                    allowed += " and finite"
+                errors.append(f"--{name} {value}: must be {allowed}")
 
     bounds("prompts_per_step num_generations max_completion_length steps num_iterations minibatches", 1)
     bounds("micro_batch_size micro_batch_tokens eval_prompts eval_k keep_checkpoints", 1)
     bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every seed", 0)
-    bounds("beta weight_decay epsilon_low epsilon_high", 0.0)
+    bounds("beta weight_decay", 0.0, math.inf, open_high=True)
+    bounds("epsilon_low epsilon_high", 0.0)
     bounds("samples_per_step", -1)
     bounds(
         "reward_timeout temperature tis_cap delta max_grad_norm learning_rate",
@@ -258,6 +262,9 @@ def check(config: Config) -> list[str]:
     )
     bounds("top_p", 0.0, 1.0, open_low=True)
     bounds("adam_beta1 adam_beta2", 0.0, 1.0, open_high=True)
+
+    for name, values in (("entropy_coef", [config.entropy_coef]), ("reward_weights", config.reward_weights)):
+        errors += [f"--{name} {value}: must be finite" for value in values if not math.isfinite(value)]
 
     completions, updates = config.prompts_per_step * config.num_generations, config.num_iterations * config.minibatches
     needs_group = config.scale_rewards == "group" or config.baseline in ("mean", "leave_one_out")
@@ -276,7 +283,7 @@ def check(config: Config) -> list[str]:
         errors.append("--task data: needs --data, a .jsonl file or a hub data set")
     if config.task == "data" and not config.reward:
         errors.append("--data: needs --reward file.py:function, or a --task whose rewards it is for")
-    if config.reward and len(config.reward_weights) != len(config.reward):
+    if len(config.reward_weights) != len(config.reward):
         errors.append(
             f"--reward_weights: {len(config.reward_weights)} for {len(config.reward)} rewards; give one for each"
         )

@@ -6,6 +6,7 @@ others'. Gradients are summed, never averaged: the token weights already hold th
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,17 +30,41 @@ def start() -> tuple[int, int, torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))
+        threading.Thread(target=_end_with, args=(os.getppid(), _siblings), daemon=True).start()
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        timeout = timedelta(hours=2)
+        store.set_timeout(timeout)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, store=store, rank=rank, world_size=world)
+        if under_torchrun():  # the ranks of this machine are children of the same torchrun
+            node = os.environ.get("GROUP_RANK")
+            _siblings.update(pid for other, pid in gather(lambda: [(node, os.getpid())]) if other == node)
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device
 
 
-def _end_with(parent: int) -> None:
-    """A rank whose torchrun was killed must not go on, least of all beside its successor."""
-    while os.getppid() == parent:
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+_siblings: set[int] = set()
+
+
+def _end_with(parent: int, siblings: set[int]) -> None:
+    """A rank whose torchrun was killed must not go on, least of all beside its successor. Nor must one whose sibling is
+    gone, wherever it is: in a long rollout, or waiting for that sibling on a GPU."""
+    while os.getppid() == parent and all(map(_is_alive, list(siblings))):
         time.sleep(1)
     os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def report_failure(message: str) -> None:
@@ -51,9 +76,37 @@ def report_failure(message: str) -> None:
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
 
 
+def warn(message: str) -> None:
+    """From any rank: what happens to one may not happen to the first."""
+    print(f"note: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
+
+
+def stand_by() -> None:
+    """Another rank failed and is the one to report it. torchrun, having noticed, ends this one."""
+    if under_torchrun():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(5)
+
+
 def stop() -> None:
     if dist.is_initialized():
+        _siblings.clear()
+        gather(list)  # nobody is gone before all are done
         dist.destroy_process_group()
+
+
+def fail(code: int, message: str | None = None) -> int:
+    """The end of a rank that failed, or stands by where another did. It waits for nobody. -> exit code"""
+    if message is None:
+        stand_by()
+    else:
+        report_failure(message)
+    if under_torchrun():
+        os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
 
 
 def share(n: int, rank: int, world: int) -> range:
@@ -67,22 +120,40 @@ class Elsewhere(Mistake):
 
 def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
     """What every rank (or those in `of`) makes, joined in the order of the ranks, on every rank.
-    A mistake on one of them ends the work on all."""
+    A mistake on any of them ends the work on all, and the first reports it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     made, mistake = [], None
-    if of is None or not dist.is_initialized() or dist.get_rank() in of:
+    if of is None or rank in of:
         try:
             made = make()
         except Mistake as error:
-            mistake = error
-    parts: list[Any] = [(made, mistake is not None)]
+            mistake = str(error)
+    parts: list[Any] = [(made, mistake)]
     if dist.is_initialized():
         parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (made, mistake is not None))
-    if mistake is not None:
-        raise mistake
-    if any(failed for _, failed in parts):
-        raise Elsewhere
+        with _contact():
+            dist.all_gather_object(parts, (made, mistake))
+    for other, (_, message) in enumerate(parts):
+        if message is not None:
+            raise Mistake(message) if other == rank else Elsewhere(message)
     return [item for part, _ in parts for item in part]
+
+
+def together(make: Callable[[], Any]) -> Any:
+    """The same work on every rank, each keeping its own result; a mistake is reported once."""
+    made = []
+    gather(lambda: made.append(make()) or [])
+    return made[0]
+
+
+@contextmanager
+def _contact() -> Iterator[None]:
+    """A collective call fails where another rank is gone. What that rank had to say matters more than this."""
+    try:
+        yield
+    except RuntimeError as error:
+        stand_by()
+        raise ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
@@ -103,8 +174,9 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def sum_(*tensors: torch.Tensor) -> None:
     """Sums over ranks, in place."""
     if dist.is_initialized():
-        for tensor in tensors:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        with _contact():
+            for tensor in tensors:
+                dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ Every figure is over the whole step and all ranks. One that has no value (no wro
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import checkpoint
 import ranks
 from config import SWITCHES, Config, Mistake
 
@@ -138,9 +138,7 @@ class Report:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in read_lines(self.out / name) if done and line["step"] <= done]
-            beside = self.out / (name + ".partial")
-            beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            os.replace(beside, self.out / name)
+            checkpoint.write_text(self.out / name, "".join(json.dumps(line) + "\n" for line in lines))
 
     def evaluation(self, step: int, figures: dict, groups: list["Group"]) -> None:
         self.step({"step": step} | figures, [], groups)

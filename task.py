@@ -48,7 +48,9 @@ class Task:
 
     @property
     def reward_names(self) -> list[str]:
-        return [reward.__name__ for reward in self.rewards]
+        """Each its own: a second function of the same name gets a number."""
+        names = [reward.__name__ for reward in self.rewards]
+        return [f"{name}_{i}" if (i := names[: k + 1].count(name)) > 1 else name for k, name in enumerate(names)]
 
     def draw(self, index: int, seed: int) -> dict:
         """The index-th prompt of the run: every row once an epoch, in an order of its own for each epoch."""
@@ -69,15 +71,27 @@ def load_task(config: Config) -> Task:
         task = Task([], [], [], [], full_reward=1.0)
     else:
         task = getattr(tasks_small if config.task in BUILT_IN else tasks_real, config.task)(config)
+    mistakes: list[str] = []  # of all files, to be told at once
+    rows = _noting(mistakes, read_rows, config.data) if config.data else None
+    rewards = [_noting(mistakes, load_reward, name) for name in config.reward]
+    if mistakes:
+        raise Mistake("\nerror: ".join(mistakes))
     if config.data:
         held_out = config.eval_prompts if config.eval_every else 0
-        task.train, task.eval = hold_out(read_rows(config.data), held_out, config.data)
+        task.train, task.eval = hold_out(rows, held_out, config.data)
     if config.reward:
-        task.rewards = [load_reward(name) for name in config.reward]
+        task.rewards = rewards
         task.weights = config.reward_weights
         task.full_reward = sum(config.reward_weights)
     task.reward_timeout = config.reward_timeout
     return task
+
+
+def _noting(mistakes: list[str], load: Callable, name: str) -> Any:
+    try:
+        return load(name)
+    except Mistake as mistake:
+        mistakes.append(str(mistake))
 
 
 # ---- Prompts ----
@@ -100,7 +114,10 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
         prompt = row["prompt"]
         if not isinstance(prompt, str) and tokenizer.chat_template is None:
             raise Mistake("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
-        length = len(encode_prompt(tokenizer, prompt))
+        try:
+            length = len(encode_prompt(tokenizer, prompt))
+        except Exception as error:  # of a chat template, say
+            raise Mistake(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown(prompt)}") from error
         if length == 0:
             raise Mistake(f"a prompt has no tokens: {shown(prompt)}")
         if context and length + max_completion_length > context:
@@ -155,7 +172,7 @@ def call_reward(
     late.start()
     try:
         values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise fault(*_first_failure(reward, prompts, completions, ids, columns, error)) from error
     finally:
         late.cancel()
@@ -164,10 +181,17 @@ def call_reward(
         got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
         raise fault(0, f"returned {got} where {len(prompts)} were due, one for each completion; the call began")
     for i, value in enumerate(values):
-        value = value.item() if hasattr(value, "item") else value
-        if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
-            raise fault(i, f"returned {value!r} where a finite number or None was due")
-    return [math.nan if value is None else float(value) for value in values]
+        if value is not None and not math.isfinite(as_number(value)):
+            raise fault(i, f"returned {repr(value)[:200]} where a finite number or None was due")
+    return [math.nan if value is None else as_number(value) for value in values]
+
+
+def as_number(value: Any) -> float:
+    """A number of Python, NumPy or PyTorch; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) or hasattr(value, "item") else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
 
 
 def _too_late(name: str, timeout: float) -> None:
@@ -182,7 +206,7 @@ def _first_failure(reward, prompts, completions, ids, columns, error: Exception)
         one = {name: values[i : i + 1] for name, values in columns.items()}
         try:
             reward(prompts=prompts[i : i + 1], completions=completions[i : i + 1], completion_ids=ids[i : i + 1], **one)
-        except Exception as alone:
+        except (Exception, SystemExit) as alone:
             return i, f"raised {type(alone).__name__}: {alone}"
     return 0, f"raised {type(error).__name__}: {error}; the call began"
 
@@ -199,12 +223,14 @@ def load_reward(name: str) -> Callable:
     sys.modules.setdefault(spec.name, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Mistake(f"--reward {name}: {path} could not be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise Mistake(f"--reward {name}: {path} has no function {function}; it has {', '.join(names) or 'none'}")
+    if not hasattr(found, "__name__"):  # an object that can be called
+        found.__name__ = function
     return found
 
 
@@ -228,7 +254,8 @@ def read_rows(source: str) -> list[dict]:
             rows.append(read_row(line, f"{source}:{number}"))
     if not rows:
         raise Mistake(f'--data {source}: holds no rows; each line must be like {{"prompt": "..."}}')
-    return rows
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]  # the same columns in every call of a reward
 
 
 def read_row(line: str, where: str) -> dict:
@@ -236,6 +263,8 @@ def read_row(line: str, where: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise Mistake(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise Mistake(f"{where}: not JSON that can be read: {error}") from None
     if not isinstance(row, dict):
         raise Mistake(f'{where}: holds a {type(row).__name__}; each line must be an object with a "prompt"')
     check_row(row, where)

@@ -56,6 +56,7 @@ class Run:
     tokenizer: object
     optimizer: torch.optim.Optimizer
     sampling: Sampling
+    greedy: Sampling
     show: report.Report
     rank: int
     world: int
@@ -138,12 +139,12 @@ def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor
     weights[minibatch] = token_weights(
         batch.mask[minibatch], cfg.normalization, max_completion_length=cfg.max_completion_length
     )
-    loss, totals = fitting(run, lambda: accumulate(run, batch, minibatch, weights))
+    loss, totals = fitting(run, batch, minibatch, lambda: accumulate(run, batch, minibatch, weights))
     ranks.sum_gradients(model)
     ranks.sum_(loss, totals)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        raise Mistake(f"step {step}: {not_finite(run, batch, loss, grad_norm)}")
+        ranks.gather(lambda: not_finite(run, batch, step, loss, grad_norm))
     run.optimizer.step()
     return loss, grad_norm, totals
 
@@ -200,13 +201,15 @@ def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, wit
 def score_all(run: Run, model: PreTrainedModel, batch: Batch) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
 
+    everything = torch.arange(len(batch.ids))
+
     def own() -> Tensor:
         logp = torch.zeros_like(batch.sampler_logp)
-        for rows in micro_batches(run, batch, torch.arange(len(batch.ids))):
+        for rows in micro_batches(run, batch, everything):
             logp[rows] = score_rows(run, model, batch, rows)[0]
         return logp
 
-    logp = fitting(run, own)
+    logp = fitting(run, batch, everything, own)
     ranks.sum_(logp)
     return logp
 
@@ -285,22 +288,24 @@ def micro_batches(run: Run, batch: Batch, rows: Tensor) -> list[Tensor]:
     return [torch.tensor(piece, device=run.device) for piece in pieces]
 
 
-def fitting(run: Run, compute: Callable[[], Any]) -> Any:
+def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) -> Any:
     """`compute` is done again with half the micro-batch whenever memory runs out: any split gives the same sums."""
     while True:
         try:
             return compute()
         except torch.OutOfMemoryError:
-            if run.micro_batch <= 1:
-                raise Mistake(
-                    "out of memory with one completion at a time: try --gradient_checkpointing, "
-                    "a smaller --max_completion_length, or a GPU with more memory"
-                ) from None
-            run.micro_batch = max(1, run.micro_batch // 2)
+            pass  # what it held is free from here on
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         unit = "rows" if run.config.micro_batch_size else "padded tokens"
-        run.show.say(f"note: out of memory; going on with micro-batches of up to {run.micro_batch} {unit}")
+        tried = [piece for piece in micro_batches(run, batch, rows) if len(piece) > 1]
+        if not tried:
+            raise Mistake(
+                "out of memory with one completion at a time: try --gradient_checkpointing, "
+                "a smaller --max_completion_length, or a GPU with more memory"
+            )
+        run.micro_batch = max(len(p) * (1 if unit == "rows" else int(batch.attention[p[0]].sum())) for p in tried) // 2
+        ranks.warn(f"out of memory; going on with micro-batches of up to {run.micro_batch} {unit}")
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -322,17 +327,19 @@ def pick(x: Tensor | None, rows: Tensor, otherwise: Tensor | None = None) -> Ten
     return otherwise if x is None else x[rows]
 
 
-def not_finite(run: Run, batch: Batch, loss: Tensor, grad_norm: Tensor) -> str:
+def not_finite(run: Run, batch: Batch, step: int, loss: Tensor, grad_norm: Tensor) -> list:
     """The likely cause. The micro-batches that show it (all of them, if only the gradient does) go into a file."""
-    bad = [rows for rows, partial in run.pieces if not partial.isfinite()] or [rows for rows, _ in run.pieces]
-    kept = {name: x[torch.cat(bad)] for name, x in vars(batch).items() if x is not None and bad}
+    bad = [rows for rows, partial in run.pieces if loss.isfinite() or not partial.isfinite()]
+    if not bad:
+        return []  # another rank has them
+    kept = {name: x[torch.cat(bad)] for name, x in vars(batch).items() if x is not None}
     file = checkpoint.save_tensors(Path(run.config.out) / f"not_finite-{run.rank}.safetensors", kept)
     if not loss.isfinite():
         cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
     else:
         cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
     found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}"
-    return f"{found}: {cause}. The update was not made; its micro-batch is in {file}"
+    raise Mistake(f"step {step}: {found}: {cause}. The update was not made; its micro-batch is in {file}")
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
@@ -351,7 +358,7 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
     that two evaluations differ by the policy alone."""
     cfg = run.config
     rows = run.task.eval[: cfg.eval_prompts]
-    greedy = complete(run, rows, 0, 0, 1, Sampling(cfg.max_completion_length, run.sampling.eos_ids, temperature=0.0))
+    greedy = complete(run, rows, 0, 0, 1, run.greedy)
     sampled = complete(run, rows, 0, 0, cfg.eval_k, run.sampling)
     return report.of_evaluation(greedy, sampled, run.task), greedy
 
@@ -361,9 +368,8 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     model, tokenizer = checkpoint.load_model(cfg.model, cfg) if cfg.model else task.model()
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
         raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
-    sampling = Sampling(
-        cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer), cfg.temperature, cfg.top_k, cfg.top_p
-    )
+    ends = cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer)
+    sampling, greedy = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p), Sampling(*ends, temperature=0.0)
     context = getattr(model.config, "max_position_embeddings", None)
     notes = check_prompts(task, tokenizer, context, cfg.max_completion_length)
     model.to(device)
@@ -381,7 +387,8 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     )
     show = report.Report(cfg, tokenizer.decode, notes + config.warnings(cfg), quiet=rank > 0)
     micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
-    return Run(cfg, task, model, reference, tokenizer, optimizer, sampling, show, rank, world, device, micro_batch)
+    policy = task, model, reference, tokenizer, optimizer, sampling, greedy
+    return Run(cfg, *policy, show, rank, world, device, micro_batch)
 
 
 def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
@@ -389,18 +396,21 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
     out = Path(cfg.out)
     (done,) = ranks.gather(lambda: [checkpoint.open_run(cfg)], of=[0])
     if done is None:
+        if rank == 0:
+            print(f"the run in {out}/ is finished")
         return report.finished(out, quiet=rank > 0)
-    run = set_up(cfg, rank, world, device)
+    run = ranks.together(lambda: set_up(cfg, rank, world, device))
     # Its fields would leak into every rollout; it goes back into the saved model.
     generation_config, run.model.generation_config = run.model.generation_config, GenerationConfig()
     run.show.plan(run.model, run.task, world, device, done)
     state = {"cursor": 0}
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
-        state = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
+        state = ranks.together(lambda: checkpoint.load(out, done, run.model, refreshed, run.optimizer))
     run.show.keep_until(done)
 
     if cfg.eval_every and not done:
+        seed_everything(cfg.seed, 0, rank)
         run.show.evaluation(0, *evaluate(run))
     signals = caught_signals()
     for step in range(done + 1, cfg.steps + 1):
@@ -446,19 +456,19 @@ def caught_signals() -> list[int]:
 def main(args: list[str]) -> int:
     cfg = config.parse(args, torch.cuda.is_available())
     try:
-        return train(cfg, *ranks.start())
-    except Mistake as mistake:
-        if not isinstance(mistake, ranks.Elsewhere):
-            ranks.report_failure(f"error: {mistake}")
-        return 2
-    except OSError as error:  # a full disk, no permission
-        ranks.report_failure(f"error: {error}")
-        return 1
-    except Exception:
-        ranks.report_failure(traceback.format_exc())
-        return 1
-    finally:
+        code = train(cfg, *ranks.start())
         ranks.stop()
+        return code
+    except ranks.Elsewhere:
+        return ranks.fail(2)
+    except Mistake as mistake:
+        return ranks.fail(2, f"error: {mistake}")
+    except (OSError, torch.OutOfMemoryError) as error:  # a full disk, no permission
+        return ranks.fail(1, f"error: {error}. What {cfg.out} holds is whole: the same command goes on from there")
+    except KeyboardInterrupt:  # before the first step
+        return ranks.fail(130, "stopped")
+    except Exception:
+        return ranks.fail(1, traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""What a run needs on each rank, from the configurations alone, before anything is loaded.
+
+    weights, gradients 4 bytes a parameter each, Adam 8: fp32. The reference, in the dtype of the computation.
+    rollout: the weights in bf16 (where that is the dtype), and the cache, keys and values of every layer and token.
+    update: activations of one micro-batch, and two chunks of logits with the gradient of the output head.
+
+Weights, gradients, Adam and reference are exact. The cache is an upper bound: every completion at full length. The
+activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermediate size; counted on Llama-like models
+with fused attention), are an estimate. Left out: what the allocator loses to fragmentation, about a tenth.
+"""
+
+import math
+import os
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from config import Config, Mistake
+
+
+def needed(settings: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
+    """-> bytes by what they are for."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    parameters = sum(p.numel() for p in model.parameters())
+    text = settings.get_text_config()
+    layers, h = text.num_hidden_layers, text.hidden_size
+    i = getattr(text, "intermediate_size", None) or 4 * h
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or h // text.num_attention_heads
+    compute = 2 if config.dtype == "bfloat16" else 4  # bytes
+
+    rows = math.ceil(config.prompts_per_step * config.num_generations / world)
+    length = longest_prompt + config.max_completion_length
+    tokens = max(length, config.micro_batch_tokens or config.micro_batch_size * length)  # of a micro-batch
+    of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
+    kept = tokens * h * 4 * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
+    head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
+    copy = compute * parameters if compute < 4 else 0
+    return {
+        "weights": 4 * parameters,
+        "Adam": 8 * parameters,
+        "reference": compute * parameters if config.beta else 0,
+        "rollout": copy + 2 * layers * heads * head_size * rows * length * compute,
+        "update": 4 * parameters + copy + kept + head,
+    }
+
+
+def check(need: dict[str, float], available: float) -> str:
+    """-> a line for the screen; a mistake where it cannot fit."""
+    fixed = need["weights"] + need["Adam"] + need["reference"]
+    peak = fixed + max(need["rollout"], need["update"])  # one after the other
+    parts = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in need.items() if amount)
+    line = f"memory on each rank, in GB: {parts}; at most {peak / 1e9:.2f} at once, of {available / 1e9:.1f}"
+    if fixed + need["update"] > available:
+        raise Mistake(
+            f"{line}. It cannot fit: try --gradient_checkpointing, a smaller --micro_batch_tokens, or a smaller model"
+        )
+    return line if peak <= available else f"{line}. The rollout will be done in parts"
+
+
+def available() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
