@@ -27,7 +27,14 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from config import Config, Mistake
 
@@ -45,48 +52,54 @@ transformers.utils.logging.set_verbosity_error()
 # ---- Models ----
 
 
-def load_model(name: str, config: Config) -> tuple[PreTrainedModel, Any]:
-    """-> the model, its weights in fp32 and its dropout off, and its tokenizer."""
+def open_model(name: str, config: Config) -> tuple[PretrainedConfig, Any]:
+    """-> the model's configuration, its dropout off, and its tokenizer; before the weights, which may take minutes."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise Mistake(f"--model {name}: there is no such folder")
-    trust, part = config.trust_remote_code, "configuration"
-    try:
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        part = "tokenizer"
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-        part = "weights"
-        without_dropout(settings)
+    with _named(name, "configuration"):
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    with _named(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    # Sampling runs without dropout; scoring with it would compare two different policies.
+    for field, value in settings.to_dict().items():
+        if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
+            setattr(settings, field, 0.0)
+    return settings, tokenizer
+
+
+def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
+    """-> the model, its weights in fp32"""
+    with _named(name, "weights"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name,
             config=settings,
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
-            trust_remote_code=trust,
+            trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Mistake(f"--model {name}: its {part} cannot be loaded: {reason[:400]}") from error
     # transformers would go on with random weights in their place.
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise Mistake(
-            f"--model {name}: {len(wrong)} weights are not in its files, or of another shape than its config.json says: "
+            f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
             f"{', '.join(wrong[:3])}"
         )
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise Mistake(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match")
-    return model, tokenizer
+    return model
 
 
-def without_dropout(settings: transformers.PretrainedConfig) -> None:
-    """Sampling runs without dropout; scoring with it would compare two different policies."""
-    for name, value in settings.to_dict().items():
-        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "dropout_rate")):
-            setattr(settings, name, 0.0)
+@contextmanager
+def _named(name: str, part: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Mistake(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:

@@ -50,13 +50,17 @@ def check(need: dict[str, float], available: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit."""
     fixed = need["weights"] + need["Adam"] + need["reference"]
     peak = fixed + max(need["rollout"], need["update"])  # one after the other
-    parts = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in need.items() if amount)
-    line = f"memory on each rank, in GB: {parts}; at most {peak / 1e9:.2f} at once, of {available / 1e9:.1f}"
+    parts = ", ".join(f"{name} {shown(amount)}" for name, amount in need.items() if amount)
+    line = f"memory on each rank: {parts}; at most {shown(peak)} at once, of {shown(available)}"
     if fixed + need["update"] > available:
         raise Mistake(
             f"{line}. It cannot fit: try --gradient_checkpointing, a smaller --micro_batch_tokens, or a smaller model"
         )
     return line if peak <= available else f"{line}. The rollout will be done in parts"
+
+
+def shown(amount: float) -> str:
+    return f"{amount / 1e9:.1f} GB" if amount >= 1e9 else f"{amount / 1e6:.1f} MB"
 
 
 def available() -> float:

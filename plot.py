@@ -4,8 +4,8 @@
     python plot.py runs/a-* runs/b-* --out compare.png --panels reward eval/accuracy length
 
 Runs that differ in the seed alone are drawn as one line, their mean, in a band from the lowest to the highest. The
-legend names the settings that differ. Written as PNG and SVG. Colours are Okabe and Ito's, which colour-blind people can
-tell apart; each line has a dash pattern of its own as well.
+legend names the settings that differ. Written as PNG and SVG. Colours are Okabe and Ito's, which colour-blind people
+can tell apart; each line has a dash pattern of its own as well.
 """
 
 import argparse

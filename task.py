@@ -44,7 +44,7 @@ class Task:
     weights: list[float]  # one for each reward
     full_reward: float  # the weighted reward of a fully right completion
     reward_timeout: float = 600.0
-    model: Callable[[], tuple] | None = None  # a built-in task's own: -> model, tokenizer
+    model: str | Callable[[], tuple] | None = None  # a built-in task's own: a folder, or what makes model and tokenizer
 
     @property
     def reward_names(self) -> list[str]:
@@ -108,8 +108,9 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     return encoded["input_ids"]
 
 
-def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completion_length: int) -> list[str]:
-    """Every prompt can be encoded and leaves room for its completion. -> what is worth a note"""
+def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completion_length: int) -> int:
+    """Every prompt can be encoded and leaves room for its completion. -> tokens of the longest"""
+    longest = 0
     for row in task.train + task.eval:
         prompt = row["prompt"]
         if not isinstance(prompt, str) and tokenizer.chat_template is None:
@@ -125,8 +126,12 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
                 f"a prompt of {length} tokens and a completion of {max_completion_length} exceed the model's context "
                 f"of {context}: shorten it, or lower --max_completion_length: {shown(prompt)}"
             )
-    strings = any(isinstance(row["prompt"], str) for row in task.train)
-    if strings and tokenizer.chat_template is not None:
+        longest = max(longest, length)
+    return longest
+
+
+def notes(task: Task, tokenizer: Any) -> list[str]:
+    if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         return ["the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"]
     return []
 

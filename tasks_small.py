@@ -15,7 +15,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from checkpoint import load_model
 from config import Config
 from task import Task
 
@@ -55,7 +54,7 @@ def exact_sum(prompts, completions, completion_ids, answer: list[str], **columns
 
 
 def addition(config: Config) -> Task:
-    return Task(*_split(draw_addition), [exact_sum], [1.0], 1.0, model=lambda: load_model(ADDITION_MODEL, config))
+    return Task(*_split(draw_addition), [exact_sum], [1.0], 1.0, model=ADDITION_MODEL)
 
 
 # Sorting: "cab>" is answered by "abc". The reward is graded, so that random weights earn something to start from.

@@ -18,6 +18,7 @@ from task import (
     hold_out,
     load_reward,
     load_task,
+    notes,
     read_rows,
     score,
     shown,
@@ -73,12 +74,12 @@ def test_each_row_once_an_epoch_in_another_order(tokenizer):
 
 
 def test_prompts_that_are_fine_need_no_note(tokenizer, chat_tokenizer):
-    assert check_prompts(of("1+1=", eval=["2+2="]), tokenizer, context=10, max_completion_length=6) == []
-    assert check_prompts(of(CHAT), chat_tokenizer, None, 10**6) == []
+    assert check_prompts(of("1+1=", eval=["12+2="]), tokenizer, context=11, max_completion_length=6) == 5
+    assert check_prompts(of(CHAT), chat_tokenizer, None, 10**6) > 0 and notes(of(CHAT), chat_tokenizer) == []
 
 
 def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
-    (note,) = check_prompts(of("1+1=", CHAT), chat_tokenizer, 100, 10)
+    (note,) = notes(of("1+1=", CHAT), chat_tokenizer)
     assert "chat template is not applied" in note and "\n" not in note
 
 

@@ -31,6 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import checkpoint
 import config
+import memory
 import ranks
 import report
 from advantage import group_advantages
@@ -38,7 +39,7 @@ from config import BUILT_IN, Config, Mistake
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout, uniforms
-from task import Task, check_prompts, encode_prompt, load_task, score
+from task import Task, check_prompts, encode_prompt, load_task, notes, score
 from tasks_small import EOS_ID
 
 LOSS_SWITCHES = "objective ratio epsilon_low epsilon_high delta beta kl_estimator kl_importance tis_cap".split()
@@ -365,14 +366,19 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
 
 def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     task = load_task(cfg)
-    model, tokenizer = checkpoint.load_model(cfg.model, cfg) if cfg.model else task.model()
+    source, made = cfg.model or task.model, None
+    if callable(source):
+        made, tokenizer = source()
+    settings, tokenizer = (made.config, tokenizer) if made else checkpoint.open_model(source, cfg)
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
         raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
+    context = getattr(settings, "max_position_embeddings", None)
+    longest = check_prompts(task, tokenizer, context, cfg.max_completion_length)
+    show = report.Report(cfg, tokenizer.decode, notes(task, tokenizer) + config.warnings(cfg), quiet=rank > 0)
+    show.say(memory.check(memory.needed(settings, cfg, world, longest), memory.available()))
+    model = (made or checkpoint.load_model(source, settings, tokenizer, cfg)).to(device)
     ends = cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer)
     sampling, greedy = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p), Sampling(*ends, temperature=0.0)
-    context = getattr(model.config, "max_position_embeddings", None)
-    notes = check_prompts(task, tokenizer, context, cfg.max_completion_length)
-    model.to(device)
     reference = None
     if cfg.beta:
         reference = copy.deepcopy(model).requires_grad_(False).eval()
@@ -385,7 +391,6 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
         weight_decay=cfg.weight_decay,
         fused=device.type == "cuda",
     )
-    show = report.Report(cfg, tokenizer.decode, notes + config.warnings(cfg), quiet=rank > 0)
     micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
     policy = task, model, reference, tokenizer, optimizer, sampling, greedy
     return Run(cfg, *policy, show, rank, world, device, micro_batch)
