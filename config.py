@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -157,6 +158,7 @@ def parse(args: list[str], on_gpu: bool) -> Config:
     for action in parser._actions:
         if action.type is not None:
             action.type = _noting(action, errors)
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # -1e-3 is no flag
     parser.error = lambda message: _stop([message])
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     errors += check_flags(unknown) + check_names(config)

@@ -164,6 +164,7 @@ def test_what_belongs_to_no_flag_is_an_error(capsys, line):
         ("--learning_rate -0.001", ["--learning_rate -0.001", "above 0"]),
         ("--entropy_coef nan", ["--entropy_coef nan"]),
         ("--beta inf", ["--beta inf"]),
+        ("--beta -1e-3", ["--beta -0.001", "at least 0"]),
         ("--data d.jsonl --model m --reward r.py:f --reward_weights nan", ["--reward_weights", "nan"]),
         ("--algorithm ppo", ["--algorithm ppo", "must be one of grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++"]),
         ("--normalization bnpo", ["--normalization bnpo", "sequence, global, constant, sum"]),

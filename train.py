@@ -201,7 +201,6 @@ def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, wit
 @torch.no_grad()
 def score_all(run: Run, model: PreTrainedModel, batch: Batch) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
-
     everything = torch.arange(len(batch.ids))
 
     def own() -> Tensor:
@@ -389,7 +388,7 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
         lr=cfg.learning_rate,
         betas=(cfg.adam_beta1, cfg.adam_beta2),
         weight_decay=cfg.weight_decay,
-        fused=device.type == "cuda",
+        fused=True,
     )
     micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
     policy = task, model, reference, tokenizer, optimizer, sampling, greedy
