@@ -10,7 +10,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,9 +184,9 @@ def _noting(action: argparse.Action, errors: list[str]) -> Callable[[str], Any]:
 
 
 def _stop(errors: list[str]) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        for line in errors:
-            print(f"error: {line}", file=sys.stderr)
+    from ranks import report_failure  # which imports this file
+
+    report_failure("\n".join(f"error: {line}" for line in errors), show=os.environ.get("RANK", "0") == "0")
     raise SystemExit(2)
 
 

@@ -67,9 +67,10 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def report_failure(message: str) -> None:
+def report_failure(message: str, show: bool = True) -> None:
     """On stderr, and in torchrun's own report, which stands last on the screen."""
-    print(message, file=sys.stderr, flush=True)
+    if show:
+        print(message, file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         report = {"message": {"message": message, "extraInfo": details}}
