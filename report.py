@@ -182,7 +182,7 @@ class Report:
         """Progress inside a long rollout."""
         if self.on_terminal and time.monotonic() - self.last_drawn > 0.2:
             self.last_drawn = time.monotonic()
-            print(f"\r\033[K{self.status}  | token {tokens}, {rows} going on", end="", flush=True)
+            print(f"\r\033[K{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="", flush=True)
 
     def say(self, line: str) -> None:
         if not self.quiet:

@@ -181,6 +181,14 @@ def test_a_fault_while_saving_ends_all(small, tmp_path, screen, fault, phase):
     assert message is None or message in screen.read_text()
 
 
+def test_under_torchrun_a_rank_that_lost_contact_leaves_the_last_word(small, tmp_path, screen):
+    """The others wait in a collective call, which fails when rank 1 does; torchrun would end them now."""
+    before = partial(at, "rollout", 4, partial(fail, ValueError("what went wrong")), rank=1)
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"}
+    shown = run(flags(**small, out=tmp_path / "out"), screen, code=1, before=before, world=3, **torchrun)
+    assert shown.rstrip().endswith("\nValueError: what went wrong") and shown.count("Error: ") == 1, shown
+
+
 def test_ranks_without_rows(small, tmp_path, screen):
     """Five ranks for one prompt of two completions, and for four prompts to evaluate."""
     settings = small | dict(prompts_per_step=1, num_generations=2)
