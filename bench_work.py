@@ -302,10 +302,8 @@ def measure_trl(work: Work, args: argparse.Namespace) -> tuple[Figures, dict]:
 
 
 def common_settings(cfg: Any, loss: str, updates: int, epsilon_low: float, epsilon_high: float) -> dict:
-    names = (
-        "num_generations max_completion_length temperature top_p top_k beta scale_rewards learning_rate weight_decay "
-    )
-    names += "max_grad_norm adam_beta1 adam_beta2"
+    names = "num_generations max_completion_length temperature top_p top_k beta scale_rewards learning_rate"
+    names += " weight_decay max_grad_norm adam_beta1 adam_beta2"
     own = {"loss": loss, "updates": updates, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     return own | {name: getattr(cfg, name) for name in names.split()}
 
@@ -375,10 +373,8 @@ def limits(work: Work, args: argparse.Namespace) -> dict[str, float]:
     products = 6 * (
         body * sum(total) + vocab * hidden * sum(work.lengths) + layers * hidden * sum(t * t for t in total)
     )
-    x, square = (
-        torch.empty(2**30, dtype=torch.uint8, device=DEVICE),
-        torch.randn(2, 8192, 8192, device=DEVICE).bfloat16(),
-    )
+    x = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    square = torch.randn(2, 8192, 8192, device=DEVICE).bfloat16()
     copy, multiply = lambda: x.clone(), lambda: square[0] @ square[1]
     copy, multiply = (min(measure(run, DEVICE, 20)["seconds"][0] for _ in range(3)) for run in (copy, multiply))
     return {"decode_limit": decode * copy / 2**31, "update_limit": products * multiply / (2 * 8192**3)}
