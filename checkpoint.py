@@ -114,13 +114,11 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> list:
-    own, model.generation_config = model.generation_config, generation_config
-    try:
-        with _whole(folder) as beside:
-            model.save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
-    finally:
-        model.generation_config = own
+    with _whole(folder) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        # As it came with the model, which need not be what `save_pretrained` finds valid.
+        write_text(beside / "generation_config.json", generation_config.to_json_string())
     return []
 
 
@@ -228,7 +226,8 @@ def save(
         save_tensors(beside / "optimizer.safetensors", moments)
         _write_json(beside / "state.json", state)
     _flush(out)
-    for old in sorted(path for path in folder.parent.iterdir() if path.name.isdigit())[:-keep]:
+    whole = [path for path in folder.parent.iterdir() if path.name.isdigit()]
+    for old in sorted(whole, key=lambda path: int(path.name))[:-keep]:
         shutil.rmtree(old)
     return []
 

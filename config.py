@@ -330,6 +330,8 @@ def warnings(config: Config) -> list[str]:
         )
     if config.ratio == "sequence" and config.normalization == "constant":
         notes.append("ratio sequence with normalization constant: long completions weigh more than in GSPO")
+    if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
+        notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
     if config.temperature != 1.0 and config.eval_every:
         notes.append(f"pass@k is sampled at temperature {config.temperature:g}")
     return notes

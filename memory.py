@@ -1,6 +1,6 @@
 """What a run needs on each rank, from the configurations alone, before anything is loaded.
 
-    weights, gradients 4 bytes a parameter each, Adam 8: fp32. The reference, in the dtype of the computation.
+    weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32.
     rollout: the weights in bf16 (where that is the dtype), and the cache, keys and values of every layer and token.
     update: activations of one micro-batch, and two chunks of logits with the gradient of the output head.
 
@@ -21,42 +21,52 @@ from config import Config, Mistake
 def needed(settings: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
     """-> bytes by what they are for."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings)
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
+    compute = 2 if config.dtype == "bfloat16" else 4  # bytes
+    copy = compute * parameters if compute < 4 else 0
     text = settings.get_text_config()
     layers, h = text.num_hidden_layers, text.hidden_size
     i = getattr(text, "intermediate_size", None) or 4 * h
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or h // text.num_attention_heads
-    compute = 2 if config.dtype == "bfloat16" else 4  # bytes
+    all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and a cache smaller than this
+    heads = getattr(text, "num_key_value_heads", None) or all_heads
+    head_size = getattr(text, "head_dim", None) or h // all_heads
 
-    rows = math.ceil(config.prompts_per_step * config.num_generations / world)
     length = longest_prompt + config.max_completion_length
-    tokens = max(length, config.micro_batch_tokens or config.micro_batch_size * length)  # of a micro-batch
-    of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
-    kept = tokens * h * 4 * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
-    head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
-    copy = compute * parameters if compute < 4 else 0
+    evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
+    rows = math.ceil(max(config.prompts_per_step * config.num_generations, evaluated) / world)
+
+    def update(tokens: int) -> float:
+        """With micro-batches of so many tokens."""
+        of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
+        kept = tokens * h * 4 * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
+        head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
+        return 4 * parameters + copy + kept + head
+
     return {
         "weights": 4 * parameters,
         "Adam": 8 * parameters,
-        "reference": compute * parameters if config.beta else 0,
+        "reference": 4 * parameters if config.beta else 0,
         "rollout": copy + 2 * layers * heads * head_size * rows * length * compute,
-        "update": 4 * parameters + copy + kept + head,
+        "update": update(max(length, config.micro_batch_tokens or config.micro_batch_size * length)),
+        "update of one completion": update(length),
     }
 
 
 def check(need: dict[str, float], available: float) -> str:
-    """-> a line for the screen; a mistake where it cannot fit."""
+    """-> a line for the screen; a mistake where it cannot fit even one completion at a time."""
+    need = dict(need)
+    least = need.pop("update of one completion")
     fixed = need["weights"] + need["Adam"] + need["reference"]
     peak = fixed + max(need["rollout"], need["update"])  # one after the other
     parts = ", ".join(f"{name} {shown(amount)}" for name, amount in need.items() if amount)
     line = f"memory on each rank: {parts}; at most {shown(peak)} at once, of {shown(available)}"
-    if fixed + need["update"] > available:
+    if fixed + least > available:
         raise Mistake(
-            f"{line}. It cannot fit: try --gradient_checkpointing, a smaller --micro_batch_tokens, or a smaller model"
+            f"{line}. It cannot fit: with one completion at a time it needs {shown(fixed + least)}. "
+            "Try --gradient_checkpointing, a smaller --max_completion_length, or a smaller model"
         )
-    return line if peak <= available else f"{line}. The rollout will be done in parts"
+    return line if peak <= available else f"{line}. Where it does not fit, it is done in smaller parts"
 
 
 def shown(amount: float) -> str:

@@ -27,6 +27,10 @@ def start() -> tuple[int, int, torch.device]:
     """-> rank, number of ranks, device. Under torchrun the process group is opened; otherwise there is one rank."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu and device.index >= torch.cuda.device_count():
+        raise Mistake(
+            f"{device.index + 1} ranks or more on a machine of {torch.cuda.device_count()} GPUs: start one for each"
+        )
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:

@@ -167,7 +167,8 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         token, log_p = logits.argmax(-1, keepdim=True), logits.log_softmax(-1)
     else:
         log_p = (logits / sampling.temperature).log_softmax(-1)
-        cdf = _truncated(log_p.exp(), sampling).cumsum(-1)
+        p = _truncated(log_p.exp(), sampling)
+        cdf = p.cumsum(-1, dtype=torch.float64 if p.is_cuda else None)  # a parallel sum in fp32 may not be sorted
         total = cdf[:, -1:]  # not exactly 1 in fp32
         # Strictly below the total: u may round up to 1. right=True: u = 0 must not pick a token of probability 0.
         target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))

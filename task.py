@@ -84,6 +84,8 @@ def load_task(config: Config) -> Task:
         task.weights = config.reward_weights
         task.full_reward = sum(config.reward_weights)
     task.reward_timeout = config.reward_timeout
+    if config.eval_every and not task.eval:
+        raise Mistake(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
 
 
@@ -101,8 +103,9 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Chat messages go through the chat template; a string is taken as it is."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # some tokenizers end every text; a prompt goes on
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text; a prompt goes on
+            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            ids = ids if own[-1:] == ids[-1:] else ids[:-1]
         return ids
     encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return encoded["input_ids"]

@@ -58,10 +58,12 @@ def test_an_end_token_that_the_tokenizer_adds_is_taken_off(tokenizer):
     class Ending:
         eos_token_id = EOS_ID
 
-        def __call__(self, text):
-            return {"input_ids": [*tokenizer(text).input_ids, EOS_ID]}
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [*tokenizer(text).input_ids, *[EOS_ID] * add_special_tokens]}
 
     assert encode_prompt(Ending(), "1+1=") == tokenizer("1+1=").input_ids
+    written = "1+1=" + tokenizer.eos_token
+    assert encode_prompt(tokenizer, written)[-1] == EOS_ID, "one that the user wrote stays"
 
 
 def test_each_row_once_an_epoch_in_another_order(tokenizer):

@@ -147,6 +147,7 @@ def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor
     if not (loss.isfinite() and grad_norm.isfinite()):
         ranks.gather(lambda: not_finite(run, batch, step, loss, grad_norm))
     run.optimizer.step()
+    run.optimizer.zero_grad()  # the memory is the next rollout's
     return loss, grad_norm, totals
 
 
@@ -272,7 +273,7 @@ def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
     if cfg.minibatches == 1:
         return [torch.arange(n)]
     order = np.random.Generator(np.random.PCG64([cfg.seed, step, iteration])).permutation(n)
-    return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, cfg.minibatches)]
+    return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, min(n, cfg.minibatches))]
 
 
 def micro_batches(run: Run, batch: Batch, rows: Tensor) -> list[Tensor]:
@@ -360,7 +361,7 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
     rows = run.task.eval[: cfg.eval_prompts]
     greedy = complete(run, rows, 0, 0, 1, run.greedy)
     sampled = complete(run, rows, 0, 0, cfg.eval_k, run.sampling)
-    return report.of_evaluation(greedy, sampled, run.task), greedy
+    return report.of_evaluation(greedy, sampled, run.task), sampled
 
 
 def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
@@ -371,7 +372,7 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     settings, tokenizer = (made.config, tokenizer) if made else checkpoint.open_model(source, cfg)
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
         raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
-    context = getattr(settings, "max_position_embeddings", None)
+    context = getattr(settings.get_text_config(), "max_position_embeddings", None)
     longest = check_prompts(task, tokenizer, context, cfg.max_completion_length)
     show = report.Report(cfg, tokenizer.decode, notes(task, tokenizer) + config.warnings(cfg), quiet=rank > 0)
     show.say(memory.check(memory.needed(settings, cfg, world, longest), memory.available()))
