@@ -18,7 +18,8 @@ def test_every_test_it_names_is_there():
 
 
 def test_every_flag_and_file_it_names_is_there():
-    flags = set(re.findall(r"--([a-z]\w+)", README)) - {"nproc_per_node", "max", "panels"}  # torchrun's and plot.py's
+    of_tools = {"nproc_per_node", "max", "panels", "repeats"}
+    flags = set(re.findall(r"--([a-z]\w+)", README)) - of_tools
     assert len(flags) > 15 and flags - {field.name for field in dataclasses.fields(Config)} == set()
     files = set(re.findall(r"`(\w+\.(?:py|txt))`", README))
     assert len(files) > 12 and [name for name in sorted(files) if not (HERE / name).exists()] == []
