@@ -109,7 +109,7 @@ def policy_loss(
     rho = log_rho.exp()
 
     # The policy term, to be minimised.
-    too_low = too_high = torch.zeros_like(mask)  # tokens whose gradient a clip cuts off
+    too_low = too_high = torch.zeros_like(mask)  # beyond a bound, where the advantage pushes further
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(1 - epsilon_low, 1 + epsilon_high)
         unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided: bounds the loss where A < 0
