@@ -82,7 +82,8 @@ class Config:
 
     # How it is computed. None of these changes what is computed.
     micro_batch_size: int | None = setting(None, "completions in each forward pass; or:")
-    micro_batch_tokens: int | None = setting(None, "padded tokens in each forward pass; default 4096, on a GPU 16384")
+    micro_batch_tokens: int | None = setting(None, "padded tokens in each forward pass; default 2048, on a GPU 16384")
+    rollout_tokens: int | None = setting(None, "cache tokens sampled at once; default 32768, on a GPU 524288")
     dtype: str = setting("auto", "of the computation: float32, bfloat16; auto: bfloat16 on a GPU. Weights stay float32")
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, ...; default the model's")
     gradient_checkpointing: bool = setting(False, "less memory, a third more time")
@@ -136,7 +137,8 @@ def resolve(config: Config, on_gpu: bool) -> Config:
     defaults["dynamic_sampling"] = DYNAMIC_SAMPLING.get(config.algorithm, 0)
     defaults["out"] = f"runs/{config.task}-{config.algorithm}-{config.seed}"
     if config.micro_batch_size is None:
-        defaults["micro_batch_tokens"] = 16384 if on_gpu else 4096
+        defaults["micro_batch_tokens"] = 16384 if on_gpu else 2048
+    defaults["rollout_tokens"] = 524288 if on_gpu else 32768
     for name, value in defaults.items():
         if getattr(config, name) is None:
             setattr(config, name, value)
@@ -249,7 +251,7 @@ def check(config: Config) -> list[str]:
                 errors.append(f"--{name} {value}: must be {allowed}")
 
     bounds("prompts_per_step num_generations max_completion_length steps num_iterations minibatches", 1)
-    bounds("micro_batch_size micro_batch_tokens eval_prompts eval_k keep_checkpoints", 1)
+    bounds("micro_batch_size micro_batch_tokens rollout_tokens eval_prompts eval_k keep_checkpoints", 1)
     bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every seed", 0)
     bounds("beta weight_decay", 0.0, math.inf, open_high=True)
     bounds("epsilon_low epsilon_high", 0.0)

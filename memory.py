@@ -35,6 +35,7 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
     length = longest_prompt + config.max_completion_length
     evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
     rows = math.ceil(max(config.prompts_per_step * config.num_generations, evaluated) / world)
+    rows = min(rows, max(1, config.rollout_tokens // length))
 
     def update(tokens: int) -> float:
         """With micro-batches of so many tokens."""

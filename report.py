@@ -42,8 +42,18 @@ def of_groups(groups: list["Group"], task: "Task") -> dict:
         "length_incorrect": mean(n for n, ok in zip(lengths, right, strict=True) if not ok),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
+        "advantage_easy": share_of_advantage(groups, 0.75 * task.full_reward, math.inf),
+        "advantage_hard": share_of_advantage(groups, -math.inf, 0.25 * task.full_reward),
         "tokens": sum(lengths),
     }
+
+
+def share_of_advantage(groups: list["Group"], low: float, high: float) -> float | None:
+    """How much of the step's sum of |advantage| falls on groups whose mean reward is between these, bounds left out."""
+    trained = [group for group in groups if group.advantages is not None]
+    sizes = [float(group.advantages.abs().sum()) for group in trained]
+    inside = [low < float(group.rewards.nanmean()) < high for group in trained]
+    return sum(s for s, ok in zip(sizes, inside, strict=True) if ok) / sum(sizes) if sum(sizes) else None
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:

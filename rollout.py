@@ -37,7 +37,7 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-    rows_at_once: int = 1 << 30  # halved where memory runs out
+    tokens_at_once: int = 1 << 19  # of the cache, completions at full length; halved where memory runs out
 
 
 @dataclass
@@ -63,9 +63,10 @@ def rollout(
     progress: Callable[[int, int], None] = lambda tokens, rows: None,
 ) -> list[Completion]:
     """One completion of prompts[which[i]] for each i, at the numbers uniform[i] (None where it is greedy)."""
+    length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
     while len(done) < len(which):
-        rows = slice(len(done), len(done) + sampling.rows_at_once)
+        rows = slice(len(done), len(done) + max(1, sampling.tokens_at_once // length))
         try:
             done += _generate(
                 model, prompts, which[rows], None if uniform is None else uniform[rows], sampling, progress
@@ -73,10 +74,9 @@ def rollout(
         except torch.OutOfMemoryError:
             if len(which[rows]) == 1:
                 raise Mistake("out of memory with one completion at a time: lower --max_completion_length") from None
-            sampling.rows_at_once = len(which[rows]) // 2
-            logger.warning(
-                f"out of memory: from here on at most {sampling.rows_at_once} completions are sampled at once"
-            )
+            fewer = len(which[rows]) // 2
+            sampling.tokens_at_once = fewer * length
+            logger.warning(f"out of memory: from here on at most {fewer} completions are sampled at once")
         if torch.cuda.is_available() and len(done) < len(which):
             torch.cuda.empty_cache()
     return done
@@ -164,16 +164,17 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     """logits (B, V), uniform numbers (B,) -> tokens (B,) and their log-probs (B,)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
-        token, log_p = logits.argmax(-1, keepdim=True), logits.log_softmax(-1)
+        whole = logits.softmax(-1)  # (B, V)
+        token = logits.argmax(-1, keepdim=True)
     else:
-        log_p = (logits / sampling.temperature).log_softmax(-1)
-        p = _truncated(log_p.exp(), sampling)
-        cdf = p.cumsum(-1, dtype=torch.float64 if p.is_cuda else None)  # a parallel sum in fp32 may not be sorted
+        whole = (logits / sampling.temperature).softmax(-1)
+        # On a GPU the sum is made in parallel parts, and in fp32 it might not be sorted.
+        cdf = _truncated(whole, sampling).cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
         total = cdf[:, -1:]  # not exactly 1 in fp32
         # Strictly below the total: u may round up to 1. right=True: u = 0 must not pick a token of probability 0.
         target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
         token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
-    return token.squeeze(1), log_p.gather(1, token).squeeze(1)
+    return token.squeeze(1), whole.gather(1, token).log().squeeze(1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:

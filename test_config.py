@@ -68,9 +68,9 @@ def test_defaults():
         16,
     )
     assert (plain.steps, plain.learning_rate, plain.max_completion_length) == (80, 2e-4, 64)
-    assert (plain.dtype, plain.micro_batch_size, plain.micro_batch_tokens) == ("float32", None, 4096)
+    assert (plain.dtype, plain.micro_batch_size, plain.micro_batch_tokens) == ("float32", None, 2048)
     gpu = parse([], on_gpu=True)
-    assert gpu.dtype == "bfloat16" and gpu.micro_batch_tokens > 4096
+    assert gpu.dtype == "bfloat16" and gpu.micro_batch_tokens > 2048
     assert parse(["--micro_batch_size", "3"], on_gpu=True).micro_batch_tokens is None
     assert parse(["--dtype", "float32"], on_gpu=True).dtype == "float32"
     assert parse("--task sorting --algorithm gspo --seed 4".split(), False).out == "runs/sorting-gspo-4"

@@ -1,5 +1,7 @@
 """Rollouts: what is sampled depends on the prompt and its stream alone, and is what is scored afterwards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from config import Mistake
 from logprob import token_logprobs
-from rollout import Sampling, rollout, sample, uniforms
+from rollout import Completion, Sampling, rollout, sample, uniforms
 
 V = 61
 SHAPE = dict(
@@ -98,6 +100,19 @@ def test_every_token_is_the_one_its_number_picks():
         assert completion.truncated == (ids[-1] not in SAMPLING.eos_ids)
         assert not any(token in SAMPLING.eos_ids for token in completion.ids[:-1])
         assert len(completion.ids) == 12 or not completion.truncated
+
+
+@pytest.mark.parametrize("budget, rows", [(1, 1), (38, 2), (80, 4), (10**6, 6)])
+def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows):
+    """The longest prompt and the longest completion are 7 and 12 tokens: each row may come to hold 19."""
+    model, seen = build(), []
+    whole = rollout(model, PROMPTS, WHICH, streams(), SAMPLING)
+    sampling = replace(SAMPLING, tokens_at_once=budget)
+    assert rollout(model, PROMPTS, WHICH, streams(), sampling, lambda t, live: seen.append((t, live))) == [
+        Completion(c.ids, pytest.approx(c.logp, abs=1e-5), c.truncated) for c in whole
+    ]
+    assert max(live for _, live in seen) <= rows
+    assert sum(t == 1 for t, _ in seen) == -(-len(WHICH) // rows)
 
 
 @torch.no_grad()

@@ -378,7 +378,8 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     show.say(memory.check(memory.needed(settings, cfg, world, longest), memory.available()))
     model = (made or checkpoint.load_model(source, settings, tokenizer, cfg)).to(device)
     ends = cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer)
-    sampling, greedy = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p), Sampling(*ends, temperature=0.0)
+    sampling = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p, cfg.rollout_tokens)
+    greedy = Sampling(*ends, temperature=0.0, tokens_at_once=cfg.rollout_tokens)
     reference = None
     if cfg.beta:
         reference = copy.deepcopy(model).requires_grad_(False).eval()
