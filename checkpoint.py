@@ -17,16 +17,20 @@ import platform
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +40,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+import ranks
 from config import Config, Mistake
+from shard import is_sharded, whole_weights
 
 # Settings that may change when a run is continued: they say how it is computed or shown, not what.
 FREE = (
@@ -45,6 +51,7 @@ FREE = (
 )  # fmt: skip
 
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs none
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
@@ -93,6 +100,17 @@ def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Co
     return model
 
 
+def empty_model(settings: PretrainedConfig, config: Config) -> PreTrainedModel:
+    """The model without weights, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            settings,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+
 @contextmanager
 def _named(name: str, part: str) -> Iterator[None]:
     try:
@@ -113,13 +131,20 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> list:
-    with _whole(folder) as beside:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        # As it came with the model, which need not be what `save_pretrained` finds valid.
-        write_text(beside / "generation_config.json", generation_config.to_json_string())
-    return []
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> None:
+    """Called on all ranks; the first one writes."""
+    weights = whole_weights(model) if is_sharded(model) else None
+
+    def write() -> None:
+        with _writing(folder):
+            _begin(folder)
+            model.save_pretrained(_beside(folder), state_dict=weights)
+            tokenizer.save_pretrained(_beside(folder))
+            # As it came with the model, which need not be what `save_pretrained` finds valid.
+            write_text(_beside(folder) / "generation_config.json", generation_config.to_json_string())
+            _end(folder)
+
+    ranks.together(write, of=[0])
 
 
 # ---- Runs ----
@@ -209,63 +234,80 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: dict,
     keep: int = 1,
-) -> list:
-    """Everything that step + 1 needs. `state` is what the training loop carries from step to step."""
+) -> None:
+    """Everything that step + 1 needs. `state` is what the training loop carries from step to step. Called on all ranks:
+    each writes a part, of sharded tensors its own."""
     folder = out / "checkpoint" / f"{step:06d}"
-    for torn in folder.parent.glob("*.partial"):
-        shutil.rmtree(torn)
-    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
-        if (out / name).exists():
-            _flush(out / name)
-    with _whole(folder) as beside:
-        parameters = dict(model.named_parameters())  # tied weights once
-        save_tensors(beside / "model.safetensors", parameters)
-        if reference is not None:
-            save_tensors(beside / "reference.safetensors", dict(reference.named_parameters()))
-        moments = {f"{key}.{n}": x for n, p in parameters.items() for key, x in optimizer.state.get(p, {}).items()}
-        save_tensors(beside / "optimizer.safetensors", moments)
-        _write_json(beside / "state.json", state)
-    _flush(out)
-    whole = [path for path in folder.parent.iterdir() if path.name.isdigit()]
-    for old in sorted(whole, key=lambda path: int(path.name))[:-keep]:
-        shutil.rmtree(old)
-    return []
+
+    def begin() -> None:
+        for torn in folder.parent.glob("*.partial"):
+            shutil.rmtree(torn)
+        for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
+            if (out / name).exists():
+                _flush(out / name)
+        _begin(folder)
+
+    def end() -> None:
+        files = sorted(str(path.relative_to(_beside(folder))) for path in _beside(folder).rglob("*.safetensors"))
+        _write_json(_beside(folder) / "state.json", state | {"files": files})
+        _end(folder)
+        _flush(out)
+        whole = [path for path in folder.parent.iterdir() if path.name.isdigit()]
+        for old in sorted(whole, key=lambda path: int(path.name))[:-keep]:
+            shutil.rmtree(old)
+
+    with _writing(folder):
+        ranks.together(begin, of=[0])
+        moments = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state[p].items()}
+        for name, tensors in _parts(model, reference, moments).items():
+            writer = HuggingFaceStorageWriter(_beside(folder) / name, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        ranks.together(end, of=[0])
 
 
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict:
-    """Put everything back as `save` found it. -> its `state`."""
+    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> its `state`"""
     folder = out / "checkpoint" / f"{step:06d}"
-    try:
-        weights = load_file(folder / "model.safetensors")
-        reference_weights = load_file(folder / "reference.safetensors") if reference is not None else {}
-        moments = load_file(folder / "optimizer.safetensors")
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, SafetensorError, ValueError) as error:
-        raise Mistake(
-            f"the checkpoint {folder} is damaged ({error}): delete that folder, and the same command goes on from the "
-            "one before it or, where there is none, from the start"
-        ) from error
-    _copy_into(model, weights)
-    if reference is not None:
-        _copy_into(reference, reference_weights)
-    for name, p in model.named_parameters():
-        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in moments]
-        if keys:
-            optimizer.state[p] = {key: _placed(moments[f"{key}.{name}"], key, p) for key in keys}
+    state = ranks.together(lambda: _read_state(folder))
+    for p in model.parameters():
+        optimizer.state[p] = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p]["step"] = torch.zeros((), device=p.device)
+    moments = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state[p].items()}
+    with _reading(folder):
+        for name, tensors in _parts(model, reference, moments).items():
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder / name), no_dist=not dist.is_initialized())
     return state
 
 
-def _placed(x: Tensor, key: str, p: Tensor) -> Tensor:
-    return x if key == "step" and not p.is_cuda else x.to(p.device)
+def _read_state(folder: Path) -> dict:
+    with _reading(folder):
+        state = json.loads((folder / "state.json").read_text())
+        for file in state.pop("files"):
+            safe_open(folder / file, "pt")  # fails where it is not there, or not whole
+    return state
 
 
-@torch.no_grad()
-def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != tensors.keys():
-        raise Mistake(f"the checkpoint is of another model: {sorted(parameters.keys() ^ tensors.keys())[:3]} differ")
-    for name, p in parameters.items():
-        p.copy_(tensors[name])
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
+        raise Mistake(
+            f"the checkpoint {folder} is damaged ({_cause(error)}): delete that folder, and the same command goes on "
+            "from the one before it or, where there is none, from the start"
+        ) from error
+
+
+def _parts(model: nn.Module, reference: nn.Module | None, moments: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint, by the folder they are in; tied weights once."""
+    parts = {"model": dict(model.named_parameters()), "optimizer": moments}
+    return parts if reference is None else parts | {"reference": dict(reference.named_parameters())}
+
+
+def _cause(error: BaseException) -> str:
+    """What lies under the library's report of all ranks, in one line."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]
+    return " ".join(str(causes[0]).split())
 
 
 # ---- Files that are there whole or not at all ----
@@ -293,20 +335,31 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 @contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """What is written into the folder that this gives becomes `folder`, at once and on disk; or nothing does."""
-    beside = folder.with_name(folder.name + ".partial")
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        yield beside
-        for path in [*beside.rglob("*"), beside]:
-            _flush(path)
-    except (OSError, SafetensorError) as error:  # a full disk, no permission
-        shutil.rmtree(beside, ignore_errors=True)
-        raise OSError(f"{folder} could not be written: {error}") from error
+        yield
+    except (OSError, SafetensorError, dcp.CheckpointException) as error:  # a full disk, no permission
+        if isinstance(error, dcp.CheckpointException) and dist.is_initialized() and dist.get_rank():
+            raise ranks.Elsewhere(_cause(error)) from error  # which is told on all ranks
+        shutil.rmtree(_beside(folder), ignore_errors=True)
+        raise OSError(f"{folder} could not be written: {_cause(error)}") from error
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _begin(folder: Path) -> None:
+    """What is written into the folder beside becomes `folder` in `_end`, at once and on disk; or nothing does."""
+    shutil.rmtree(_beside(folder), ignore_errors=True)
+    _beside(folder).mkdir(parents=True)
+
+
+def _end(folder: Path) -> None:
+    for path in [*_beside(folder).rglob("*"), _beside(folder)]:
+        _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    _beside(folder).rename(folder)
     _flush(folder.parent)
 
 

@@ -87,6 +87,8 @@ class Config:
     dtype: str = setting("auto", "of the computation: float32, bfloat16; auto: bfloat16 on a GPU. Weights stay float32")
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, ...; default the model's")
     gradient_checkpointing: bool = setting(False, "less memory, a third more time")
+    shard: bool = setting(False, "weights, gradients and Adam are split over the ranks (FSDP2)")
+    shard_size: int = setting(0, "ranks that share one copy of the model; 0: those of a machine")
 
     # What is looked at and left behind.
     eval_every: int = setting(20, "steps between evaluations, also before the first and after the last; 0: none at all")
@@ -252,7 +254,7 @@ def check(config: Config) -> list[str]:
 
     bounds("prompts_per_step num_generations max_completion_length steps num_iterations minibatches", 1)
     bounds("micro_batch_size micro_batch_tokens rollout_tokens eval_prompts eval_k keep_checkpoints", 1)
-    bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every seed", 0)
+    bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed", 0)
     bounds("beta weight_decay", 0.0, math.inf, open_high=True)
     bounds("epsilon_low epsilon_high", 0.0)
     bounds("samples_per_step", -1)
@@ -280,6 +282,8 @@ def check(config: Config) -> list[str]:
         errors.append(f"--minibatches {config.minibatches}: more than the {completions} completions of a step")
     if config.micro_batch_size and config.micro_batch_tokens:
         errors.append("--micro_batch_size and --micro_batch_tokens: give one of them, rows or padded tokens")
+    if config.shard_size and not config.shard:
+        errors.append(f"--shard_size {config.shard_size}: is part of --shard; give both or neither")
     if config.model is None and config.task not in BUILT_IN:
         errors.append(f"--task {config.task}: needs --model, a folder or a hub name")
     if config.task == "data" and not config.data:

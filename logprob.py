@@ -167,7 +167,10 @@ def _through_logits(
     for row, mask in zip(ids, scored):
         at = mask.nonzero().squeeze(1)
         end = int(at[-1]) + 1 if len(at) else 1
-        values.append(checkpoint(score, row[:end], at, use_reentrant=False))
+        if len(ids) == 1:
+            values.append(score(row[:end], at))
+        else:
+            values.append(checkpoint(score, row[:end], at, use_reentrant=False))
     values = torch.cat(values)
     out = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
     return out.unbind(-1)

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config import Mistake
+from shard import gathered, is_sharded
 
 
 def start() -> tuple[int, int, torch.device]:
@@ -144,11 +146,11 @@ def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
     return [item for part, _ in parts for item in part]
 
 
-def together(make: Callable[[], Any]) -> Any:
-    """The same work on every rank, each keeping its own result; a mistake is reported once."""
+def together(make: Callable[[], Any], of: Sequence[int] | None = None) -> Any:
+    """The same work on every rank (or those in `of`), each keeping its own result; a mistake is reported once."""
     made = []
-    gather(lambda: made.append(make()) or [])
-    return made[0]
+    gather(lambda: made.append(make()) or [], of)
+    return made[0] if made else None
 
 
 @contextmanager
@@ -165,6 +167,10 @@ def _contact() -> Iterator[None]:
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The model computes in this dtype for a while: decoding reads half the bytes in bf16. The fp32 weights come back
     untouched. Buffers (rotary frequencies) keep their precision."""
+    if is_sharded(model):
+        with gathered(model):
+            yield
+        return
     parameters = list(model.parameters())
     weights = [p.data for p in parameters]
     try:
@@ -190,4 +196,14 @@ def sum_gradients(model: nn.Module) -> None:
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    sum_(*(p.grad for p in parameters))
+    if is_sharded(model):  # the backward pass has averaged them over the ranks
+        for p in parameters:
+            p.grad *= dist.get_world_size()
+    else:
+        sum_(*(p.grad for p in parameters))
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """-> the norm over the whole model, before clipping"""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

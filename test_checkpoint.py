@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import checkpoint
 import report
@@ -186,7 +187,7 @@ POINTS = {
     "update": (torch.optim.AdamW, "step"),
     "append": (report, "append"),
     "save": (checkpoint, "save"),
-    "save_file": (checkpoint, "save_file"),
+    "write_data": (checkpoint.HuggingFaceStorageWriter, "write_data"),
     "fsync": (os, "fsync"),
     "rename": (Path, "rename"),
     "rmtree": (shutil, "rmtree"),
@@ -255,7 +256,7 @@ KILLS = {  # of one run, one after the other
     "in the middle of a line of samples": partial(torn_line, 4 * 2 - 1),
     "between samples and metrics": partial(at, "append", 7, die, after=True),
     "in the middle of a line of metrics": partial(torn_line, 4),
-    "between two files of a checkpoint": partial(at, "save_file", 2, die),
+    "between two files of a checkpoint": partial(at, "write_data", 2, die),
     "between writing a checkpoint and renaming it": partial(at, "rename", 1, die, of="6.partial"),
     "before an old checkpoint is deleted": partial(at, "rename", 1, die, after=True, of="6.partial"),
     "before the model is saved": partial(at, "save_model", 1, die),
@@ -371,9 +372,10 @@ def test_keep_checkpoints(small, half, screen, keep, left):
 
 
 DAMAGES = {
-    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "no reference": lambda folder: (folder / "reference.safetensors").unlink(),
-    "half of Adam's moments": lambda folder: os.truncate(folder / "optimizer.safetensors", 9999),
+    "no weights": lambda folder: shutil.rmtree(folder / "model"),
+    "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
+    "half of Adam's moments": lambda folder: os.truncate(next((folder / "optimizer").iterdir()), 9999),
+    "weights of another shape": lambda folder: save_file({"x": torch.ones(1)}, next((folder / "model").iterdir())),
     "an empty state": lambda folder: (folder / "state.json").write_text(""),
 }
 
@@ -435,11 +437,11 @@ def small_files() -> None:
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 UNWRITABLE = {  # what happens, what is said
-    "full while writing": (partial(at, "save_file", 2, partial(fail, NO_SPACE)), "No space left on device"),
+    "full while writing": (partial(at, "write_data", 2, partial(fail, NO_SPACE)), "No space left on device"),
     "full while flushing": (partial(at, "fsync", 12, partial(fail, NO_SPACE)), "No space left on device"),
     "full in a line of metrics": (partial(at, "append", 4, partial(fail, NO_SPACE)), "No space left on device"),
     "files of a limited size": (partial(at, "save", 1, small_files), "File too large"),
-    "no permission": (partial(at, "save_file", 2, partial(fail, PermissionError(13, "Not allowed"))), "Not allowed"),
+    "no permission": (partial(at, "write_data", 2, partial(fail, PermissionError(13, "Not allowed"))), "Not allowed"),
 }
 
 

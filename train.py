@@ -36,9 +36,10 @@ import ranks
 import report
 from advantage import group_advantages
 from config import BUILT_IN, Config, Mistake
-from logprob import token_logprobs
+from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout, uniforms
+from shard import make_mesh, shard
 from task import Task, check_prompts, encode_prompt, load_task, notes, score
 from tasks_small import EOS_ID
 
@@ -80,7 +81,8 @@ class Group:
 
 @dataclass
 class Batch:
-    """The completions of a step, on every rank. (N, T) is prompt, completion, padding on the right."""
+    """The completions of a step, on every rank. (N, T) is prompt, completion, padding on the right. Tensors have one
+    row more, of no completion: what a rank without work computes where the others need it (--shard)."""
 
     ids: Tensor  # (N, T)
     attention: Tensor  # (N, T)
@@ -89,6 +91,9 @@ class Batch:
     sampler_logp: Tensor  # (N, T)
     old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
     ref_logp: Tensor | None = None  # (N, T)
+
+    def __len__(self) -> int:
+        return len(self.ids) - 1
 
 
 # ---- The step ----
@@ -122,7 +127,7 @@ def training_step(run: Run, step: int, cursor: int) -> tuple[dict, list[Group], 
     updates = [
         update(run, batch, minibatch, step)
         for iteration in range(cfg.num_iterations)
-        for minibatch in minibatches(len(batch.ids), cfg, step, iteration)
+        for minibatch in minibatches(len(batch), cfg, step, iteration)
     ]
     metrics = {"step": step} | report.of_groups(drawn, run.task) | report.of_updates(updates, STATS)
     seconds = {"seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock}
@@ -143,7 +148,7 @@ def update(run: Run, batch: Batch, minibatch: Tensor, step: int) -> tuple[Tensor
     loss, totals = fitting(run, batch, minibatch, lambda: accumulate(run, batch, minibatch, weights))
     ranks.sum_gradients(model)
     ranks.sum_(loss, totals)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    grad_norm = ranks.clip_gradients(model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         ranks.gather(lambda: not_finite(run, batch, step, loss, grad_norm))
     run.optimizer.step()
@@ -202,7 +207,7 @@ def score_rows(run: Run, model: PreTrainedModel, batch: Batch, rows: Tensor, wit
 @torch.no_grad()
 def score_all(run: Run, model: PreTrainedModel, batch: Batch) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
-    everything = torch.arange(len(batch.ids))
+    everything = torch.arange(len(batch))
 
     def own() -> Tensor:
         logp = torch.zeros_like(batch.sampler_logp)
@@ -255,8 +260,9 @@ def collate(run: Run, groups: list[Group], advantages: Tensor) -> Batch:
     """Completions without a reward, and truncated ones where asked, stay in the batch with all their tokens masked."""
     pairs = [(group, i) for group in groups for i in range(len(group.completions))]
     N, T = len(pairs), max(len(group.prompt_ids) + len(group.completions[i].ids) for group, i in pairs)
-    ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
-    sampler_logp = torch.zeros(N, T)
+    ids, attention, mask = (torch.zeros(N + 1, T, dtype=torch.long) for _ in range(3))
+    attention[N, :2] = 1
+    sampler_logp = torch.zeros(N + 1, T)
     for n, (group, i) in enumerate(pairs):
         completion, start = group.completions[i], len(group.prompt_ids)
         end = start + len(completion.ids)
@@ -265,7 +271,8 @@ def collate(run: Run, groups: list[Group], advantages: Tensor) -> Batch:
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         trained = not group.rewards[i].isnan() and not (run.config.mask_truncated and completion.truncated)
         mask[n, start:end] = int(trained)
-    return Batch(*(x.to(run.device) for x in (ids, attention, mask, advantages.float(), sampler_logp)))
+    advantages = torch.cat([advantages.float(), torch.zeros(1)])
+    return Batch(*(x.to(run.device) for x in (ids, attention, mask, advantages, sampler_logp)))
 
 
 def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
@@ -279,14 +286,23 @@ def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
 def micro_batches(run: Run, batch: Batch, rows: Tensor) -> list[Tensor]:
     """This rank's part of the rows, sorted by length to save padding, in pieces of so many rows or padded tokens."""
     lengths = batch.attention.sum(1).tolist()
+    order = sorted(rows.tolist(), key=lambda row: -lengths[row])
+    by_rank = [in_pieces(order[rank :: run.world], lengths, run) for rank in range(run.world)]
+    pieces = by_rank[run.rank]
+    if run.config.shard:  # as many on every rank
+        pieces += [[len(batch)]] * (max(map(len, by_rank)) - len(pieces))
+    return [torch.tensor(piece, device=run.device) for piece in pieces]
+
+
+def in_pieces(rows: list[int], lengths: list[int], run: Run) -> list[list[int]]:
     pieces: list[list[int]] = []
-    for row in sorted(rows.tolist(), key=lambda row: -lengths[row])[run.rank :: run.world]:
+    for row in rows:
         size = len(pieces[-1]) + 1 if pieces else 0
         if pieces and (size if run.config.micro_batch_size else size * lengths[pieces[-1][0]]) <= run.micro_batch:
             pieces[-1].append(row)
         else:
             pieces.append([row])
-    return [torch.tensor(piece, device=run.device) for piece in pieces]
+    return pieces
 
 
 def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) -> Any:
@@ -299,6 +315,11 @@ def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) ->
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         unit = "rows" if run.config.micro_batch_size else "padded tokens"
+        if run.config.shard:
+            raise Mistake(
+                f"out of memory with micro-batches of {run.micro_batch} {unit}, and with --shard no rank can go back "
+                "without the others: lower --micro_batch_tokens (or --micro_batch_size), or --gradient_checkpointing"
+            )
         tried = [piece for piece in micro_batches(run, batch, rows) if len(piece) > 1]
         if not tried:
             raise Mistake(
@@ -365,6 +386,47 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
 
 
 def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
+    task, show, source, settings, tokenizer, made = ranks.together(lambda: open_task(cfg, rank, world))
+
+    def load() -> PreTrainedModel:
+        return made or checkpoint.load_model(source, settings, tokenizer, cfg)
+
+    reference = None
+    if cfg.shard:
+        whole = ranks.together(load, of=[0])
+        mesh, dtype = ranks.together(lambda: make_mesh(cfg.shard_size, device)), getattr(torch, cfg.dtype)
+        model = shard(checkpoint.empty_model(settings, cfg), whole, mesh, dtype, device)
+        if cfg.beta:
+            reference = shard(checkpoint.empty_model(settings, cfg), whole, mesh, dtype, device)
+        (model.generation_config,) = ranks.gather(lambda: [whole.generation_config], of=[0])
+        del whole
+    else:
+        model = ranks.together(load).to(device)
+        if cfg.beta:
+            reference = copy.deepcopy(model)
+    if cfg.beta:
+        reference.requires_grad_(False).eval()
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
+    if cfg.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=device)):
+        micro_batch = 1  # such a model is called once for each row, which must be as often on every rank
+    ends = cfg.max_completion_length, ranks.together(lambda: checkpoint.eos_ids(model, tokenizer))
+    sampling = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p, cfg.rollout_tokens)
+    greedy = Sampling(*ends, temperature=0.0, tokens_at_once=cfg.rollout_tokens)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.learning_rate,
+        betas=(cfg.adam_beta1, cfg.adam_beta2),
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
+    policy = task, model, reference, tokenizer, optimizer, sampling, greedy
+    return Run(cfg, *policy, show, rank, world, device, micro_batch)
+
+
+def open_task(cfg: Config, rank: int, world: int) -> tuple:
+    """Everything that can be wrong, before the weights are loaded."""
     task = load_task(cfg)
     source, made = cfg.model or task.model, None
     if callable(source):
@@ -376,25 +438,7 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     longest = check_prompts(task, tokenizer, context, cfg.max_completion_length)
     show = report.Report(cfg, tokenizer.decode, notes(task, tokenizer) + config.warnings(cfg), quiet=rank > 0)
     show.say(memory.check(memory.needed(settings, cfg, world, longest), memory.available()))
-    model = (made or checkpoint.load_model(source, settings, tokenizer, cfg)).to(device)
-    ends = cfg.max_completion_length, checkpoint.eos_ids(model, tokenizer)
-    sampling = Sampling(*ends, cfg.temperature, cfg.top_k, cfg.top_p, cfg.rollout_tokens)
-    greedy = Sampling(*ends, temperature=0.0, tokens_at_once=cfg.rollout_tokens)
-    reference = None
-    if cfg.beta:
-        reference = copy.deepcopy(model).requires_grad_(False).eval()
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=cfg.learning_rate,
-        betas=(cfg.adam_beta1, cfg.adam_beta2),
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
-    policy = task, model, reference, tokenizer, optimizer, sampling, greedy
-    return Run(cfg, *policy, show, rank, world, device, micro_batch)
+    return task, show, source, settings, tokenizer, made
 
 
 def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
@@ -405,7 +449,7 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
         if rank == 0:
             print(f"the run in {out}/ is finished")
         return report.finished(out, quiet=rank > 0)
-    run = ranks.together(lambda: set_up(cfg, rank, world, device))
+    run = set_up(cfg, rank, world, device)
     # Its fields would leak into every rollout; it goes back into the saved model.
     generation_config, run.model.generation_config = run.model.generation_config, GenerationConfig()
     run.show.plan(run.model, run.task, world, device, done)
@@ -431,13 +475,13 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
         stop = max(ranks.gather(lambda: [*signals, 0]))
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             save = [out, step, run.model, refreshed, run.optimizer, state, cfg.keep_checkpoints]
-            ranks.gather(lambda save=save: checkpoint.save(*save), of=[0])
+            checkpoint.save(*save)
         if stop and step < cfg.steps:
             run.show.say(
                 f"stopped by {signal.Signals(stop).name} after step {step}; the same command continues the run"
             )
             return 128 + stop
-    ranks.gather(lambda: checkpoint.save_model(out / "model", run.model, run.tokenizer, generation_config), of=[0])
+    checkpoint.save_model(out / "model", run.model, run.tokenizer, generation_config)
     return report.finished(out, quiet=rank > 0)
 
 

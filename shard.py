@@ -1,0 +1,97 @@
+"""Models that do not fit on one GPU: weights, gradients, Adam and reference split over ranks, by PyTorch's FSDP2.
+
+`fully_shard` leaves each rank 1/n of every tensor, in fp32. A layer's weights are gathered, in the dtype of the
+computation, right before they are used and given back right after; its gradients are summed over ranks, in fp32, as
+soon as the backward pass has made them. For a rollout all weights are gathered once.
+
+n is --shard_size, by default the ranks of one machine. With more ranks than that the shards are replicated (hybrid
+sharding): weights travel within a machine, and between machines only the gradients of each rank's shard.
+
+Every rank must take part in each forward and backward pass of an update. During a rollout none waits for another.
+Left out: weights that stay split while sampling (tensor parallelism), so a whole copy in the compute dtype must fit on
+one GPU; offloading to the CPU.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from config import Mistake
+
+
+def make_mesh(size: int, device: torch.device) -> DeviceMesh:
+    """-> ranks as (copies, shards of a copy), or as shards alone where there is one copy."""
+    if not dist.is_initialized():  # without torchrun: one rank, one shard
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    world = dist.get_world_size()
+    size = size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % size:
+        raise Mistake(f"--shard_size {size}: does not divide the {world} ranks")
+    if size == world:
+        return init_device_mesh(device.type, (world,))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    empty: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A model without weights, on the meta device, becomes a sharded one with the weights that rank 0 has."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    parts = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
+    ends = [empty.get_input_embeddings(), empty.get_output_embeddings()]
+    if ends[1] is not None and ends[0].weight is not ends[1].weight:  # tied ones stay together, in the root
+        parts += ends
+    for module in [*parts, empty]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # the root, too
+    empty.to_empty(device=device)
+    empty.tie_weights()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(empty, whole.state_dict() if whole is not None else {}, options=options)
+    buffers = dict(whole.named_buffers()) if whole is not None else {}
+    for name, buffer in empty.named_buffers():  # rotary frequencies, say, are in no state dict
+        if name in buffers:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, 0)
+    return empty
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Every rank has all weights in the compute dtype for a while, and needs no other rank to run the model."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. Elsewhere nothing."""
+    once = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    weights = {}
+    for name, x in model.state_dict().items():
+        if name not in tied:
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            weights |= {name: x.cpu()} if dist.get_rank() == 0 else {}
+    return weights
