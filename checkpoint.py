@@ -47,7 +47,8 @@ from shard import is_sharded, whole_weights
 # Settings that may change when a run is continued: they say how it is computed or shown, not what.
 FREE = (
     "micro_batch_size", "micro_batch_tokens", "rollout_tokens", "gradient_checkpointing", "attn_implementation",
-    "save_every", "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite", "reward_timeout",
+    "shard", "shard_size", "save_every", "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite",
+    "reward_timeout",
 )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """What a run needs on each rank, from the configurations alone, before anything is loaded.
 
-    weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32.
-    rollout: the weights in bf16 (where that is the dtype), and the cache, keys and values of every layer and token.
-    update: activations of one micro-batch, and two chunks of logits with the gradient of the output head.
+    weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
+    rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and the cache, keys and
+        values of every layer and token.
+    update: activations of one micro-batch, and two chunks of logits with the gradient of the output head (sharded: and
+        two layers, gathered, with their gradients, the embeddings and the head).
 
 Weights, gradients, Adam and reference are exact. The cache is an upper bound: every completion at full length. The
 activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermediate size; counted on Llama-like models
@@ -13,18 +15,20 @@ import math
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from checkpoint import empty_model
 from config import Config, Mistake
+from shard import ranks_of_a_copy
 
 
 def needed(settings: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
     """-> bytes by what they are for."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+    model = empty_model(settings, config)
     parameters = sum(p.numel() for p in model.parameters())
     compute = 2 if config.dtype == "bfloat16" else 4  # bytes
-    copy = compute * parameters if compute < 4 else 0
+    n = ranks_of_a_copy(config.shard_size, world) if config.shard else 1
+    copy = compute * parameters if compute < 4 or config.shard else 0
     text = settings.get_text_config()
     layers, h = text.num_hidden_layers, text.hidden_size
     i = getattr(text, "intermediate_size", None) or 4 * h
@@ -37,27 +41,32 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
     rows = math.ceil(max(config.prompts_per_step * config.num_generations, evaluated) / world)
     rows = min(rows, max(1, config.rollout_tokens // length))
 
+    ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and text.vocab_size in p.shape)
+    gathered = ends * compute + 2 * (parameters - ends) / layers * (compute + 4)
+
+    cache = 2 * layers * heads * head_size * length * compute  # of one completion
+
     def update(tokens: int) -> float:
         """With micro-batches of so many tokens."""
         of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
         kept = tokens * h * 4 * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
         head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
-        return 4 * parameters + copy + kept + head
+        return 4 * parameters / n + (gathered if config.shard else copy) + kept + head
 
     return {
-        "weights": 4 * parameters,
-        "Adam": 8 * parameters,
-        "reference": 4 * parameters if config.beta else 0,
-        "rollout": copy + 2 * layers * heads * head_size * rows * length * compute,
+        "weights": 4 * parameters / n,
+        "Adam": 8 * parameters / n,
+        "reference": 4 * parameters / n if config.beta else 0,
+        "rollout": copy + rows * cache,
         "update": update(max(length, config.micro_batch_tokens or config.micro_batch_size * length)),
-        "update of one completion": update(length),
+        "one completion": max(copy + cache, update(length)),
     }
 
 
 def check(need: dict[str, float], available: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit even one completion at a time."""
     need = dict(need)
-    least = need.pop("update of one completion")
+    least = need.pop("one completion")
     fixed = need["weights"] + need["Adam"] + need["reference"]
     peak = fixed + max(need["rollout"], need["update"])  # one after the other
     parts = ", ".join(f"{name} {shown(amount)}" for name, amount in need.items() if amount)
@@ -65,7 +74,7 @@ def check(need: dict[str, float], available: float) -> str:
     if fixed + least > available:
         raise Mistake(
             f"{line}. It cannot fit: with one completion at a time it needs {shown(fixed + least)}. "
-            "Try --gradient_checkpointing, a smaller --max_completion_length, or a smaller model"
+            "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )
     return line if peak <= available else f"{line}. Where it does not fit, it is done in smaller parts"
 

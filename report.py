@@ -18,6 +18,7 @@ from torch import Tensor
 import checkpoint
 import ranks
 from config import SWITCHES, Config, Mistake
+from shard import ranks_of_a_copy
 
 if TYPE_CHECKING:
     from task import Task
@@ -135,7 +136,9 @@ class Report:
             f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} tokens, "
             f"{updates} update{'s'[: updates > 1]}"
         )
-        self.say(f"computed by {world} rank{'s'[: world > 1]} ({where}) in {cfg.dtype}, micro-batches of up to {rows}")
+        part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, world)} of the model" if cfg.shard else ""
+        by = f"{world} rank{'s'[: world > 1]}{part}"
+        self.say(f"computed by {by} ({where}) in {cfg.dtype}, micro-batches of up to {rows}")
         names = (*SWITCHES, "delta", "beta", "dynamic_sampling")
         self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in names))
         for note in self.notes:

@@ -28,6 +28,10 @@ from transformers import PreTrainedModel
 from config import Mistake
 
 
+def ranks_of_a_copy(shard_size: int, world: int) -> int:
+    return shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     """-> ranks as (copies, shards of a copy), or as shards alone where there is one copy."""
     if not dist.is_initialized():  # without torchrun: one rank, one shard
@@ -35,7 +39,7 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
             "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
     world = dist.get_world_size()
-    size = size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    size = ranks_of_a_copy(size, world)
     if world % size:
         raise Mistake(f"--shard_size {size}: does not divide the {world} ranks")
     if size == world:
