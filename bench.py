@@ -28,7 +28,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import config
+import checks
 import logprob
 import train
 from bench_work import (
@@ -101,9 +101,10 @@ def measure_scaling(args: argparse.Namespace) -> tuple[Figures, dict]:
         reset_peak_memory(DEVICE)
         clock.call("step", train.training_step, run, 1, 0)
         clock.end_step()
-    tokens = sum(work.lengths) + args.group * sum(len(prompt.split()) for prompt in work.prompts)
     peaks = {f"memory_{name}": [(peak - before) / 1e9] for name, peak in memory.items()}
-    return clock.figures(1) | peaks | {"tokens": [tokens]}, {}
+    prompts, completions = sum(len(prompt.split()) for prompt in work.prompts), sum(work.lengths)
+    tokens = {"tokens_rollout": [prompts + completions], "tokens_update": [args.group * prompts + completions]}
+    return clock.figures(1) | peaks | tokens, {}
 
 
 def report_scaling(args: argparse.Namespace) -> None:
@@ -112,10 +113,10 @@ def report_scaling(args: argparse.Namespace) -> None:
     names = [
         "completions",
         "limit",
-        "tokens",
+        "tokens_rollout",
         "rollout_cpu",
+        "tokens_update",
         "update_cpu",
-        "step_cpu",
         "memory_rollout",
         "memory_update",
     ]
@@ -140,16 +141,19 @@ def plot_scaling(points: list[dict], file: Path) -> None:
         ("o", "8 to 512 completions to 256", [p for p in points if p["limit"] == 256]),
         ("s", "32 completions, to 64 ... 1024", [p for p in points if p["completions"] == 32]),
     ):
-        chosen = sorted(chosen, key=lambda p: p["tokens"])
-        tokens = [p["tokens"] for p in chosen]
-        for color, name in (("C0", "rollout"), ("C1", "update")):
-            cost.loglog(tokens, [p[name + unit] for p in chosen], f"{color}{marker}-", label=f"{name}, {label}")
-            memory.semilogx(tokens, [p[f"memory_{name}"] for p in chosen], f"{color}{marker}-")
-    ends = sorted(p["tokens"] for p in points)[:: len(points) - 1]
-    middle = statistics.median(p["update" + unit] / p["tokens"] for p in points)
+        for color, name in (("#0072B2", "rollout"), ("#D55E00", "update")):
+            chosen = sorted(chosen, key=lambda p: p[f"tokens_{name}"])
+            tokens, style = [p[f"tokens_{name}"] for p in chosen], dict(color=color, marker=marker)
+            cost.loglog(tokens, [p[name + unit] for p in chosen], label=f"{name}, {label}", **style)
+            memory.semilogx(tokens, [p[f"memory_{name}"] for p in chosen], **style)
+    ends = sorted(p["tokens_update"] for p in points)[:: len(points) - 1]
+    middle = statistics.median(p["update" + unit] / p["tokens_update"] for p in points)
     cost.loglog(ends, [middle * n for n in ends], "k:", label="proportional")
-    cost.set(xlabel="tokens of the step", ylabel="seconds" if DEVICE == "cuda" else "CPU-seconds")
-    memory.set(xlabel="tokens of the step", ylabel="peak memory above the model, GB", ylim=(0, None))
+    cost.set(ylabel="seconds" if DEVICE == "cuda" else "CPU-seconds")
+    memory.set(ylabel="peak memory above the model, GB", ylim=(0, None))
+    for axes in (cost, memory):
+        axes.set_xlabel("tokens of the phase: prompts once in the rollout, in each row of the update")
+        axes.xaxis.label.set_size(8)
     cost.legend(fontsize=7)
     figure.savefig(file, dpi=120)
 
@@ -161,7 +165,7 @@ def measure_overhead(args: argparse.Namespace) -> tuple[Figures, dict]:
     """The default run's steps, with its files and lines, from the third on."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        run = train.set_up(config.parse(["--out", folder], DEVICE == "cuda"), 0, 1, torch.device(DEVICE))
+        run = train.set_up(checks.parse(["--out", folder], DEVICE == "cuda"), 0, 1, torch.device(DEVICE))
         run.model.generation_config = transformers.GenerationConfig()
         for name, phase in (("rollout", "rollout"), ("score_rows", "forward"), ("policy_loss", "forward")):
             clock.wrap(train, name, phase)
@@ -364,11 +368,14 @@ def step_table(entry: dict) -> list[str]:
 
 def scaling_table(entry: dict) -> list[str]:
     unit = "_cpu" if "CPU" in entry["hardware"] else ""
-    lines = ["", "| completions | limit | tokens | ms a token | GB, rollout | GB, update |", "|---" * 6 + "|"]
+    phases = ("rollout", "update")
+    names = ["completions", "limit", *(f"{x}: {y}" for x in phases for y in ("tokens", "ms a token", "GB"))]
+    lines = ["", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for p in entry["points"]:
-        cost = 1e3 * p["step" + unit] / p["tokens"]
-        cells = [p["completions"], p["limit"], p["tokens"], f"{cost:.2f}"]
-        cells += [f"{p['memory_rollout']:.2f}", f"{p['memory_update']:.2f}"]
+        cells = [p["completions"], p["limit"]]
+        for phase in phases:
+            tokens = p[f"tokens_{phase}"]
+            cells += [tokens, f"{1e3 * p[phase + unit] / tokens:.2f}", f"{p[f'memory_{phase}']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

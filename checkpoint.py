@@ -40,6 +40,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+import faults
 import ranks
 from config import Config, Mistake
 from shard import is_sharded, whole_weights
@@ -103,7 +104,7 @@ def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Co
 
 def empty_model(settings: PretrainedConfig, config: Config) -> PreTrainedModel:
     """The model without weights, on the meta device."""
-    with torch.device("meta"):
+    with _named(settings.name_or_path, "architecture"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             settings,
             dtype=torch.float32,
@@ -341,7 +342,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, dcp.CheckpointException) as error:  # a full disk, no permission
         if isinstance(error, dcp.CheckpointException) and dist.is_initialized() and dist.get_rank():
-            raise ranks.Elsewhere(_cause(error)) from error  # which is told on all ranks
+            raise faults.Elsewhere(_cause(error)) from error  # which is told on all ranks
         shutil.rmtree(_beside(folder), ignore_errors=True)
         raise OSError(f"{folder} could not be written: {_cause(error)}") from error
 

@@ -1,19 +1,14 @@
 """One process or many: the few calls that know the difference.
 
-Every rank holds the whole model, samples and trains on a share of the step's completions, and adds its gradients to the
-others'. Gradients are summed, never averaged: the token weights already hold the totals of the step.
+Every rank samples and trains on a share of the step's completions, and adds its gradients to the others'. Gradients are
+summed, never averaged: the token weights already hold the totals of the step. Each rank holds the whole model or, with
+--shard, a part of it (shard.py); what goes wrong is in faults.py.
 """
 
-import json
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import faults
 from config import Mistake
 from shard import gathered, is_sharded
 
@@ -36,93 +32,30 @@ def start() -> tuple[int, int, torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(), _siblings), daemon=True).start()
+        faults.watch()
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         timeout = timedelta(hours=2)
         store.set_timeout(timeout)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, store=store, rank=rank, world_size=world)
-        if under_torchrun():  # the ranks of this machine are children of the same torchrun
+        if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
             node = os.environ.get("GROUP_RANK")
-            _siblings.update(pid for other, pid in gather(lambda: [(node, os.getpid())]) if other == node)
+            faults.siblings.update(pid for other, pid in gather(lambda: [(node, os.getpid())]) if other == node)
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-_siblings: set[int] = set()
-
-
-def _end_with(parent: int, siblings: set[int]) -> None:
-    """A rank whose torchrun was killed must not go on, least of all beside its successor. Nor must one whose sibling is
-    gone, wherever it is: in a long rollout, or waiting for that sibling on a GPU."""
-    while os.getppid() == parent and all(map(_is_alive, list(siblings))):
-        time.sleep(1)
-    os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def report_failure(message: str, show: bool = True) -> None:
-    """On stderr, and in torchrun's own report, which stands last on the screen."""
-    if show:
-        print(message, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        report = {"message": {"message": message, "extraInfo": details}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
-
-
-def warn(message: str) -> None:
-    """From any rank: what happens to one may not happen to the first."""
-    print(f"note: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
-
-
-def stand_by() -> None:
-    """Another rank failed and is the one to report it. torchrun, having noticed, ends this one."""
-    if under_torchrun():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        time.sleep(5)
-
-
 def stop() -> None:
     if dist.is_initialized():
-        _siblings.clear()
+        faults.siblings.clear()
         gather(list)  # nobody is gone before all are done
         dist.destroy_process_group()
-
-
-def fail(code: int, message: str | None = None) -> int:
-    """The end of a rank that failed, or stands by where another did. It waits for nobody. -> exit code"""
-    if message is None:
-        stand_by()
-    else:
-        report_failure(message)
-    if under_torchrun():
-        os._exit(code)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return code
 
 
 def share(n: int, rank: int, world: int) -> range:
     """This rank's contiguous part of n things; the parts differ by one at most and may be empty."""
     return range(rank * n // world, (rank + 1) * n // world)
-
-
-class Elsewhere(Mistake):
-    """A mistake on another rank, which is the one to report it."""
 
 
 def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
@@ -142,7 +75,7 @@ def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
             dist.all_gather_object(parts, (made, mistake))
     for other, (_, message) in enumerate(parts):
         if message is not None:
-            raise Mistake(message) if other == rank else Elsewhere(message)
+            raise Mistake(message) if other == rank else faults.Elsewhere(message)
     return [item for part, _ in parts for item in part]
 
 
@@ -159,7 +92,7 @@ def _contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        stand_by()
+        faults.stand_by()
         raise ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}") from error
 
 

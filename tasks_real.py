@@ -24,7 +24,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from config import Config
-from task import Task, load_hub
+from data import load_hub
+from task import Task
 
 
 def text_of(completion: str | list[dict]) -> str:

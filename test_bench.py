@@ -99,7 +99,10 @@ def test_the_tables_come_from_the_newest_entries():
     step = dict(
         size="12m", prompts=4, group=8, limit=256, lengths="ragged", tokens=1000, results=results, ratios=ratios
     )
-    point = dict(completions=8, limit=256, tokens=1000, step=9.0, step_cpu=2.0, memory_rollout=0.25, memory_update=0.5)
+    point = dict(
+        completions=8, limit=256, tokens_rollout=500, tokens_update=1000, memory_rollout=0.25, memory_update=0.5
+    )
+    point |= dict(rollout=9.0, rollout_cpu=2.0, update=9.0, update_cpu=3.0)
     text = bench.markdown(
         [
             entry("step", "1", **step | {"tokens": 7}),
@@ -112,5 +115,5 @@ def test_the_tables_come_from_the_newest_entries():
     assert "7 tokens" not in text and "1000 tokens a step" in text
     assert "| ours | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 500 | 2.00 |" in text
     assert "| ours / TRL | 0.50 |" in text
-    assert "| 8 | 256 | 1000 | 2.00 | 0.25 | 0.50 |" in text
+    assert "| 8 | 256 | 500 | 4.00 | 0.25 | 1000 | 3.00 | 0.50 |" in text
     assert "overhead 4.0%" in text

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-import config
-from config import ALGORITHMS, TASKS, Config, parse, resolve, warnings
+from checks import OTHER_NAMES, check, parse, warnings
+from config import ALGORITHMS, SWITCHES, TASKS, Config, resolve
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -22,7 +22,7 @@ def mistakes(capsys, line: str) -> list[str]:
 
 # ---- Presets and defaults ----
 
-PAPERS = {  # design, section 4
+PAPERS = {  # as in the README
     "grpo": dict(normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="token",
                  epsilon_low=0.2, epsilon_high=0.2, dynamic_sampling=0),
     "dr_grpo": dict(normalization="constant", scale_rewards="none", baseline="mean", objective="clip", ratio="token",
@@ -48,7 +48,7 @@ def test_a_preset_is_the_papers_and_sets_nothing_else(algorithm):
     assert algorithm != "dapo" or ours["dynamic_sampling"] > 0
     plain = vars(parse([], on_gpu=False))
     changed = {name for name, value in ours.items() if value != plain[name]}
-    assert changed <= {"algorithm", "out", "dynamic_sampling", *config.SWITCHES}
+    assert changed <= {"algorithm", "out", "dynamic_sampling", *SWITCHES}
 
 
 def test_a_flag_by_hand_wins():
@@ -134,7 +134,7 @@ def test_an_unknown_flag_is_an_error_that_suggests_one(capsys, given, meant):
 
 
 def test_other_names_lead_to_flags_that_exist():
-    assert set(config.OTHER_NAMES.values()) <= FIELDS.keys() and not config.OTHER_NAMES.keys() & FIELDS.keys()
+    assert set(OTHER_NAMES.values()) <= FIELDS.keys() and not OTHER_NAMES.keys() & FIELDS.keys()
 
 
 @pytest.mark.parametrize("line", ["--zzz 1", "oops", "--steps 3 oops", "--step 3 --zzz=4"])
@@ -266,5 +266,5 @@ def test_every_setting_has_a_help_text(name):
 
 
 def test_defaults_are_within_bounds():
-    assert not config.check(resolve(Config(), on_gpu=False))
+    assert not check(resolve(Config(), on_gpu=False))
     assert not any(isinstance(value, float) and math.isnan(value) for value in vars(Config()).values())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
-import task
+import data
 import train
 from tasks_small import char_tokenizer, small_config
 from test_checkpoint import figures, flags, lines, run
@@ -292,7 +292,7 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (MODEL_OF + "no_eos", "neither the model nor its tokenizer names an end-of-sequence token"),
     (MODEL_OF + "pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     (MODEL_OF + "code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
-    (MODEL_OF + "model --attn_implementation fast", "--model {0}/model: its weights cannot be loaded: ... fast"),
+    (MODEL_OF + "model --attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ... fast"),
     ("--task addition --model {0}/no_eos", "--model {0}/no_eos: --task addition is for its own small model"),
     # Rewards.
     (REWARD_OF + "mine.py", "--reward {0}/mine.py: must be file.py:function"),
@@ -416,18 +416,18 @@ SAME = {  # other ways to write the same rows
 @pytest.mark.parametrize("how", SAME)
 def test_the_same_rows_however_they_are_written(files, tmp_path, how):
     (tmp_path / "rows.jsonl").write_bytes(SAME[how])
-    assert task.read_rows(str(tmp_path / "rows.jsonl")) == task.read_rows(str(files / "rows.jsonl"))
+    assert data.read_rows(str(tmp_path / "rows.jsonl")) == data.read_rows(str(files / "rows.jsonl"))
 
 
 def test_a_line_of_ten_megabytes_is_read(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "column": "b" * 10_000_000}) + "\n")
-    assert len(task.read_rows(str(tmp_path / "rows.jsonl"))[0]["column"]) == 10_000_000
+    assert len(data.read_rows(str(tmp_path / "rows.jsonl"))[0]["column"]) == 10_000_000
 
 
 def test_duplicate_prompts_stay_on_one_side(tmp_path):
     rows = [{"prompt": f"{i % 20}", "n": i} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train_rows, held_out = task.hold_out(task.read_rows(str(tmp_path / "rows.jsonl")), 5, "rows.jsonl")
+    train_rows, held_out = data.hold_out(data.read_rows(str(tmp_path / "rows.jsonl")), 5, "rows.jsonl")
     assert len(held_out) == 5 and len(train_rows) == 45
     assert not {row["prompt"] for row in train_rows} & {row["prompt"] for row in held_out}
 

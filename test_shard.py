@@ -194,6 +194,11 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(settings, tmp_path, s
     assert kinds == {".safetensors", ".json"}, "nothing that would be unpickled"
 
 
+def test_without_torchrun_there_is_one_shard(settings, tmp_path, screen):
+    shown = run(flags(**settings | dict(steps=2), shard=True, out=tmp_path / "out"), screen)
+    assert "computed by 1 rank, each with 1/1 of the model" in shown
+
+
 def oom_on(rank: int) -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError

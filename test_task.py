@@ -8,21 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from checks import check_prompts, notes
 from config import Config, Mistake
+from data import call_reward, hold_out, load_reward, read_rows, shown
 from rollout import Completion
-from task import (
-    Task,
-    call_reward,
-    check_prompts,
-    encode_prompt,
-    hold_out,
-    load_reward,
-    load_task,
-    notes,
-    read_rows,
-    score,
-    shown,
-)
+from task import Task, encode_prompt, load_task, score
 from tasks_small import EOS_ID, char_tokenizer
 
 CHAT = [{"role": "user", "content": "1+1"}]

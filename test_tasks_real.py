@@ -10,7 +10,8 @@ import pytest
 
 import tasks_real
 from config import Config, Mistake
-from task import call_reward, load_task
+from data import call_reward
+from task import load_task
 from tasks_real import countdown, equation, evaluate, final_number, format, gsm8k, near_20, right_number, tldr
 
 

@@ -21,26 +21,29 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 import checkpoint
-import config
+import checks
+import faults
 import memory
 import ranks
 import report
 from advantage import group_advantages
+from batch import Batch, Group, collate, micro_batches, minibatches
 from config import BUILT_IN, Config, Mistake
 from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Completion, Sampling, rollout, uniforms
+from rollout import Sampling, rollout, uniforms
 from shard import make_mesh, shard
-from task import Task, check_prompts, encode_prompt, load_task, notes, score
+from task import Task, encode_prompt, load_task, score
 from tasks_small import EOS_ID
 
 LOSS_SWITCHES = "objective ratio epsilon_low epsilon_high delta beta kl_estimator kl_importance tis_cap".split()
@@ -67,35 +70,6 @@ class Run:
     pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows and loss of the micro-batches at work
 
 
-@dataclass
-class Group:
-    """One prompt and its completions."""
-
-    row: dict
-    prompt_ids: list[int]
-    completions: list[Completion]
-    rewards: Tensor  # (G,), NaN: no reward
-    parts: Tensor  # (G, functions)
-    advantages: Tensor | None = None  # (G,)
-
-
-@dataclass
-class Batch:
-    """The completions of a step, on every rank. (N, T) is prompt, completion, padding on the right. Tensors have one
-    row more, of no completion: what a rank without work computes where the others need it (--shard)."""
-
-    ids: Tensor  # (N, T)
-    attention: Tensor  # (N, T)
-    mask: Tensor  # (N, T), the completion tokens that are trained on
-    advantages: Tensor  # (N,)
-    sampler_logp: Tensor  # (N, T)
-    old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
-    ref_logp: Tensor | None = None  # (N, T)
-
-    def __len__(self) -> int:
-        return len(self.ids) - 1
-
-
 # ---- The step ----
 
 
@@ -111,7 +85,7 @@ def training_step(run: Run, step: int, cursor: int) -> tuple[dict, list[Group], 
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards, cfg.baseline)
     for group, part in zip(groups, advantages.split(cfg.num_generations), strict=True):
         group.advantages = part
-    batch = collate(run, groups, advantages)
+    batch = collate(groups, advantages, cfg.mask_truncated, run.device)
     seconds_rollout, clock = time.perf_counter() - clock, time.perf_counter()
 
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
@@ -256,55 +230,6 @@ def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling
     return [Group(*group) for group in zip(rows, prompts, groups, rewards, parts, strict=True)]
 
 
-def collate(run: Run, groups: list[Group], advantages: Tensor) -> Batch:
-    """Completions without a reward, and truncated ones where asked, stay in the batch with all their tokens masked."""
-    pairs = [(group, i) for group in groups for i in range(len(group.completions))]
-    N, T = len(pairs), max(len(group.prompt_ids) + len(group.completions[i].ids) for group, i in pairs)
-    ids, attention, mask = (torch.zeros(N + 1, T, dtype=torch.long) for _ in range(3))
-    attention[N, :2] = 1
-    sampler_logp = torch.zeros(N + 1, T)
-    for n, (group, i) in enumerate(pairs):
-        completion, start = group.completions[i], len(group.prompt_ids)
-        end = start + len(completion.ids)
-        ids[n, :end] = torch.tensor(group.prompt_ids + completion.ids)
-        attention[n, :end] = 1
-        sampler_logp[n, start:end] = torch.tensor(completion.logp)
-        trained = not group.rewards[i].isnan() and not (run.config.mask_truncated and completion.truncated)
-        mask[n, start:end] = int(trained)
-    advantages = torch.cat([advantages.float(), torch.zeros(1)])
-    return Batch(*(x.to(run.device) for x in (ids, attention, mask, advantages, sampler_logp)))
-
-
-def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
-    """Which completions make each update of a pass: a function of (seed, step, pass)."""
-    if cfg.minibatches == 1:
-        return [torch.arange(n)]
-    order = np.random.Generator(np.random.PCG64([cfg.seed, step, iteration])).permutation(n)
-    return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, min(n, cfg.minibatches))]
-
-
-def micro_batches(run: Run, batch: Batch, rows: Tensor) -> list[Tensor]:
-    """This rank's part of the rows, sorted by length to save padding, in pieces of so many rows or padded tokens."""
-    lengths = batch.attention.sum(1).tolist()
-    order = sorted(rows.tolist(), key=lambda row: -lengths[row])
-    by_rank = [in_pieces(order[rank :: run.world], lengths, run) for rank in range(run.world)]
-    pieces = by_rank[run.rank]
-    if run.config.shard:  # as many on every rank
-        pieces += [[len(batch)]] * (max(map(len, by_rank)) - len(pieces))
-    return [torch.tensor(piece, device=run.device) for piece in pieces]
-
-
-def in_pieces(rows: list[int], lengths: list[int], run: Run) -> list[list[int]]:
-    pieces: list[list[int]] = []
-    for row in rows:
-        size = len(pieces[-1]) + 1 if pieces else 0
-        if pieces and (size if run.config.micro_batch_size else size * lengths[pieces[-1][0]]) <= run.micro_batch:
-            pieces[-1].append(row)
-        else:
-            pieces.append([row])
-    return pieces
-
-
 def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) -> Any:
     """`compute` is done again with half the micro-batch whenever memory runs out: any split gives the same sums."""
     while True:
@@ -327,7 +252,7 @@ def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) ->
                 "a smaller --max_completion_length, or a GPU with more memory"
             )
         run.micro_batch = max(len(p) * (1 if unit == "rows" else int(batch.attention[p[0]].sum())) for p in tried) // 2
-        ranks.warn(f"out of memory; going on with micro-batches of up to {run.micro_batch} {unit}")
+        faults.warn(f"out of memory; going on with micro-batches of up to {run.micro_batch} {unit}")
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -386,26 +311,8 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
 
 
 def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
-    task, show, source, settings, tokenizer, made = ranks.together(lambda: open_task(cfg, rank, world))
-
-    def load() -> PreTrainedModel:
-        return made or checkpoint.load_model(source, settings, tokenizer, cfg)
-
-    reference = None
-    if cfg.shard:
-        whole = ranks.together(load, of=[0])
-        mesh, dtype = ranks.together(lambda: make_mesh(cfg.shard_size, device)), getattr(torch, cfg.dtype)
-        model = shard(checkpoint.empty_model(settings, cfg), whole, mesh, dtype, device)
-        if cfg.beta:
-            reference = shard(checkpoint.empty_model(settings, cfg), whole, mesh, dtype, device)
-        (model.generation_config,) = ranks.gather(lambda: [whole.generation_config], of=[0])
-        del whole
-    else:
-        model = ranks.together(load).to(device)
-        if cfg.beta:
-            reference = copy.deepcopy(model)
-    if cfg.beta:
-        reference.requires_grad_(False).eval()
+    task, show, tokenizer, settings, load = ranks.together(lambda: open_task(cfg, rank, world))
+    model, reference = load_models(cfg, settings, load, device)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     micro_batch = cfg.micro_batch_size or cfg.micro_batch_tokens
@@ -425,20 +332,41 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
     return Run(cfg, *policy, show, rank, world, device, micro_batch)
 
 
+def load_models(
+    cfg: Config, settings: PretrainedConfig, load: Callable[[], PreTrainedModel], device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """-> model and, for a KL term, reference. Sharded, the weights come from the first rank, else each rank loads them."""
+    if cfg.shard:
+        mesh, dtype = ranks.together(lambda: make_mesh(cfg.shard_size, device)), getattr(torch, cfg.dtype)
+        whole = ranks.together(load, of=[0])
+        model, *reference = [
+            shard(checkpoint.empty_model(settings, cfg), whole, mesh, dtype, device)
+            for _ in range(2 if cfg.beta else 1)
+        ]
+        (model.generation_config,) = ranks.gather(lambda: [whole.generation_config], of=[0])
+    else:
+        model = ranks.together(load).to(device)
+        reference = [copy.deepcopy(model)] if cfg.beta else []
+    return model, reference[0].requires_grad_(False).eval() if reference else None
+
+
 def open_task(cfg: Config, rank: int, world: int) -> tuple:
-    """Everything that can be wrong, before the weights are loaded."""
+    """Everything that can be wrong before the weights are loaded, and how to load them."""
     task = load_task(cfg)
-    source, made = cfg.model or task.model, None
+    source = cfg.model or task.model
     if callable(source):
-        made, tokenizer = source()
-    settings, tokenizer = (made.config, tokenizer) if made else checkpoint.open_model(source, cfg)
+        model, tokenizer = source()
+        settings, load = model.config, lambda: model
+    else:
+        settings, tokenizer = checkpoint.open_model(source, cfg)
+        load = partial(checkpoint.load_model, source, settings, tokenizer, cfg)
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
         raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
     context = getattr(settings.get_text_config(), "max_position_embeddings", None)
-    longest = check_prompts(task, tokenizer, context, cfg.max_completion_length)
-    show = report.Report(cfg, tokenizer.decode, notes(task, tokenizer) + config.warnings(cfg), quiet=rank > 0)
+    longest = checks.check_prompts(task, tokenizer, context, cfg.max_completion_length)
+    show = report.Report(cfg, tokenizer.decode, checks.notes(task, tokenizer) + checks.warnings(cfg), quiet=rank > 0)
     show.say(memory.check(memory.needed(settings, cfg, world, longest), memory.available()))
-    return task, show, source, settings, tokenizer, made
+    return task, show, tokenizer, settings, load
 
 
 def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
@@ -474,8 +402,7 @@ def train(cfg: Config, rank: int, world: int, device: torch.device) -> int:
             run.show.step(metrics, groups)
         stop = max(ranks.gather(lambda: [*signals, 0]))
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
-            save = [out, step, run.model, refreshed, run.optimizer, state, cfg.keep_checkpoints]
-            checkpoint.save(*save)
+            checkpoint.save(out, step, run.model, refreshed, run.optimizer, state, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
             run.show.say(
                 f"stopped by {signal.Signals(stop).name} after step {step}; the same command continues the run"
@@ -504,21 +431,21 @@ def caught_signals() -> list[int]:
 
 
 def main(args: list[str]) -> int:
-    cfg = config.parse(args, torch.cuda.is_available())
+    cfg = checks.parse(args, torch.cuda.is_available())
     try:
         code = train(cfg, *ranks.start())
         ranks.stop()
         return code
-    except ranks.Elsewhere:
-        return ranks.fail(2)
+    except faults.Elsewhere:
+        return faults.fail(2)
     except Mistake as mistake:
-        return ranks.fail(2, f"error: {mistake}")
+        return faults.fail(2, f"error: {mistake}")
     except (OSError, torch.OutOfMemoryError) as error:  # a full disk, no permission
-        return ranks.fail(1, f"error: {error}. What {cfg.out} holds is whole: the same command goes on from there")
+        return faults.fail(1, f"error: {error}. What {cfg.out} holds is whole: the same command goes on from there")
     except KeyboardInterrupt:  # before the first step
-        return ranks.fail(130, "stopped")
+        return faults.fail(130, "stopped")
     except Exception:
-        return ranks.fail(1, traceback.format_exc())
+        return faults.fail(1, traceback.format_exc())
 
 
 if __name__ == "__main__":
