@@ -1,12 +1,19 @@
 """A grid of switches and seeds, and its table.
 
     python ablate.py --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
-    python ablate.py --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip -- --num_iterations 2 --minibatches 2
+    python ablate.py --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip -- --num_iterations 4 --minibatches 2
+    python ablate.py --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip --figures entropy:last --table
 
 What stands after `--` goes to every run. Each run is `train.py` in a folder of its own, --jobs of them at a time; the
-same command again continues what was stopped and repeats nothing. The first value of each switch is the one the
-others are compared with, seed by seed: the mean of the paired differences, its 95 % interval (Student's t), and whether
-the interval leaves out 0. With less than three seeds nothing is claimed.
+same command again continues what was stopped and repeats nothing. --table makes the table of finished runs and runs
+nothing. A figure is a metric of metrics.jsonl: its mean over the second half of the run (`entropy`), over some steps
+(`entropy:21-40`), or its last value (`entropy:last`).
+
+The first value of each switch is the one the others are compared with, seed by seed: the mean of the paired
+differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With less than three seeds nothing
+is claimed. One comparison in twenty "differs" by chance alone, so decide before the runs which figure counts.
+
+Left out: values with a comma in them, runs of several processes, the choice of a GPU for each run.
 """
 
 import argparse
@@ -14,47 +21,117 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-# figure in the table: how it is had from the lines of metrics.jsonl
-FIGURES = {
-    "accuracy": lambda lines: last(lines, "eval/accuracy"),
-    "pass@1": lambda lines: last(lines, "eval/pass@1"),
-    "length": lambda lines: late(lines, "completion_length"),
-    "length_incorrect": lambda lines: late(lines, "length_incorrect"),
-    "entropy": lambda lines: late(lines, "entropy"),
-}
+FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
 # Student's t at 97.5 %, for 1, 2, 3 ... degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+Lines = list[dict]  # of a run's metrics.jsonl
+Variant = dict[str, str]  # switch: value
 
 
-def last(lines: list[dict], metric: str) -> float:
-    values = [line[metric] for line in lines if line.get(metric) is not None]
-    return values[-1] if values else math.nan
+# ---- The grid ----
 
 
-def late(lines: list[dict], metric: str) -> float:
-    """The mean over the second half of the run."""
-    values = [line[metric] for line in lines[len(lines) // 2 :] if line.get(metric) is not None]
-    return statistics.fmean(values) if values else math.nan
+def grid(vary: list[str]) -> list[Variant]:
+    """["a=1,2", "b=3,4"] -> a variant for each combination"""
+    switches = [(name, values.split(",")) for name, _, values in (v.partition("=") for v in vary)]
+    names = [name for name, _ in switches]
+    return [dict(zip(names, values)) for values in itertools.product(*(values for _, values in switches))]
 
 
-def run(folder: Path, flags: list[str]) -> list[dict]:
-    """-> the lines of its metrics.jsonl"""
+def folder_of(out: Path, variant: Variant, seed: str) -> Path:
+    return out / "-".join([*variant.values(), seed])
+
+
+def flags_of(variant: Variant) -> list[str]:
+    return [word for name, value in variant.items() for word in (f"--{name}", value)]
+
+
+def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[str], jobs: int) -> None:
+    """Seed after seed, so that what is there early can be compared. The first failure stops what has not started."""
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = [pool.submit(run, out, variant, seed, flags) for seed in seeds for variant in variants]
+        try:
+            for done, finished in enumerate(as_completed(runs), 1):
+                print(f"{done} of {len(runs)} done: {finished.result()}", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def run(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
+    folder = folder_of(out, variant, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "train.py"), *flags, "--out", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags, *flags_of(variant)]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{folder}.log", "w") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-    if code:
-        sys.exit(f"{folder} ended with {code}; see {folder}.log")
-    print(f"done: {folder}", flush=True)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        ended = subprocess.run(
+            [*command, "--seed", seed, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+    if ended.returncode:
+        sys.exit(f"{folder} ended with {ended.returncode}; see {folder}.log. The same command goes on from here")
+    return folder
+
+
+# ---- Its table ----
+
+
+def read(out: Path, variants: list[Variant], seeds: list[str]) -> list[list[Lines]]:
+    """For each variant its runs, in the order of the seeds."""
+    return [[read_run(folder_of(out, variant, seed)) for seed in seeds] for variant in variants]
+
+
+def read_run(folder: Path) -> Lines:
+    if not (folder / "metrics.jsonl").exists():
+        sys.exit(f"{folder}: there is no such run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = json.loads((folder / "config.json").read_text())["settings"]["steps"]
+    if not lines or lines[-1]["step"] < steps:
+        sys.exit(f"{folder}: not finished, {lines[-1]['step'] if lines else 0} of {steps} steps")
+    return lines
+
+
+def figure(lines: Lines, name: str) -> float:
+    """entropy, entropy:21-40 or entropy:last -> its value for a run; NaN where it has none"""
+    metric, _, when = name.partition(":")
+    if not any(metric in line for line in lines):
+        sys.exit(f"--figures {name}: no such metric; there are {', '.join(dict.fromkeys(k for x in lines for k in x))}")
+    end = lines[-1]["step"]
+    first, last = map(int, when.split("-")) if "-" in when else (0, end) if when == "last" else (end // 2 + 1, end)
+    values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
+    return math.nan if not values else values[-1] if when == "last" else statistics.fmean(values)
+
+
+def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) -> str:
+    """In Markdown, a row for each figure and variant."""
+    first = ", ".join(variants[0].values())
+    rows = [
+        f"| figure | {', '.join(variants[0])} | mean ± std of {len(runs[0])} seeds | minus {first}, 95 % interval | |",
+        "|---|---|---|---|---|",
+    ]
+    for name in figures:
+        values = [[figure(lines, name) for lines in its] for its in runs]
+        digits = decimals(statistics.fmean(values[0]))
+        for variant, its in zip(variants, values):
+            cells = ["" if its is not values[0] else name, ", ".join(variant.values())]
+            cells += [f"{statistics.fmean(its):.{digits}f} ± {spread(its):.{digits}f}"]
+            cells += ["", ""] if its is values[0] else compared(its, values[0], digits)
+            rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
+    return "\n".join(rows)
+
+
+def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
+    """-> the paired difference with its interval, and what it says"""
+    mean, half = interval([a - b for a, b in zip(values, with_, strict=True)])
+    differs = mean - half > 0 or mean + half < 0
+    verdict = "too few seeds" if len(values) < 3 else "**differs**" if differs else "not told from noise"
+    return [f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}", verdict]
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -69,55 +146,38 @@ def spread(values: list[float]) -> float:
     return math.nan if len(values) < 2 or any(map(math.isnan, values)) else statistics.stdev(values)
 
 
-def table(results: dict[str, list[list[dict]]]) -> str:
-    """variant -> runs, in the order of their seeds. A row for each variant and figure, in Markdown."""
-    rows = ["| | " + " | ".join(FIGURES) + " |", "|---|" + "---|" * len(FIGURES)]
-    first = next(iter(results))
-    values = {
-        variant: {f: [get(lines) for lines in runs] for f, get in FIGURES.items()} for variant, runs in results.items()
-    }
-    for variant, figures in values.items():
-        cells = [f"{statistics.fmean(v):.3f} ± {spread(v):.3f}" for v in figures.values()]
-        rows.append(f"| {variant} | " + " | ".join(cells) + " |")
-    for variant in list(values)[1:]:
-        cells = []
-        for figure in FIGURES:
-            pairs = zip(values[variant][figure], values[first][figure], strict=True)
-            mean, half = interval([a - b for a, b in pairs])
-            found = (
-                "too few seeds" if len(results[first]) < 3 else "differs" if abs(mean) > half else "no difference seen"
-            )
-            cells.append(f"{mean:+.3f} ± {half:.3f}, {found}")
-        rows.append(f"| {variant} − {first} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+def decimals(value: float) -> int:
+    """Three significant digits, and two decimals at least."""
+    return 2 if math.isnan(value) or value == 0 else max(2, 2 - math.floor(math.log10(abs(value))))
 
 
-def main() -> None:
+# ---- The command line ----
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--vary", action="append", required=True, metavar="SWITCH=A,B,C", help="may be given several times"
-    )
+    parser.add_argument("--vary", action="append", required=True, metavar="SWITCH=A,B", help="may be given repeatedly")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and flags for every run")
-    args = parser.parse_args()
+    parser.add_argument("--figures", nargs="+", default=list(FIGURES), metavar="FIGURE", help="in the table")
+    parser.add_argument("--table", action="store_true", help="the table of finished runs; nothing is run")
+    args = parser.parse_args(own)
+    wrong = [name for name in args.figures if not re.fullmatch(r"[^:]+(:last|:\d+-\d+)?", name)]
+    if wrong := wrong + [given for given in args.vary if not re.fullmatch(r"\w+=[^,]+(,[^,]+)*", given)]:
+        parser.error(f"cannot be read: {', '.join(wrong)}")
+    args.flags, args.variants, args.seeds = words[len(own) + 1 :], grid(args.vary), args.seeds.split(",")
+    return args
 
-    common = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
-    switches = [(name, values.split(",")) for name, _, values in (v.partition("=") for v in args.vary)]
-    seeds = args.seeds.split(",")
-    variants = [dict(zip([n for n, _ in switches], values)) for values in itertools.product(*(v for _, v in switches))]
-    jobs = {}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for seed, variant in itertools.product(seeds, variants):
-            name = " ".join(f"{key} {value}" for key, value in variant.items())
-            folder = args.out / ("-".join(variant.values()) + f"-{seed}")
-            flags = [word for key, value in variant.items() for word in (f"--{key}", value)]
-            jobs[name, seed] = pool.submit(run, folder, [*common, *flags, "--seed", seed])
-    names = dict.fromkeys(name for name, _ in jobs)
-    print(text := table({name: [jobs[name, seed].result() for seed in seeds] for name in names}))
+
+def main(words: list[str]) -> None:
+    args = parse(words)
+    if not args.table:
+        run_all(args.variants, args.seeds, args.out, args.flags, args.jobs)
+    print(text := table(args.variants, read(args.out, args.variants, args.seeds), args.figures))
     (args.out / "table.md").write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -38,7 +38,10 @@ def test_every_test_it_names_is_there():
 
 def test_every_flag_and_file_it_names_is_there():
     tools = "".join((HERE / name).read_text() for name in ("ablate.py", "plot.py", "results.py"))
-    of_tools = {"nproc_per_node", "max", "repeats", *re.findall(r'"--(\w+)"', tools)}
+    of_torchrun = {"nproc_per_node", "max", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+    of_slurm = {"nodes", "ntasks", "gpus", "requeue"}
+    of_bench = re.findall(r"\b(\w+)=\(", (HERE / "bench.py").read_text())
+    of_tools = {*of_torchrun, *of_slurm, *of_bench, *re.findall(r'"--(\w+)"', tools)}
     flags = set(re.findall(r"--([a-z]\w+)", README)) - of_tools
     assert len(flags) > 15 and flags - {field.name for field in dataclasses.fields(Config)} == set()
     files = set(re.findall(r"`(\w+\.(?:py|txt))`", README + CONTRIBUTING)) - {"my_rewards.py"}
@@ -92,6 +95,19 @@ def test_the_check_finds_what_is_not_that_of_the_logs(tmp_path, monkeypatch, cap
     assert results.main(["--check"]) == 1 and "the table default is on no page" in capsys.readouterr().out
 
 
+def test_kept_logs_are_those_of_the_runs_to_five_digits(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "beta" / "0.1-1"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text('{"settings": {"beta": 0.1}}')
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.23456789e-07, "kl": null, "tokens": 1234567}\n')
+    (run / "samples.jsonl").touch()
+    monkeypatch.setattr(results, "HERE", tmp_path)
+    assert results.main(["--keep", str(tmp_path / "runs" / "beta")]) == 0
+    kept = tmp_path / "results" / "beta" / "0.1-1"
+    assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
+    assert plot.read(kept) == ({"beta": 0.1}, [{"step": 1, "loss": 1.2346e-07, "kl": None, "tokens": 1234567}])
+
+
 def test_no_number_of_the_findings_is_written_by_hand():
     """With a decimal point: it stands in a table made from the logs, or in a command."""
     text = re.sub(r"\b\d{4}\.\d{5}\b", "", FINDINGS)  # arXiv
@@ -113,6 +129,9 @@ def test_the_findings_come_from_runs_of_their_commands():
             names = meant.keys() & made["settings"].keys() - {*FREE} | {"out"}
             assert {name: made["settings"][name] for name in names} == {name: meant[name] for name in names}
             commits.add(made["commit"])
+            if meant["max_grad_norm"] == 100:  # "never takes hold"
+                lines = plot.read(HERE / "results" / out.relative_to("runs"))[1]
+                assert max(line.get("grad_norm", 0) for line in lines) < 100
     assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
 
 

@@ -335,7 +335,7 @@ def set_up(cfg: Config, rank: int, world: int, device: torch.device) -> Run:
 def load_models(
     cfg: Config, settings: PretrainedConfig, load: Callable[[], PreTrainedModel], device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """-> model and, for a KL term, reference. Sharded, the weights come from the first rank, else each rank loads them."""
+    """-> model and, for a KL term, reference. Sharded, the first rank loads the weights for all."""
     if cfg.shard:
         mesh, dtype = ranks.together(lambda: make_mesh(cfg.shard_size, device)), getattr(torch, cfg.dtype)
         whole = ranks.together(load, of=[0])
