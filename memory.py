@@ -3,8 +3,8 @@
     weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
     rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and the cache, keys and
         values of every layer and token.
-    update: activations of one micro-batch, and two chunks of logits with the gradient of the output head (sharded: and
-        two layers, gathered, with their gradients, the embeddings and the head).
+    update: the step's completions as tensors, activations of one micro-batch, and two chunks of logits with the
+        gradient of the output head (sharded: and two layers, gathered, with their gradients, embeddings and head).
 
 Weights, gradients, Adam and reference are exact. The cache is an upper bound: every completion at full length. The
 activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermediate size; counted on Llama-like models
@@ -38,20 +38,22 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
 
     length = longest_prompt + config.max_completion_length
     evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
-    rows = math.ceil(max(config.prompts_per_step * config.num_generations, evaluated) / world)
+    completions = config.prompts_per_step * config.num_generations
+    rows = math.ceil(max(completions, evaluated) / world)
     rows = min(rows, max(1, config.rollout_tokens // length))
 
     ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and text.vocab_size in p.shape)
     gathered = ends * compute + 2 * (parameters - ends) / layers * (compute + 4)
-
+    batch = completions * length * (3 * 8 + 4 + 8)  # ids, attention, mask, the sampler's log-probs, weights
     cache = 2 * layers * heads * head_size * length * compute  # of one completion
 
     def update(tokens: int) -> float:
         """With micro-batches of so many tokens."""
         of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
-        kept = tokens * h * 4 * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
+        between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
+        kept = tokens * h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
         head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
-        return 4 * parameters / n + (gathered if config.shard else copy) + kept + head
+        return 4 * parameters / n + (gathered if config.shard else copy) + batch + kept + head
 
     return {
         "weights": 4 * parameters / n,
