@@ -167,7 +167,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         whole = logits.softmax(-1)  # (B, V)
         token = logits.argmax(-1, keepdim=True)
     else:
-        whole = (logits / sampling.temperature).softmax(-1)
+        whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
         # On a GPU the sum is made in parallel parts, and in fp32 it might not be sorted.
         cdf = _truncated(whole, sampling).cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
         total = cdf[:, -1:]  # not exactly 1 in fp32
