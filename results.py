@@ -2,11 +2,11 @@
 
     python results.py                  writes them
     python results.py --check          changes nothing; names what differs from the logs or is missing; exits with 1
-    python results.py --keep runs/NAME copies the logs of these runs to results/NAME/, numbers to five digits
+    python results.py --keep runs/NAME copies the logs of these runs to results/NAME/
 
 A table stands between `<!-- made by results.py: NAME -->` and `<!-- end -->`. The table of a finding is that of the
 `python ablate.py ... --out runs/NAME` in FINDINGS.md, from the logs in results/NAME/. The pictures are those of every
-`python plot.py ... --out results/...` on the pages. Nothing is run or measured here.
+`python plot.py ... --out results/...` on the pages, and that of `python bench.py scaling`. Nothing is run or measured.
 
 Left out: whether a picture shows its log. It is drawn again when this is run without --check.
 """
@@ -43,8 +43,12 @@ def commands(text: str, tool: str, out: str) -> list[list[str]]:
 # ---- Tables ----
 
 
+def measured() -> list[dict]:
+    return [json.loads(line) for line in (HERE / "results" / "bench.jsonl").read_text().splitlines()]
+
+
 def tables() -> dict[str, str]:
-    entries = [json.loads(line) for line in (HERE / "results" / "bench.jsonl").read_text().splitlines()]
+    entries = measured()
     made = {"default": default_table(), "logprobs": logprobs_table(entries), "bench": bench.markdown(entries).strip()}
     for words in commands(pages()["FINDINGS.md"], "ablate", "runs"):
         args = ablate.parse(words)
@@ -99,10 +103,8 @@ def keep(folder: Path) -> None:
     for config in sorted(folder.glob("*/config.json")):
         to = HERE / "results" / folder.name / config.parent.name
         to.mkdir(parents=True, exist_ok=True)
-        shutil.copy(config, to)
-        lines = plot.read(config.parent)[1]
-        short = [{k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in line.items()} for line in lines]
-        (to / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in short))
+        for log in (config, config.with_name("metrics.jsonl")):
+            shutil.copy(log, to)
 
 
 def main(words: list[str]) -> int:
@@ -122,6 +124,8 @@ def main(words: list[str]) -> int:
         (HERE / page).write_text(filled(text, made))
     for words in commands("\n\n".join(pages().values()), "plot", "results"):
         plot.main([name for word in words for name in sorted(glob.glob(word)) or [word]])
+    points = [entry["points"] for entry in measured() if bench.kind(entry) == "scaling"][-1]
+    bench.plot_scaling(points, HERE / "results" / "scaling.png")
     return 0
 
 
