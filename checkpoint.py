@@ -96,7 +96,13 @@ def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Co
             f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
             f"{', '.join(wrong[:3])}"
         )
-    rows = model.get_input_embeddings().num_embeddings
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.shard and settings.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
+        raise Mistake(
+            f"--model {name}: its files hold an output head of its own, but its config.json says tie_word_embeddings: "
+            "set that to false"
+        )
+    rows = embeddings.num_embeddings
     if len(tokenizer) > rows:
         raise Mistake(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match")
     return model
@@ -105,12 +111,13 @@ def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Co
 def empty_model(settings: PretrainedConfig, config: Config) -> PreTrainedModel:
     """The model without weights, on the meta device."""
     with _named(settings.name_or_path, "architecture"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             settings,
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
+    return model.requires_grad_(True)  # as `from_pretrained` has it
 
 
 @contextmanager

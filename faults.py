@@ -5,6 +5,7 @@ and with its siblings on the same machine. Left out: going on without the rank t
 the last checkpoint.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -71,6 +72,20 @@ def stand_by() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
+
+
+def is_lost_contact(error: Exception) -> bool:
+    """A collective call of PyTorch's own (of shards, of a checkpoint) fails in this way where another rank is gone."""
+    kinds = (RuntimeError, dist.DistBackendError)
+    return type(error) in kinds and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
+
+
+def leave(code: int) -> None:
+    """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def fail(code: int, message: str | None = None) -> int:

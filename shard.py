@@ -9,10 +9,11 @@ sharding): weights travel within a machine, and between machines only the gradie
 
 Every rank must take part in each forward and backward pass of an update. During a rollout none waits for another.
 Left out: weights that stay split while sampling (tensor parallelism), so a whole copy in the compute dtype must fit on
-one GPU; offloading to the CPU.
+one GPU; offloading to the CPU; before torch 2.13, layers whose parameters not every rank uses in each micro-batch.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,7 +40,11 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
             "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
     world = dist.get_world_size()
-    size = ranks_of_a_copy(size, world)
+    sizes: list[int] = [0] * world
+    dist.all_gather_object(sizes, ranks_of_a_copy(size, world))
+    if len(set(sizes)) > 1:
+        raise Mistake(f"--shard: machines of {sorted(set(sizes))} ranks; give a --shard_size that divides them all")
+    size = sizes[0]
     if world % size:
         raise Mistake(f"--shard_size {size}: does not divide the {world} ranks")
     if size == world:
@@ -56,8 +61,16 @@ def shard(
     ends = [empty.get_input_embeddings(), empty.get_output_embeddings()]
     if ends[1] is not None and ends[0].weight is not ends[1].weight:  # tied ones stay together, in the root
         parts += ends
+    users = Counter(p for part in parts for p in part.parameters())
+    parts = [part for part in parts if all(users[p] == 1 for p in part.parameters())]  # what is shared is the root's
     for module in [*parts, empty]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # the root, too
+    if hasattr(empty, "set_reduce_scatter_unused_params"):  # experts that no token of this rank has chosen
+        empty.set_reduce_scatter_unused_params(True)
+    # What is saved goes by the name of the model's own class, and under the names that its files had.
+    sharded, own = type(empty), type(empty).__bases__[1]
+    sharded.__name__, sharded.__module__ = own.__name__, own.__module__
+    empty._weight_conversions = getattr(whole, "_weight_conversions", None)
     empty.to_empty(device=device)
     empty.tie_weights()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -658,7 +658,7 @@ def torchrun(args: list[str], folder: Path, before: str, *options: str) -> subpr
     program = folder / "program.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport {module}, train\n"
-        f"{before}()\nsys.exit(train.main(sys.argv[1:]))\n"
+        f"{before}()\ntrain.faults.leave(train.main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
     return subprocess.Popen(

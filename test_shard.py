@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -232,6 +233,27 @@ def test_mistakes_are_told_once(settings, tmp_path, screen, world, given, line):
     assert shown.count("error: ") == 1 and line in shown
 
 
+def unequal_machines() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] in "01" else "1"
+
+
+def test_machines_of_unequal_size(settings, tmp_path, screen):
+    """Each would make groups of its own, and wait for the others' for ever."""
+    args = flags(**settings, shard=True, out=tmp_path / "out")
+    shown = run(args, screen, 2, world=4, before=unequal_machines)
+    assert shown.count("error: ") == 1 and "machines of [1, 2] ranks; give a --shard_size" in shown
+    run(flags(**settings | dict(steps=1), shard=True, shard_size=2, out=tmp_path / "other"), screen, world=4)
+
+
+def test_a_head_of_its_own_that_the_configuration_says_is_tied(settings, models, tmp_path, screen):
+    """Unsharded the two stay apart; the empty model that is sharded would tie them."""
+    odd = shutil.copytree(models / "untied", tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    shown = run(flags(**settings, model=odd, shard=True, out=tmp_path / "out"), screen, 2, world=2)
+    assert shown.count("error: ") == 1 and "its config.json says tie_word_embeddings: set that to false" in shown
+
+
 def test_weights_that_only_the_first_rank_finds_wrong(settings, models, tmp_path, screen):
     torn = tmp_path / "torn"
     torn.mkdir()
@@ -251,7 +273,7 @@ def agents(args: list[str], folder: Path, before: str = "") -> list[subprocess.P
     program = folder / "program.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport test_shard, train\n"
-        f"{before}\nsys.exit(train.main(sys.argv[1:]))\n"
+        f"{before}\ntrain.faults.leave(train.main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=1"]

@@ -444,9 +444,12 @@ def main(args: list[str]) -> int:
         return faults.fail(1, f"error: {error}. What {cfg.out} holds is whole: the same command goes on from there")
     except KeyboardInterrupt:  # before the first step
         return faults.fail(130, "stopped")
-    except Exception:
-        return faults.fail(1, traceback.format_exc())
+    except Exception as error:
+        if not faults.is_lost_contact(error):
+            return faults.fail(1, traceback.format_exc())
+        faults.stand_by()
+        return faults.fail(1, f"error: lost contact with another rank: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    faults.leave(main(sys.argv[1:]))
