@@ -85,7 +85,7 @@ def _through_head(
         values = _HeadLogProb.apply(hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad)
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
-    with _forward_replaced(head, score):
+    with forward_replaced(head, score):
         return model(input_ids=ids, use_cache=False).logits.unbind(-1)
 
 
@@ -191,7 +191,7 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
 
-            with torch.no_grad(), _forward_replaced(head, record):
+            with torch.no_grad(), forward_replaced(head, record):
                 logits = model(input_ids=ids[:1, :8], use_cache=False).logits
         same = len(seen) == 1 and seen[0].shape == logits.shape and torch.equal(seen[0].to(logits.dtype), logits)
         _returns_logits[model] = same
@@ -204,7 +204,7 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
     """The module's hooks stay in force, so sharded weights are gathered as ever."""
     module.forward = forward
     try:

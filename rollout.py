@@ -16,16 +16,19 @@ Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from config import Mistake
+from logprob import forward_replaced
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,8 @@ def _generate(
         # Only the cache and the inputs are prepared by this configuration; every choice of a token is in `sample`.
         config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
         config.pad_token_id, config.eos_token_id = 0, sampling.eos_ids
-        tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        with _head_for_few_rows(model):
+            tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
         model.train(was_training)
     return _completions(tokens, logp, sampling)
@@ -158,6 +162,26 @@ def _decode(
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
     return tokens, logps
+
+
+@contextmanager
+def _head_for_few_rows(model: PreTrainedModel) -> Iterator[None]:
+    """On a CPU the product of an output head with 8 rows or fewer is the faster the other way round, with 2 or 3 four
+    times so. Over a vocabulary of 150k, where the last rows run alone, that is a seventh of a rollout."""
+    head = model.get_output_embeddings()
+    if model.device.type != "cpu" or type(head) is not nn.Linear or head.bias is not None:
+        yield
+        return
+
+    def forward(hidden: Tensor) -> Tensor:  # (B, T, H) -> (B, T, V)
+        B, T, _ = hidden.shape
+        if T > 1 or B > 8:
+            return F.linear(hidden, head.weight)
+        rows = hidden[:, 0].expand(max(2, B), -1)
+        return (head.weight @ rows.T).T[:B, None].contiguous()
+
+    with forward_replaced(head, forward):
+        yield
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
