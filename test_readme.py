@@ -47,7 +47,7 @@ def test_every_flag_and_file_it_names_is_there():
     files = set(re.findall(r"`(\w+\.(?:py|txt))`", README + CONTRIBUTING)) - {"my_rewards.py"}
     files |= set(re.findall(r"\]\(([\w/]+\.\w+)\)", README + CONTRIBUTING))
     assert len(files) > 25 and [name for name in sorted(files) if not (HERE / name).exists()] == []
-    code = {path.name for path in HERE.glob("*.py") if not path.name.startswith(("test_", "_"))}
+    code = {path.name for path in HERE.glob("*.py") if not path.name.startswith(("test_", "conftest", "_"))}
     assert sorted(code - set(re.findall(r"`(\w+\.py)`", README))) == []
 
 
