@@ -54,7 +54,7 @@ def _is_alive(pid: int) -> bool:
 def report_failure(message: str, show: bool = True) -> None:
     """On stderr, and in torchrun's own report, which stands last on the screen."""
     if show:
-        print(message, file=sys.stderr, flush=True)
+        say(message)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         report = {"message": {"message": message, "extraInfo": details}}
@@ -63,7 +63,13 @@ def report_failure(message: str, show: bool = True) -> None:
 
 def warn(message: str) -> None:
     """From any rank: what happens to one may not happen to the first."""
-    print(f"note: rank {os.environ.get('RANK', 0)}: {message}", file=sys.stderr, flush=True)
+    say(f"note: rank {os.environ.get('RANK', 0)}: {message}")
+
+
+def say(message: str) -> None:
+    """On stderr, the end of the line included in one go: another rank may be writing at the same time."""
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
 
 
 def stand_by() -> None:
