@@ -86,6 +86,12 @@ def is_lost_contact(error: Exception) -> bool:
     return type(error) in kinds and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
 
 
+def lost_contact(error: Exception) -> ConnectionError:
+    """What the rank that is gone had to say matters more than this."""
+    stand_by()
+    return ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}")
+
+
 def leave(code: int) -> None:
     """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
     atexit._run_exitfuncs()

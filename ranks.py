@@ -88,12 +88,11 @@ def together(make: Callable[[], Any], of: Sequence[int] | None = None) -> Any:
 
 @contextmanager
 def _contact() -> Iterator[None]:
-    """A collective call fails where another rank is gone. What that rank had to say matters more than this."""
+    """A collective call fails where another rank is gone."""
     try:
         yield
     except RuntimeError as error:
-        faults.stand_by()
-        raise ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}") from error
+        raise faults.lost_contact(error) from error
 
 
 @contextmanager

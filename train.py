@@ -13,6 +13,7 @@ before the work is split, and gradients are summed.
 """
 
 import copy
+import functools
 import math
 import random
 import signal
@@ -21,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +359,7 @@ def open_task(cfg: Config, rank: int, world: int) -> tuple:
         settings, load = model.config, lambda: model
     else:
         settings, tokenizer = checkpoint.open_model(source, cfg)
-        load = partial(checkpoint.load_model, source, settings, tokenizer, cfg)
+        load = functools.partial(checkpoint.load_model, source, settings, tokenizer, cfg)
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
         raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
     context = getattr(settings.get_text_config(), "max_position_embeddings", None)
@@ -447,8 +447,7 @@ def main(args: list[str]) -> int:
     except Exception as error:
         if not faults.is_lost_contact(error):
             return faults.fail(1, traceback.format_exc())
-        faults.stand_by()
-        return faults.fail(1, f"error: lost contact with another rank: {str(error).splitlines()[0]}")
+        return faults.fail(1, f"error: {faults.lost_contact(error)}")
 
 
 if __name__ == "__main__":
