@@ -65,17 +65,20 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
     }
 
 
+def totals(need: dict[str, float]) -> tuple[float, float, float]:
+    """-> what stays from step to step, the most at once, the least that it can do with."""
+    stays = need["weights"] + need["Adam"] + need["reference"]
+    return stays, stays + max(need["rollout"], need["update"]), stays + need["one completion"]  # one after the other
+
+
 def check(need: dict[str, float], available: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit even one completion at a time."""
-    need = dict(need)
-    least = need.pop("one completion")
-    fixed = need["weights"] + need["Adam"] + need["reference"]
-    peak = fixed + max(need["rollout"], need["update"])  # one after the other
-    parts = ", ".join(f"{name} {shown(amount)}" for name, amount in need.items() if amount)
+    _, peak, least = totals(need)
+    parts = ", ".join(f"{name} {shown(need[name])}" for name in need if name != "one completion" and need[name])
     line = f"memory on each rank: {parts}; at most {shown(peak)} at once, of {shown(available)}"
-    if fixed + least > available:
+    if least > available:
         raise Mistake(
-            f"{line}. It cannot fit: with one completion at a time it needs {shown(fixed + least)}. "
+            f"{line}. It cannot fit: with one completion at a time it needs {shown(least)}. "
             "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )
     return line if peak <= available else f"{line}. Where it does not fit, it is done in smaller parts"

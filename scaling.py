@@ -112,9 +112,7 @@ def settings(g: Given, size: int, beta: float = 0.0, micro_batch: int | None = N
 def needs(g: Given, shape: Shape, size: int, beta: float = 0.0, micro_batch: int | None = None) -> dict[str, float]:
     """`memory.needed`, and of it: what stays from step to step, the most at once, the least that it can do with."""
     need = memory.needed(shape.config(), settings(g, size, beta, micro_batch), size, g.prompt)
-    stays = need["weights"] + need["Adam"] + need["reference"]
-    peak = stays + max(need["rollout"], need["update"])
-    return need | {"stays": stays, "peak": peak, "least": stays + need["one completion"]}
+    return need | dict(zip(("stays", "peak", "least"), memory.totals(need)))
 
 
 def parameters(shape: Shape) -> int:
@@ -133,7 +131,7 @@ def cache_of_token(shape: Shape) -> int:
 def verdict(need: dict[str, float], card: float) -> str:
     """By `memory.check`. In parts: with fewer completions at once or smaller micro-batches than the default."""
     try:
-        memory.check({name: need[name] for name in need if name not in ("stays", "peak", "least")}, card)
+        memory.check(need, card)
     except Mistake:
         return "no"
     return "yes" if need["peak"] <= card else "in parts"
