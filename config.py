@@ -16,7 +16,7 @@ from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES
 listed = ", ".join
 
 
-class Mistake(Exception):
+class UserError(Exception):
     """Something the user can mend: shown as one line, without a stack trace."""
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from config import Mistake
+from config import UserError
 from logprob import forward_replaced
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def rollout(
             )
         except torch.OutOfMemoryError:
             if len(which[rows]) == 1:
-                raise Mistake("out of memory with one completion at a time: lower --max_completion_length") from None
+                raise UserError("out of memory with one completion at a time: lower --max_completion_length") from None
             fewer = len(which[rows]) // 2
             sampling.tokens_at_once = fewer * length
             logger.warning(f"out of memory: from here on at most {fewer} completions are sampled at once")
@@ -225,7 +225,7 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
 
 def _completions(tokens: Tensor, logp: Tensor, sampling: Sampling) -> list[Completion]:
     if not logp.isfinite().all():
-        raise Mistake("the model's logits are not finite during the rollout: its weights hold NaN or inf")
+        raise UserError("the model's logits are not finite during the rollout: its weights hold NaN or inf")
     tokens, logp = tokens.cpu(), logp.cpu()
     ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
     lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from checks import OTHER_NAMES, check, parse, warnings
 from config import ALGORITHMS, SWITCHES, TASKS, Config, resolve
+from infra.command_line import OTHER_NAMES, check, parse, warnings
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from config import Mistake
+from config import UserError
 from logprob import token_logprobs
 from rollout import Completion, Sampling, rollout, sample, uniforms
 
@@ -216,7 +216,7 @@ def test_weights_that_are_not_finite_are_named():
     model = build()
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = float("nan")
-    with pytest.raises(Mistake, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         rollout(model, PROMPTS, WHICH, streams(), SAMPLING)
 
 

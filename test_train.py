@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-import checkpoint
 import config
-import report
-import task
+import tasks as task
 import train
-from tasks_small import EOS, EOS_ID, char_tokenizer, small_config, sorting_model
+from infra import checkpoint, report
+from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config, sorting_model
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
 HERE = Path(__file__).parent

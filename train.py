@@ -30,21 +30,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-import checkpoint
-import checks
-import faults
-import memory
-import ranks
-import report
 from advantage import group_advantages
 from batch import Batch, Group, collate, micro_batches, minibatches
-from config import BUILT_IN, Config, Mistake
+from config import BUILT_IN, Config, UserError
+from infra import checkpoint, faults, memory, ranks, report
+from infra import command_line as checks
+from infra.shard import make_mesh, shard
 from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Sampling, rollout, uniforms
-from shard import make_mesh, shard
-from task import Task, encode_prompt, load_task, score
-from tasks_small import EOS_ID
+from tasks import Task, encode_prompt, load_task, score
+from tasks._characters import EOS_ID
 
 LOSS_SWITCHES = "objective ratio epsilon_low epsilon_high delta beta kl_estimator kl_importance tis_cap".split()
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap")
@@ -241,13 +237,13 @@ def fitting(run: Run, batch: Batch, rows: Tensor, compute: Callable[[], Any]) ->
             torch.cuda.empty_cache()
         unit = "rows" if run.config.micro_batch_size else "padded tokens"
         if run.config.shard:
-            raise Mistake(
+            raise UserError(
                 f"out of memory with micro-batches of {run.micro_batch} {unit}, and with --shard no rank can go back "
                 "without the others: lower --micro_batch_tokens (or --micro_batch_size), or --gradient_checkpointing"
             )
         tried = [piece for piece in micro_batches(run, batch, rows) if len(piece) > 1]
         if not tried:
-            raise Mistake(
+            raise UserError(
                 "out of memory with one completion at a time: try --gradient_checkpointing, "
                 "a smaller --max_completion_length, or a GPU with more memory"
             )
@@ -286,7 +282,7 @@ def not_finite(run: Run, batch: Batch, step: int, loss: Tensor, grad_norm: Tenso
     else:
         cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
     found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}"
-    raise Mistake(f"step {step}: {found}: {cause}. The update was not made; its micro-batch is in {file}")
+    raise UserError(f"step {step}: {found}: {cause}. The update was not made; its micro-batch is in {file}")
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
@@ -361,7 +357,7 @@ def open_task(cfg: Config, rank: int, world: int) -> tuple:
         settings, tokenizer = checkpoint.open_model(source, cfg)
         load = functools.partial(checkpoint.load_model, source, settings, tokenizer, cfg)
     if cfg.task in BUILT_IN and tokenizer.eos_token_id != EOS_ID:
-        raise Mistake(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
+        raise UserError(f"--model {cfg.model}: --task {cfg.task} is for its own small model, or one trained from it")
     context = getattr(settings.get_text_config(), "max_position_embeddings", None)
     longest = checks.check_prompts(task, tokenizer, context, cfg.max_completion_length)
     show = report.Report(cfg, tokenizer.decode, checks.notes(task, tokenizer) + checks.warnings(cfg), quiet=rank > 0)
@@ -436,9 +432,9 @@ def main(args: list[str]) -> int:
         code = train(cfg, *ranks.start())
         ranks.stop()
         return code
-    except faults.Elsewhere:
+    except faults.FailedElsewhere:
         return faults.fail(2)
-    except Mistake as mistake:
+    except UserError as mistake:
         return faults.fail(2, f"error: {mistake}")
     except (OSError, torch.OutOfMemoryError) as error:  # a full disk, no permission
         return faults.fail(1, f"error: {error}. What {cfg.out} holds is whole: the same command goes on from there")

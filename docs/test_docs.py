@@ -16,14 +16,12 @@ from types import ModuleType
 import pytest
 import torch
 
-import ablate
-import plot
-import results
-from checkpoint import FREE
-from checks import parse
 from config import Config
+from infra.checkpoint import FREE
+from infra.command_line import parse
+from tools import ablate, plot, results
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 README, FINDINGS = ((HERE / page).read_text() for page in results.PAGES)
 CONTRIBUTING = (HERE / "CONTRIBUTING.md").read_text()
 ADDING = README.partition("## Adding your own\n")[2].partition("\n## ")[0]

@@ -40,10 +40,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-import faults
-import ranks
-from config import Config, Mistake
-from shard import is_sharded, whole_weights
+from config import Config, UserError
+from infra import faults, ranks
+from infra.shard import is_sharded, whole_weights
 
 # Settings that may change when a run is continued: they say how it is computed or shown, not what.
 FREE = (
@@ -64,7 +63,7 @@ transformers.utils.logging.set_verbosity_error()
 def open_model(name: str, config: Config) -> tuple[PretrainedConfig, Any]:
     """-> the model's configuration, its dropout off, and its tokenizer; before the weights, which may take minutes."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise Mistake(f"--model {name}: there is no such folder")
+        raise UserError(f"--model {name}: there is no such folder")
     with _named(name, "configuration"):
         settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     with _named(name, "tokenizer"):
@@ -92,19 +91,21 @@ def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Co
     # transformers would go on with random weights in their place.
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
-        raise Mistake(
+        raise UserError(
             f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
             f"{', '.join(wrong[:3])}"
         )
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and settings.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise Mistake(
+        raise UserError(
             f"--model {name}: its files hold an output head of its own, but its config.json says tie_word_embeddings: "
             "set that to false"
         )
     rows = embeddings.num_embeddings
     if len(tokenizer) > rows:
-        raise Mistake(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match")
+        raise UserError(
+            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match"
+        )
     return model
 
 
@@ -126,7 +127,7 @@ def _named(name: str, part: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Mistake(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
@@ -136,7 +137,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
         given = getattr(source, "eos_token_id", None)
         ids.update(given if isinstance(given, list) else [] if given is None else [given])
     if not ids:
-        raise Mistake("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
+        raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
     return sorted(ids)
 
 
@@ -165,12 +166,12 @@ def open_run(config: Config) -> int | None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Mistake(f"--out {out}: {error.strerror}") from None
+        raise UserError(f"--out {out}: {error.strerror}") from None
     _lock(out)
     before = out / "config.json"
     settings = _settings(before)
     if settings is None and any(path.name != ".lock" and path.suffix != ".partial" for path in out.iterdir()):
-        raise Mistake(f"{out} holds something that is not a run: give another --out")
+        raise UserError(f"{out} holds something that is not a run: give another --out")
     if config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # once, not at every restart
         _clear(out)
         settings = None
@@ -182,7 +183,7 @@ def open_run(config: Config) -> int | None:
         }
         if changed:
             lines = [f"  --{name}: {was} there, {now} here" for name, (was, now) in changed.items()]
-            raise Mistake(
+            raise UserError(
                 f"{out} holds a run with other settings:\n" + "\n".join(lines) + "\n"
                 "give another --out, or throw that run away with --overwrite"
             )
@@ -209,7 +210,7 @@ def _clear(out: Path) -> None:
 
 def provenance() -> dict:
     """Where and with what a run was made."""
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent
 
     def git(*args: str) -> str:
         if not shutil.which("git"):
@@ -301,7 +302,7 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
-        raise Mistake(
+        raise UserError(
             f"the checkpoint {folder} is damaged ({_cause(error)}): delete that folder, and the same command goes on "
             "from the one before it or, where there is none, from the start"
         ) from error
@@ -335,7 +336,7 @@ def _lock(out: Path) -> None:
             return
         except (BlockingIOError, PermissionError):
             time.sleep(1)
-    raise Mistake(f"another process is writing to {out}: wait for it, or give another --out")
+    raise UserError(f"another process is writing to {out}: wait for it, or give another --out")
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
@@ -349,7 +350,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, dcp.CheckpointException) as error:  # a full disk, no permission
         if isinstance(error, dcp.CheckpointException) and dist.is_initialized() and dist.get_rank():
-            raise faults.Elsewhere(_cause(error)) from error  # which is told on all ranks
+            raise faults.FailedElsewhere(_cause(error)) from error  # which is told on all ranks
         shutil.rmtree(_beside(folder), ignore_errors=True)
         raise OSError(f"{folder} could not be written: {_cause(error)}") from error
 

@@ -16,11 +16,11 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from advantage import BASELINES, SCALES
-from config import ALGORITHMS, BUILT_IN, TASKS, Config, Mistake, resolve
-from data import shown
-from faults import report_failure
+from config import ALGORITHMS, BUILT_IN, TASKS, Config, UserError, resolve
+from infra.faults import report_failure
 from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS
-from task import Task, encode_prompt
+from tasks import Task, encode_prompt
+from tasks._files import shown
 
 # ---- The command line ----
 
@@ -223,15 +223,17 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
     for row in task.train + task.eval:
         prompt = row["prompt"]
         if not isinstance(prompt, str) and tokenizer.chat_template is None:
-            raise Mistake("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
+            raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
         try:
             length = len(encode_prompt(tokenizer, prompt))
         except Exception as error:  # of a chat template, say
-            raise Mistake(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown(prompt)}") from error
+            raise UserError(
+                f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown(prompt)}"
+            ) from error
         if length == 0:
-            raise Mistake(f"a prompt has no tokens: {shown(prompt)}")
+            raise UserError(f"a prompt has no tokens: {shown(prompt)}")
         if context and length + max_completion_length > context:
-            raise Mistake(
+            raise UserError(
                 f"a prompt of {length} tokens and a completion of {max_completion_length} exceed the model's context "
                 f"of {context}: shorten it, or lower --max_completion_length: {shown(prompt)}"
             )

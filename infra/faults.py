@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config import Mistake
+from config import UserError
 
 
-class Elsewhere(Mistake):
+class FailedElsewhere(UserError):
     """A mistake on another rank, which is the one to report it."""
 
 

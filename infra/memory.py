@@ -17,9 +17,9 @@ import os
 import torch
 from transformers import PretrainedConfig
 
-from checkpoint import empty_model
-from config import Config, Mistake
-from shard import ranks_of_a_copy
+from config import Config, UserError
+from infra.checkpoint import empty_model
+from infra.shard import ranks_of_a_copy
 
 
 def needed(settings: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
@@ -77,7 +77,7 @@ def check(need: dict[str, float], available: float) -> str:
     parts = ", ".join(f"{name} {shown(need[name])}" for name in need if name != "one completion" and need[name])
     line = f"memory on each rank: {parts}; at most {shown(peak)} at once, of {shown(available)}"
     if least > available:
-        raise Mistake(
+        raise UserError(
             f"{line}. It cannot fit: with one completion at a time it needs {shown(least)}. "
             "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )

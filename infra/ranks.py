@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import faults
-from config import Mistake
-from shard import gathered, is_sharded
+from config import UserError
+from infra import faults
+from infra.shard import gathered, is_sharded
 
 
 def start() -> tuple[int, int, torch.device]:
@@ -26,7 +26,7 @@ def start() -> tuple[int, int, torch.device]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and device.index >= torch.cuda.device_count():
-        raise Mistake(
+        raise UserError(
             f"{device.index + 1} ranks or more on a machine of {torch.cuda.device_count()} GPUs: start one for each"
         )
     if on_gpu:
@@ -66,7 +66,7 @@ def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
     if of is None or rank in of:
         try:
             made = make()
-        except Mistake as error:
+        except UserError as error:
             mistake = str(error)
     parts: list[Any] = [(made, mistake)]
     if dist.is_initialized():
@@ -75,7 +75,7 @@ def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
             dist.all_gather_object(parts, (made, mistake))
     for other, (_, message) in enumerate(parts):
         if message is not None:
-            raise Mistake(message) if other == rank else faults.Elsewhere(message)
+            raise UserError(message) if other == rank else faults.FailedElsewhere(message)
     return [item for part, _ in parts for item in part]
 
 

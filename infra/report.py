@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import checkpoint
-import ranks
-from config import SWITCHES, Config, Mistake
-from shard import ranks_of_a_copy
+from config import SWITCHES, Config, UserError
+from infra import checkpoint, ranks
+from infra.shard import ranks_of_a_copy
 
 if TYPE_CHECKING:
-    from task import Task
+    from tasks import Task
     from train import Group
 
 
@@ -241,7 +240,7 @@ def open_tracker(config: Config) -> Any:
 
         writer = SummaryWriter(config.out)
     except ImportError:
-        raise Mistake(f"--report_to {config.report_to}: not installed; pip install {config.report_to}") from None
+        raise UserError(f"--report_to {config.report_to}: not installed; pip install {config.report_to}") from None
 
     def write(metrics: dict) -> None:
         for name, value in metrics.items():

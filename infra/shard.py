@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from config import Mistake
+from config import UserError
 
 
 def ranks_of_a_copy(shard_size: int, world: int) -> int:
@@ -43,10 +43,10 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     sizes: list[int] = [0] * world
     dist.all_gather_object(sizes, ranks_of_a_copy(size, world))
     if len(set(sizes)) > 1:
-        raise Mistake(f"--shard: machines of {sorted(set(sizes))} ranks; give a --shard_size that divides them all")
+        raise UserError(f"--shard: machines of {sorted(set(sizes))} ranks; give a --shard_size that divides them all")
     size = sizes[0]
     if world % size:
-        raise Mistake(f"--shard_size {size}: does not divide the {world} ranks")
+        raise UserError(f"--shard_size {size}: does not divide the {world} ranks")
     if size == world:
         return init_device_mesh(device.type, (world,))
     return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
@@ -103,7 +103,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. Elsewhere nothing."""
+    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. FailedElsewhere nothing."""
     once = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = {}

@@ -22,16 +22,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import checkpoint
-import report
 import train
+from infra import checkpoint, report
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
 
 # Processes are forked from a server that has imported everything, so that one starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["test_checkpoint", "tasks_small", "tasks_real"])
+PROCESSES.set_forkserver_preload(["infra.test_checkpoint", "tasks._characters", "tasks.countdown"])
 
 
 # ---- Runs in processes of their own ----

@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
-import rollout
-import train
-from config import Mistake
 from test_checkpoint import (
     assert_near_figures,
     at,
@@ -30,6 +26,10 @@ from test_checkpoint import (
     start,
     torchrun,
 )
+
+import rollout
+import train
+from config import UserError
 
 SECONDS = 20  # for a whole run; "within seconds" is told from a hang, on a busy machine too
 
@@ -150,7 +150,7 @@ def test_out_of_memory_anywhere_else_is_told_plainly(small, tmp_path, screen):
 PHASES = {"rollout": 4, "reward": 4, "loss": 2, "update": 2, "evaluate": 2}
 FAULTS = {
     "exception": (partial(fail, ValueError("what went wrong")), 1, "ValueError: what went wrong"),
-    "mistake": (partial(fail, Mistake("what went wrong")), 2, "error: what went wrong"),
+    "mistake": (partial(fail, UserError("what went wrong")), 2, "error: what went wrong"),
     "kill": (die, -signal.SIGKILL, None),
 }
 
@@ -282,7 +282,7 @@ def watch_weights(then=None) -> None:
         before = [p.detach().clone() for p in run.model.parameters()]
         try:
             return update(run, *args)
-        except Mistake:
+        except UserError:
             same = all(map(torch.equal, before, run.model.parameters()))
             os.write(1, f"as before: {same}\n".encode())  # at once, though several ranks write
             raise

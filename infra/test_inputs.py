@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_checkpoint import figures, flags, lines, run
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
-import data
 import train
-from tasks_small import char_tokenizer, small_config
-from test_checkpoint import figures, flags, lines, run
+from tasks import _files as data
+from tasks._characters import char_tokenizer, small_config
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 REWARDS = """

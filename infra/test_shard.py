@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_checkpoint import HERE, at, die, figures, flags, lines, rows_to_sort, run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 import train
-from tasks_small import EOS_ID, SORTING_LETTERS, char_tokenizer, small_config
-from test_checkpoint import HERE, at, die, figures, flags, lines, rows_to_sort, run
+from tasks._characters import EOS_ID, SORTING_LETTERS, char_tokenizer, small_config
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from config import BUILT_IN, Config, Mistake
-from data import call_reward, hold_out, load_reward, read_rows
+from config import BUILT_IN, Config, UserError
 from rollout import Completion
+from tasks._files import call_reward, hold_out, load_reward, read_rows
 
 Prompt = str | list[dict]
 
@@ -56,8 +56,8 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def load_task(config: Config) -> Task:
-    import tasks_real
-    import tasks_small
+    from tasks import _characters as tasks_small
+    from tasks import countdown as tasks_real
 
     if config.task == "data":
         task = Task([], [], [], [], full_reward=1.0)
@@ -67,7 +67,7 @@ def load_task(config: Config) -> Task:
     rows = _noting(mistakes, read_rows, config.data) if config.data else None
     rewards = [_noting(mistakes, load_reward, name) for name in config.reward]
     if mistakes:
-        raise Mistake("\nerror: ".join(mistakes))
+        raise UserError("\nerror: ".join(mistakes))
     if config.data:
         held_out = config.eval_prompts if config.eval_every else 0
         task.train, task.eval = hold_out(rows, held_out, config.data)
@@ -77,14 +77,14 @@ def load_task(config: Config) -> Task:
         task.full_reward = sum(config.reward_weights)
     task.reward_timeout = config.reward_timeout
     if config.eval_every and not task.eval:
-        raise Mistake(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
+        raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
 
 
 def _noting(mistakes: list[str], load: Callable, name: str) -> Any:
     try:
         return load(name)
-    except Mistake as mistake:
+    except UserError as mistake:
         mistakes.append(str(mistake))
 
 

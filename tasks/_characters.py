@@ -15,9 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from config import Config
-from task import Task
+from tasks import Task
 
-ADDITION_MODEL = str(Path(__file__).parent / "models" / "addition")
+ADDITION_MODEL = str(Path(__file__).parent.parent / "models" / "addition")
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1  # in every tokenizer that char_tokenizer makes
 ADDITION_ALPHABET = "0123456789+=#,."

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
-from config import Mistake
+from config import UserError
+from infra import faults
 
 # ---- Rows ----
 
@@ -29,16 +29,16 @@ def read_rows(source: str) -> list[dict]:
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise Mistake(f"--data {source}: {error.strerror}") from None
+        raise UserError(f"--data {source}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = Path(source).read_bytes()[: error.start].count(b"\n") + 1
-        raise Mistake(f"{source}:{line}: not UTF-8 text; save the file as UTF-8") from None
+        raise UserError(f"{source}:{line}: not UTF-8 text; save the file as UTF-8") from None
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             rows.append(read_row(line, f"{source}:{number}"))
     if not rows:
-        raise Mistake(f'--data {source}: holds no rows; each line must be like {{"prompt": "..."}}')
+        raise UserError(f'--data {source}: holds no rows; each line must be like {{"prompt": "..."}}')
     columns = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in columns} for row in rows]  # the same columns in every call of a reward
 
@@ -47,18 +47,18 @@ def read_row(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Mistake(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise Mistake(f"{where}: not JSON that can be read: {error}") from None
+        raise UserError(f"{where}: not JSON that can be read: {error}") from None
     if not isinstance(row, dict):
-        raise Mistake(f'{where}: holds a {type(row).__name__}; each line must be an object with a "prompt"')
+        raise UserError(f'{where}: holds a {type(row).__name__}; each line must be an object with a "prompt"')
     check_row(row, where)
     return row
 
 
 def check_row(row: dict, where: str) -> None:
     if "prompt" not in row:
-        raise Mistake(f'{where}: has no "prompt"; it has {", ".join(map(repr, row)) or "nothing"}')
+        raise UserError(f'{where}: has no "prompt"; it has {", ".join(map(repr, row)) or "nothing"}')
     prompt = row["prompt"]
     messages = (
         isinstance(prompt, list)
@@ -68,17 +68,17 @@ def check_row(row: dict, where: str) -> None:
         )
     )
     if not (isinstance(prompt, str) or messages):
-        raise Mistake(f'{where}: "prompt" must be a string or a list of chat messages: {shown(prompt)}')
+        raise UserError(f'{where}: "prompt" must be a string or a list of chat messages: {shown(prompt)}')
     for name in ("prompts", "completions", "completion_ids"):
         if name in row:
-            raise Mistake(f"{where}: a column is named {name!r}, which every reward is given already; rename it")
+            raise UserError(f"{where}: a column is named {name!r}, which every reward is given already; rename it")
 
 
 def load_hub(name: str, split: str, subset: str | None = None) -> list[dict]:
     try:
         import datasets
     except ImportError:
-        raise Mistake(
+        raise UserError(
             f"{name} is no file, and a hub data set needs the package datasets: pip install datasets, "
             "or give --data a .jsonl file"
         ) from None
@@ -86,7 +86,7 @@ def load_hub(name: str, split: str, subset: str | None = None) -> list[dict]:
         rows = [dict(row) for row in datasets.load_dataset(name, subset, split=split)]
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise Mistake(f"data set {name} could not be loaded: {reason}") from error
+        raise UserError(f"data set {name} could not be loaded: {reason}") from error
     return rows
 
 
@@ -100,7 +100,7 @@ def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], lis
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     held = {key: row for row, key in zip(rows, keys, strict=True) if key in chosen}
     if not train:
-        raise Mistake(
+        raise UserError(
             f"{source} has {len(set(keys))} prompts and {count} are held out, which leaves none to train on: "
             "lower --eval_prompts, or set --eval_every 0"
         )
@@ -122,9 +122,9 @@ def call_reward(
     if not prompts:
         return []
 
-    def fault(i: int, what: str) -> Mistake:
+    def fault(i: int, what: str) -> UserError:
         where = f"for prompt {shown(prompts[i])} and completion {shown(completions[i])}"
-        return Mistake(f"reward function {reward.__name__} {what}, {where}")
+        return UserError(f"reward function {reward.__name__} {what}, {where}")
 
     late = threading.Timer(timeout, _too_late, (reward.__name__, timeout))
     late.start()
@@ -173,20 +173,20 @@ def load_reward(name: str) -> Callable:
     """file.py:function"""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function:
-        raise Mistake(f"--reward {name}: must be file.py:function")
+        raise UserError(f"--reward {name}: must be file.py:function")
     if not Path(path).is_file():
-        raise Mistake(f"--reward {name}: there is no file {path}")
+        raise UserError(f"--reward {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise Mistake(f"--reward {name}: {path} could not be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"--reward {name}: {path} could not be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise Mistake(f"--reward {name}: {path} has no function {function}; it has {', '.join(names) or 'none'}")
+        raise UserError(f"--reward {name}: {path} has no function {function}; it has {', '.join(names) or 'none'}")
     if not hasattr(found, "__name__"):  # an object that can be called
         found.__name__ = function
     return found

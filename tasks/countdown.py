@@ -24,8 +24,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from config import Config
-from data import load_hub
-from task import Task
+from tasks import Task
+from tasks._files import load_hub
 
 
 def text_of(completion: str | list[dict]) -> str:

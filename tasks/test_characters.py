@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import tasks_small as task
 from config import Config
-from make_addition import scratch_pad, training_line, until_eos
-from tasks_small import EOS, EOS_ID, PAD_ID
+from tasks import _characters as task
+from tasks._characters import EOS, EOS_ID, PAD_ID
+from tools.make_addition import scratch_pad, training_line, until_eos
 
-ASSET = Path(__file__).parent / "models" / "addition"
+ASSET = Path(__file__).parent.parent / "models" / "addition"
 
 
 def ids_of(text: str, alphabet: str, end: list[int]) -> list[int]:

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import tasks_real
-from config import Config, Mistake
-from data import call_reward
-from task import load_task
-from tasks_real import countdown, equation, evaluate, final_number, format, gsm8k, near_20, right_number, tldr
+from config import Config, UserError
+from tasks import countdown as tasks_real
+from tasks import load_task
+from tasks._files import call_reward
+from tasks.countdown import countdown, equation, evaluate, final_number, format, gsm8k, near_20, right_number, tldr
 
 
 def both_kinds(text):
@@ -154,7 +154,7 @@ def test_countdown_rewards_answer_and_form_apart(text, right, shaped):
 
 @pytest.mark.parametrize("numbers, target", [([2], None), (None, 2)])
 def test_countdown_rows_without_their_columns_are_a_mistake(numbers, target):
-    with pytest.raises(Mistake, match="equation"):
+    with pytest.raises(UserError, match="equation"):
         score_one(equation, "<answer>2 +</answer>", numbers=numbers, target=target)
 
 
@@ -251,7 +251,7 @@ def test_gsm8k_reward(answer):
 
 @pytest.mark.parametrize("answer", [None, "seventy-two", "", "1 2", "72\n#### none", float("nan"), 1e22])
 def test_an_answer_that_is_no_number_is_a_mistake(answer):
-    with pytest.raises(Mistake, match="neither a number"):
+    with pytest.raises(UserError, match="neither a number"):
         score_one(right_number, "72", answer=answer)
 
 
@@ -288,7 +288,7 @@ def test_tldr_comes_from_the_hub(hub):
 @pytest.mark.parametrize("name", ["gsm8k", "tldr"])
 def test_without_datasets_the_message_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
-    with pytest.raises(Mistake, match="pip install datasets"):
+    with pytest.raises(UserError, match="pip install datasets"):
         getattr(tasks_real, name)(Config())
 
 

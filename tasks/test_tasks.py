@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from checks import check_prompts, notes
-from config import Config, Mistake
-from data import call_reward, hold_out, load_reward, read_rows, shown
+from config import Config, UserError
+from infra.command_line import check_prompts, notes
 from rollout import Completion
-from task import Task, encode_prompt, load_task, score
-from tasks_small import EOS_ID, char_tokenizer
+from tasks import Task, encode_prompt, load_task, score
+from tasks._characters import EOS_ID, char_tokenizer
+from tasks._files import call_reward, hold_out, load_reward, read_rows, shown
 
 CHAT = [{"role": "user", "content": "1+1"}]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -86,7 +86,7 @@ def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_named(tokenizer, task, words):
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(UserError) as mistake:
         check_prompts(task, tokenizer, context=10, max_completion_length=3)
     assert all(word in str(mistake.value) for word in words)
 
@@ -94,7 +94,7 @@ def test_a_prompt_that_cannot_be_used_is_named(tokenizer, task, words):
 def test_a_template_that_refuses_a_prompt_is_a_mistake():
     tokenizer = char_tokenizer("abc")
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(Mistake, match="roles must alternate"):
+    with pytest.raises(UserError, match="roles must alternate"):
         check_prompts(of(CHAT), tokenizer, None, 10)
 
 
@@ -161,7 +161,7 @@ def test_tensors_and_arrays_are_fine(values):
     ],
 )
 def test_anything_else_names_function_prompt_and_completion(values, at, what):
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(UserError) as mistake:
         called(values)
     message = str(mistake.value)
     assert "reward function mine" in message and what in message and "\n" not in message
@@ -172,19 +172,19 @@ def test_a_reward_that_raises_names_the_completion_it_raised_for():
     def fails(completions):
         return [1 / (text != "c1") for text in completions]
 
-    with pytest.raises(Mistake, match=r"mine raised ZeroDivisionError: .*'p1' and completion 'c1'") as mistake:
+    with pytest.raises(UserError, match=r"mine raised ZeroDivisionError: .*'p1' and completion 'c1'") as mistake:
         called(fails)
     assert isinstance(mistake.value.__cause__, ZeroDivisionError), "the trace is not lost"
 
     def fails_together(completions):
         raise ValueError("all") if len(completions) > 1 else KeyError
 
-    with pytest.raises(Mistake, match="mine raised"):
+    with pytest.raises(UserError, match="mine raised"):
         called(fails_together)
 
 
 def test_a_reward_without_room_for_the_columns_is_told_so():
-    with pytest.raises(Mistake, match=r"narrow raised TypeError: .*unexpected keyword argument 'answer'"):
+    with pytest.raises(UserError, match=r"narrow raised TypeError: .*unexpected keyword argument 'answer'"):
         call_reward(narrow, PROMPTS, COMPLETIONS, IDS, {"answer": [1, 2, 3]})
 
 
@@ -259,7 +259,7 @@ def test_load_reward(rewards_file):
 def test_a_reward_that_cannot_be_loaded(rewards_file, name, words):
     rewards_file.with_name("mine.py.broken.py").write_text("def good(:\n")
     rewards_file.with_name("mine.py.needs.py").write_text("import no_such_module\n")
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(UserError) as mistake:
         load_reward(name.format(rewards_file))
     assert all(word in str(mistake.value) for word in ["--reward", *words])
 
@@ -326,13 +326,13 @@ def test_a_line_separator_inside_a_string_ends_no_row(tmp_path):
     ],
 )
 def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(UserError) as mistake:
         read_rows(write(tmp_path, text))
     assert all(word in str(mistake.value) for word in words)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(Mistake, match="No such file"):
+    with pytest.raises(UserError, match="No such file"):
         read_rows(str(tmp_path / "rows.jsonl"))
 
 
@@ -349,7 +349,7 @@ def test_hold_out_depends_on_the_prompts_alone():
 
 
 def test_holding_out_everything_is_a_mistake():
-    with pytest.raises(Mistake, match=r"has 2 prompts and 5 are held out.*--eval_prompts.*--eval_every 0"):
+    with pytest.raises(UserError, match=r"has 2 prompts and 5 are held out.*--eval_prompts.*--eval_every 0"):
         hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows.jsonl")
 
 

@@ -68,7 +68,7 @@ def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[st
 def run(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
     folder = folder_of(out, variant, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags, *flags_of(variant)]
+    command = [sys.executable, str(Path(__file__).parent.parent / "train.py"), *flags, *flags_of(variant)]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{folder}.log", "w") as log:
         ended = subprocess.run(

@@ -28,10 +28,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import checks
 import logprob
 import train
-from bench_work import (
+from infra import command_line as checks
+from tools.bench_work import (
     CONTESTANTS,
     DEVICE,
     PHASES,
@@ -47,7 +47,7 @@ from bench_work import (
     watch,
 )
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 LOG = HERE / "results" / "bench.jsonl"
 
 

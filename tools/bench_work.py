@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 import config
 import rollout
 import train
-from task import Task
+from tasks import Task
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, EOS = 0, 1

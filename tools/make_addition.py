@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from config import Config
-from tasks_small import (
+from tasks._characters import (
     ADDITION_ALPHABET,
     EOS,
     EOS_ID,
@@ -113,7 +113,7 @@ def evaluate(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=Path(__file__).parent / "models" / "addition")
+    parser.add_argument("--out", default=Path(__file__).parent.parent / "models" / "addition")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

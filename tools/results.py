@@ -21,11 +21,9 @@ import statistics
 import sys
 from pathlib import Path
 
-import ablate
-import bench
-import plot
+from tools import ablate, bench, plot
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 PAGES = ("README.md", "FINDINGS.md")
 BLOCK = re.compile(r"(<!-- made by results\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-import memory
-from config import Config, Mistake, resolve
+from config import Config, UserError, resolve
+from infra import memory
 
-PAGE = Path(__file__).parent / "SCALING.md"
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"(<!-- made by scaling\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MACHINE, GPUS = 8, (1, 8, 64, 128, 1024)  # GPUs of a machine, and in all
 BATCH_BYTES = 3 * 8 + 4 + 8  # of a position in `batch.Batch`: ids, attention, mask, the sampler's log-prob; its weight
@@ -132,7 +132,7 @@ def verdict(need: dict[str, float], card: float) -> str:
     """By `memory.check`. In parts: with fewer completions at once or smaller micro-batches than the default."""
     try:
         memory.check(need, card)
-    except Mistake:
+    except UserError:
         return "no"
     return "yes" if need["peak"] <= card else "in parts"
 

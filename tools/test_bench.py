@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import bench_work
 import rollout
 import train
+from tools import bench, bench_work
 
 SIZE = (50, 16, 32, 1, 2, 1, 3, 12)  # as in SIZES
 

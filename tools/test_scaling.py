@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_checkpoint import PROCESSES, exit_codes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 import batch
-import ranks
-import scaling
-import shard
+from infra import ranks, shard
 from logprob import token_logprobs
 from rollout import Completion
-from scaling import SHAPES, Given, Shape, needs
-from test_checkpoint import PROCESSES, exit_codes
+from tools import scaling
+from tools.scaling import SHAPES, Given, Shape, needs
 
 G = Given()
 TINY = Shape(64, 160, 3, 4, 2, 512, tied=True)

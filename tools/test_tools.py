@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-import ablate
-import memory
-import plot
 from advantage import group_advantages
-from config import Config, Mistake, resolve
-from report import share_of_advantage
+from config import Config, UserError, resolve
+from infra import memory
+from infra.report import share_of_advantage
+from tools import ablate, plot
 from train import Group
 
 # ---- plot ----
@@ -236,7 +235,7 @@ def test_sharded_each_rank_needs_its_part_and_a_whole_copy_to_sample():
         assert part[name] == one[name] / 4
     cache = one["rollout"] / 12
     assert part["rollout"] == one["weights"] + 2 * cache, "12 completions on 8 ranks"
-    with pytest.raises(Mistake, match="cannot fit"):  # though each of the parts would
+    with pytest.raises(UserError, match="cannot fit"):  # though each of the parts would
         memory.check(part, one["weights"] + cache)
 
 
@@ -260,7 +259,7 @@ def test_activations_are_about_what_autograd_keeps():
 def test_what_cannot_fit_is_said_before_anything_is_loaded():
     need = memory.needed(SETTINGS, settings(), 1, 10)
     assert "rollout" in memory.check(need, 1e12)
-    with pytest.raises(Mistake, match=r"cannot fit.*Try --gradient_checkpointing"):
+    with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
         memory.check(need, need["weights"] * 3)
     between = need["weights"] + need["Adam"] + (need["update"] + need["one completion"]) / 2
     assert "in smaller parts" in memory.check(need, between)

@@ -1,0 +1,1 @@
+"""What is run beside training, each as `python -m tools.NAME`."""
