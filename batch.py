@@ -1,23 +1,18 @@
 """The completions of a step as tensors, and in pieces: minibatches (what an update is made of) and micro-batches (what
 goes through the model at once).
 
-Which completions form a minibatch is a function of (seed, step, pass). Micro-batches depend on ranks and memory, and
-nothing depends on them: a rank takes every n-th row in the order of length, and fills pieces to a budget. Left out:
-packing several completions in a row.
+Which completions form a minibatch is a function of (seed, step, pass). Micro-batches depend on ranks and memory, and no
+result depends on them. Left out: packing several completions in a row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config
 from rollout import Completion
-
-if TYPE_CHECKING:
-    from train import Run
 
 
 @dataclass
@@ -28,14 +23,13 @@ class Group:
     prompt_ids: list[int]
     completions: list[Completion]
     rewards: Tensor  # (G,), NaN: no reward
-    parts: Tensor  # (G, functions)
+    reward_parts: Tensor  # (G, K), of each reward function
     advantages: Tensor | None = None  # (G,)
 
 
 @dataclass
 class Batch:
-    """The completions of a step, on every rank. (N, T) is prompt, completion, padding on the right. Tensors have one
-    row more, of no completion: what a rank without work computes where the others need it (--shard)."""
+    """Completions as rows of prompt, completion, and padding on the right."""
 
     ids: Tensor  # (N, T)
     attention: Tensor  # (N, T)
@@ -44,18 +38,29 @@ class Batch:
     sampler_logp: Tensor  # (N, T)
     old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
     ref_logp: Tensor | None = None  # (N, T)
+    weights: Tensor | None = None  # (N, T), of the update that these rows are a part of
 
     def __len__(self) -> int:
-        return len(self.ids) - 1
+        return len(self.ids)
+
+    def __getitem__(self, rows: list[int]) -> "Batch":
+        return Batch(**{name: None if x is None else x[rows] for name, x in vars(self).items()})
 
 
-def collate(groups: list[Group], advantages: Tensor, mask_truncated: bool, device: torch.device) -> Batch:
+@dataclass
+class Limits:
+    """Of a micro-batch; it is full when either is reached."""
+
+    rows: int | None
+    tokens: int | None  # padding included; halved where memory runs out
+
+
+def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
     """Completions without a reward, and truncated ones where asked, stay in the batch with all their tokens masked."""
     pairs = [(group, i) for group in groups for i in range(len(group.completions))]
     N, T = len(pairs), max(len(group.prompt_ids) + len(group.completions[i].ids) for group, i in pairs)
-    ids, attention, mask = (torch.zeros(N + 1, T, dtype=torch.long) for _ in range(3))
-    attention[N, :2] = 1
-    sampler_logp = torch.zeros(N + 1, T)
+    ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
+    sampler_logp = torch.zeros(N, T)
     for n, (group, i) in enumerate(pairs):
         completion, start = group.completions[i], len(group.prompt_ids)
         end = start + len(completion.ids)
@@ -64,35 +69,45 @@ def collate(groups: list[Group], advantages: Tensor, mask_truncated: bool, devic
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         trained = not group.rewards[i].isnan() and not (mask_truncated and completion.truncated)
         mask[n, start:end] = int(trained)
-    advantages = torch.cat([advantages.float(), torch.zeros(1)])
+    advantages = torch.cat([group.advantages for group in groups]).float()
     return Batch(*(x.to(device) for x in (ids, attention, mask, advantages, sampler_logp)))
 
 
-def minibatches(n: int, cfg: Config, step: int, iteration: int) -> list[Tensor]:
-    """Which completions make each update of a pass: a function of (seed, step, pass)."""
-    if cfg.minibatches == 1:
-        return [torch.arange(n)]
-    order = np.random.Generator(np.random.PCG64([cfg.seed, step, iteration])).permutation(n)
-    return [torch.as_tensor(np.sort(part)) for part in np.array_split(order, min(n, cfg.minibatches))]
+def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
+    """The rows of each update of a pass over n completions, where seed is (seed, step, pass)."""
+    if parts == 1:
+        return [list(range(n))]
+    order = np.random.Generator(np.random.PCG64(list(seed))).permutation(n)
+    return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 
 
-def micro_batches(run: "Run", batch: Batch, rows: Tensor) -> list[Tensor]:
-    """This rank's part of the rows, sorted by length to save padding, in pieces of so many rows or padded tokens."""
+def micro_batches(
+    batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
+) -> Iterator[tuple[list[int], Batch]]:
+    """This rank's rows and the part of the batch that they are, piece by piece: every n-th row in the order of length,
+    so that little is padding. A rank that has fewer pieces than another is given fully masked ones if they must be as
+    many: sharded weights come together only where all ranks take part."""
     lengths = batch.attention.sum(1).tolist()
-    order = sorted(rows.tolist(), key=lambda row: -lengths[row])
-    by_rank = [in_pieces(order[rank :: run.world], lengths, run) for rank in range(run.world)]
-    pieces = by_rank[run.rank]
-    if run.config.shard:  # as many on every rank
-        pieces += [[len(batch)]] * (max(map(len, by_rank)) - len(pieces))
-    return [torch.tensor(piece, device=run.device) for piece in pieces]
+    order = sorted(range(len(batch)), key=lambda row: -lengths[row])
+    pieces = _pieces(order[rank::world], lengths, limits)
+    for rows in pieces:
+        yield rows, batch[rows]
+    if as_many_on_every_rank:
+        most = max(len(_pieces(order[other::world], lengths, limits)) for other in range(world))
+        masked = batch[order[-1:]]
+        masked.mask = torch.zeros_like(masked.mask)
+        for _ in range(most - len(pieces)):
+            yield order[-1:], masked
 
 
-def in_pieces(rows: list[int], lengths: list[int], run: "Run") -> list[list[int]]:
+def _pieces(rows: list[int], lengths: list[int], limits: Limits) -> list[list[int]]:
     pieces: list[list[int]] = []
     for row in rows:
         size = len(pieces[-1]) + 1 if pieces else 0
-        if pieces and (size if run.config.micro_batch_size else size * lengths[pieces[-1][0]]) <= run.micro_batch:
-            pieces[-1].append(row)
-        else:
+        full = not pieces or (limits.rows is not None and size > limits.rows)
+        full = full or (limits.tokens is not None and size * lengths[pieces[-1][0]] > limits.tokens)
+        if full:
             pieces.append([row])
+        else:
+            pieces[-1].append(row)
     return pieces

@@ -25,29 +25,20 @@ RATIOS = ("token", "sequence")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-def token_weights(
-    mask: Tensor,
-    normalization: str,
-    *,
-    num_sequences: int | None = None,
-    num_tokens: int | None = None,
-    max_completion_length: int | None = None,
-) -> Tensor:
-    """mask (B, T) -> w (B, T), float64, 0 where masked.
+def token_weights(mask: Tensor, normalization: str, max_completion_length: int | None = None) -> Tensor:
+    """mask (N, T) of a whole optimizer update, over all ranks -> w (N, T), float64, 0 where masked.
 
-    N = num_sequences and num_tokens are totals of the whole optimizer step, over all micro-batches and ranks. They
-    may be left out where this mask is the whole step. A completion without any token counts in neither.
+    A completion without any token is not counted in N.
     """
     mask = mask.bool()
-    lengths = mask.sum(1, keepdim=True)  # (B, 1), |o_i|
-    N = (lengths > 0).sum() if num_sequences is None else num_sequences
-    tokens = lengths.sum() if num_tokens is None else num_tokens
+    lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
+    N = (lengths > 0).sum()
     one = mask.double()
 
     if normalization == "sequence":  # GRPO 2402.03300: mean over each completion, then over completions
         w = one / (N * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the step counts the same
-        w = one / tokens
+        w = one / lengths.sum()
     elif normalization == "constant":  # Dr. GRPO 2503.20783: by the budget L, not by the longest completion seen
         if max_completion_length is None:
             raise ValueError("normalization='constant' divides by max_completion_length: give it")

@@ -16,21 +16,19 @@ Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
-from logprob import forward_replaced
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]  # is told how many tokens were sampled and how many rows go on
 
 
 @dataclass
@@ -60,60 +58,61 @@ def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) 
 def rollout(
     model: PreTrainedModel,
     prompts: list[list[int]],
-    which: list[int],
     uniform: np.ndarray | None,
     sampling: Sampling,
-    progress: Callable[[int, int], None] = lambda tokens, rows: None,
+    *,
+    progress: Progress | None = None,
 ) -> list[Completion]:
-    """One completion of prompts[which[i]] for each i, at the numbers uniform[i] (None where it is greedy)."""
+    """One completion of each prompt, at its row of the numbers uniform (N, max_completion_length), which are None where
+    it is greedy. Equal prompts are read once."""
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
-    while len(done) < len(which):
+    while len(done) < len(prompts):
         rows = slice(len(done), len(done) + max(1, sampling.tokens_at_once // length))
         try:
-            done += _generate(
-                model, prompts, which[rows], None if uniform is None else uniform[rows], sampling, progress
-            )
+            done += _generate(model, prompts[rows], None if uniform is None else uniform[rows], sampling, progress)
+            continue
         except torch.OutOfMemoryError:
-            if len(which[rows]) == 1:
-                raise UserError("out of memory with one completion at a time: lower --max_completion_length") from None
-            fewer = len(which[rows]) // 2
-            sampling.tokens_at_once = fewer * length
-            logger.warning(f"out of memory: from here on at most {fewer} completions are sampled at once")
-        if torch.cuda.is_available() and len(done) < len(which):
-            torch.cuda.empty_cache()
+            pass  # what it held is free from here on
+        torch.cuda.empty_cache()
+        fewer = len(prompts[rows]) // 2
+        if fewer == 0:
+            raise UserError("out of memory with one completion at a time: lower --max_completion_length")
+        sampling.tokens_at_once = fewer * length
+        logger.warning(f"out of memory: from here on at most {fewer} completions are sampled at once")
     return done
 
 
 def _generate(
     model: PreTrainedModel,
     prompts: list[list[int]],
-    which: list[int],
     uniform: np.ndarray | None,
     sampling: Sampling,
-    progress: Callable[[int, int], None],
+    progress: Progress | None,
 ) -> list[Completion]:
-    used = sorted(set(which))
-    width = max(len(prompts[i]) for i in used)
-    ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in used], device=model.device)
-    mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in used], device=model.device)
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    place = {prompt: i for i, prompt in enumerate(distinct)}
+    width = max(map(len, distinct))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=model.device)
+    decode = partial(
+        _decode,
+        rows=torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device),
+        uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
+        sampling=sampling,
+        progress=progress,
+    )
+    # Only the cache and the inputs are prepared by this configuration; every choice of a token is in `sample`.
+    config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
+    config.pad_token_id, config.eos_token_id = 0, sampling.eos_ids
 
-    was_training = model.training
+    own, was_training = model.generation_config, model.training
+    model.generation_config = GenerationConfig()  # the model's own fields would fill in what is not set here
     model.eval()  # in train(), gradient checkpointing would silently switch the cache off
     try:
-        decode = partial(
-            _decode,
-            rows=torch.tensor([used.index(i) for i in which], device=model.device),
-            uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
-            sampling=sampling,
-            progress=progress,
-        )
-        # Only the cache and the inputs are prepared by this configuration; every choice of a token is in `sample`.
-        config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
-        config.pad_token_id, config.eos_token_id = 0, sampling.eos_ids
-        with _head_for_few_rows(model):
-            tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
+        model.generation_config = own
         model.train(was_training)
     return _completions(tokens, logp, sampling)
 
@@ -128,7 +127,7 @@ def _decode(
     rows: Tensor,
     uniform: Tensor | None,
     sampling: Sampling,
-    progress: Callable[[int, int], None],
+    progress: Progress | None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """The decoding loop: prompts (P, T), left-padded, and rows (N,) -> tokens (N, L) and their log-probs (N, L)."""
@@ -150,7 +149,8 @@ def _decode(
         tokens[live, t], logps[live, t] = token, logp
         done = done | torch.isin(token, eos_ids)
         finished = int(done.sum())
-        progress(t + 1, len(live) - finished)
+        if progress is not None:
+            progress(t + 1, len(live) - finished)
         if finished == len(live) or t + 1 == L:
             break
         if 4 * finished >= len(live):  # dropping rows copies the cache: not for each one
@@ -162,26 +162,6 @@ def _decode(
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
     return tokens, logps
-
-
-@contextmanager
-def _head_for_few_rows(model: PreTrainedModel) -> Iterator[None]:
-    """On a CPU the product of an output head with 8 rows or fewer is the faster the other way round, with 2 or 3 four
-    times so. Over a vocabulary of 150k, where the last rows run alone, that is a seventh of a rollout."""
-    head = model.get_output_embeddings()
-    if model.device.type != "cpu" or type(head) is not nn.Linear or head.bias is not None:
-        yield
-        return
-
-    def forward(hidden: Tensor) -> Tensor:  # (B, T, H) -> (B, T, V)
-        B, T, _ = hidden.shape
-        if T > 1 or B > 8:
-            return F.linear(hidden, head.weight)
-        rows = hidden[:, 0].expand(max(2, B), -1)
-        return (head.weight @ rows.T).T[:B, None].contiguous()
-
-    with forward_replaced(head, forward):
-        yield
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:

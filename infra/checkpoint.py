@@ -1,12 +1,12 @@
-"""Models and runs on disk: load a model, save one, save a run and continue it.
+"""Runs on disk: claim a folder, save a run and continue it, save the trained model.
 
     out/config.json           settings, versions, commit, hardware
-    out/checkpoint/000040/    weights, reference (where it is refreshed), Adam's moments, and state.json
+    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, and state.json
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
 A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
 because every random number of a run is a function of (seed, step). Weights are safetensors and the rest is JSON:
-nothing is unpickled. Left out: optimizers other than AdamW.
+nothing is unpickled. Left out: sharded, an optimizer's tensors that have neither its parameter's shape nor one value.
 """
 
 import dataclasses
@@ -31,14 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PreTrainedModel
 
 from config import Config, UserError
 from infra import faults, ranks
@@ -50,111 +43,6 @@ FREE = (
     "shard", "shard_size", "save_every", "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite",
     "reward_timeout",
 )  # fmt: skip
-
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs none
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
-
-
-# ---- Models ----
-
-
-def open_model(name: str, config: Config) -> tuple[PretrainedConfig, Any]:
-    """-> the model's configuration, its dropout off, and its tokenizer; before the weights, which may take minutes."""
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise UserError(f"--model {name}: there is no such folder")
-    with _named(name, "configuration"):
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    with _named(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    # Sampling runs without dropout; scoring with it would compare two different policies.
-    for field, value in settings.to_dict().items():
-        if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
-            setattr(settings, field, 0.0)
-    return settings, tokenizer
-
-
-def load_model(name: str, settings: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
-    """-> the model, its weights in fp32"""
-    with _named(name, "weights"):
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=settings,
-            dtype=torch.float32,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    # transformers would go on with random weights in their place.
-    wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
-    if wrong:
-        raise UserError(
-            f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
-            f"{', '.join(wrong[:3])}"
-        )
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if config.shard and settings.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise UserError(
-            f"--model {name}: its files hold an output head of its own, but its config.json says tie_word_embeddings: "
-            "set that to false"
-        )
-    rows = embeddings.num_embeddings
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they don't match"
-        )
-    return model
-
-
-def empty_model(settings: PretrainedConfig, config: Config) -> PreTrainedModel:
-    """The model without weights, on the meta device."""
-    with _named(settings.name_or_path, "architecture"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            settings,
-            dtype=torch.float32,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
-    return model.requires_grad_(True)  # as `from_pretrained` has it
-
-
-@contextmanager
-def _named(name: str, part: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """All ids that end a completion: chat models have one for the turn and one for the text."""
-    ids = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        given = getattr(source, "eos_token_id", None)
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
-    if not ids:
-        raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
-    return sorted(ids)
-
-
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any, generation_config: GenerationConfig) -> None:
-    """Called on all ranks; the first one writes."""
-    weights = whole_weights(model) if is_sharded(model) else None
-
-    def write() -> None:
-        with _writing(folder):
-            _begin(folder)
-            model.save_pretrained(_beside(folder), state_dict=weights)
-            tokenizer.save_pretrained(_beside(folder))
-            # As it came with the model, which need not be what `save_pretrained` finds valid.
-            write_text(_beside(folder) / "generation_config.json", generation_config.to_json_string())
-            _end(folder)
-
-    ranks.together(write, of=[0])
 
 
 # ---- Runs ----
@@ -242,51 +130,108 @@ def save(
     model: nn.Module,
     reference: nn.Module | None,
     optimizer: torch.optim.Optimizer,
-    state: dict,
+    cursor: int,
     keep: int = 1,
 ) -> None:
-    """Everything that step + 1 needs. `state` is what the training loop carries from step to step. Called on all ranks:
-    each writes a part, of sharded tensors its own."""
+    """Everything that step + 1 needs. Called on all ranks: each writes a part, of sharded tensors its own."""
     folder = out / "checkpoint" / f"{step:06d}"
-
-    def begin() -> None:
+    first = ranks.rank() == 0
+    if first:
         for torn in folder.parent.glob("*.partial"):
             shutil.rmtree(torn)
         for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
             if (out / name).exists():
                 _flush(out / name)
-        _begin(folder)
-
-    def end() -> None:
-        files = sorted(str(path.relative_to(_beside(folder))) for path in _beside(folder).rglob("*.safetensors"))
-        _write_json(_beside(folder) / "state.json", state | {"files": files})
-        _end(folder)
+    tensors, numbers = _optimizer_state(model, optimizer)
+    parts = _weights(model, reference) | {"optimizer": tensors}
+    with whole_folder(folder) as beside:
+        for name, part in parts.items():
+            if part:  # an optimizer may have no state
+                _write_tensors(beside / name, part)
+        if first:
+            files = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.safetensors"))
+            state = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
+            _write_json(beside / "state.json", state)
+    if first:
         _flush(out)
-        whole = [path for path in folder.parent.iterdir() if path.name.isdigit()]
-        for old in sorted(whole, key=lambda path: int(path.name))[:-keep]:
+        saved = [path for path in folder.parent.iterdir() if path.name.isdigit()]
+        for old in sorted(saved, key=lambda path: int(path.name))[:-keep]:
             shutil.rmtree(old)
 
-    with _writing(folder):
-        ranks.together(begin, of=[0])
-        moments = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state[p].items()}
-        for name, tensors in _parts(model, reference, moments).items():
-            writer = HuggingFaceStorageWriter(_beside(folder) / name, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-        ranks.together(end, of=[0])
 
-
-def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict:
-    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> its `state`"""
+def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
+    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> the cursor"""
     folder = out / "checkpoint" / f"{step:06d}"
-    state = ranks.together(lambda: _read_state(folder))
-    for p in model.parameters():
-        optimizer.state[p] = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[p]["step"] = torch.zeros((), device=p.device)
-    moments = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state[p].items()}
+    with ranks.together():
+        state = _read_state(folder)
+        if state["optimizer"] != type(optimizer).__name__:
+            raise UserError(
+                f"the checkpoint {folder} is of a run with {state['optimizer']}, this one has "
+                f"{type(optimizer).__name__}: go on with the code of that run, or give another --out"
+            )
     with _reading(folder):
-        for name, tensors in _parts(model, reference, moments).items():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder / name), no_dist=not dist.is_initialized())
-    return state
+        for name, part in _weights(model, reference).items():
+            _read_tensors(folder / name, part)
+        optimizer_state = dict(state["numbers"])
+        if (folder / "optimizer").exists():
+            optimizer_state |= _read_tensors(folder / "optimizer", _room_for_state(folder / "optimizer", model))
+    _restore(optimizer, model, optimizer_state)
+    return state["cursor"]
+
+
+def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint, by the folder they are in; tied weights once."""
+    models = {"model": model} if reference is None else {"model": model, "reference": reference}
+    return {name: dict(one.named_parameters()) for name, one in models.items()}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """-> tensors and plain numbers, as `exp_avg.NAME OF THE PARAMETER`"""
+    state = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state.get(p, {}).items()}
+    tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+    return tensors, {key: x for key, x in state.items() if key not in tensors}
+
+
+def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Zeros for each tensor of the optimizer in this folder, sharded as its parameter is."""
+    parameters, room = dict(model.named_parameters()), {}
+    for key, saved in HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata.items():
+        p = parameters[key.partition(".")[2]]
+        if saved.size == p.shape:
+            room[key] = torch.zeros_like(p, dtype=saved.properties.dtype)
+        else:
+            room[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+    return room
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    with _one_process_needs_no_distributed():
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+def _read_tensors(folder: Path, into: dict[str, Tensor]) -> dict[str, Tensor]:
+    with _one_process_needs_no_distributed():
+        dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
+    return into
+
+
+@contextmanager
+def _one_process_needs_no_distributed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    by_number: dict[int, dict] = {}
+    for key, value in state.items():
+        kind, _, name = key.partition(".")
+        by_number.setdefault(order.index(name), {})[kind] = value
+    # It knows on which device it wants what.
+    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _read_state(folder: Path) -> dict:
@@ -308,16 +253,27 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _parts(model: nn.Module, reference: nn.Module | None, moments: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint, by the folder they are in; tied weights once."""
-    parts = {"model": dict(model.named_parameters()), "optimizer": moments}
-    return parts if reference is None else parts | {"reference": dict(reference.named_parameters())}
-
-
 def _cause(error: BaseException) -> str:
     """What lies under the library's report of all ranks, in one line."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]
     return " ".join(str(causes[0]).split())
+
+
+# ---- The trained model ----
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Called on all ranks; the first one writes."""
+    weights = whole_weights(model) if is_sharded(model) else None
+    own = model.generation_config
+    with whole_folder(folder) as beside:
+        if ranks.rank() == 0:
+            model.generation_config = GenerationConfig()
+            model.save_pretrained(beside, state_dict=weights)
+            model.generation_config = own
+            tokenizer.save_pretrained(beside)
+            # As it came with the model, which need not be what `save_pretrained` finds valid.
+            write_text(beside / "generation_config.json", own.to_json_string())
 
 
 # ---- Files that are there whole or not at all ----
@@ -345,32 +301,28 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """The ranks write into the folder beside that this gives. At the end it becomes `folder` at once, and is on disk;
+    or nothing does."""
+    beside, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     try:
-        yield
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+        ranks.gather([])  # it is there
+        yield beside
+        ranks.gather([])  # all have written
+        if first:
+            for path in [*beside.rglob("*"), beside]:
+                _flush(path)
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+            _flush(folder.parent)
     except (OSError, SafetensorError, dcp.CheckpointException) as error:  # a full disk, no permission
-        if isinstance(error, dcp.CheckpointException) and dist.is_initialized() and dist.get_rank():
-            raise faults.FailedElsewhere(_cause(error)) from error  # which is told on all ranks
-        shutil.rmtree(_beside(folder), ignore_errors=True)
+        if isinstance(error, dcp.CheckpointException) and not first:
+            raise faults.FailedElsewhere(_cause(error)) from error  # every rank is told
+        shutil.rmtree(beside, ignore_errors=True)
         raise OSError(f"{folder} could not be written: {_cause(error)}") from error
-
-
-def _beside(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".partial")
-
-
-def _begin(folder: Path) -> None:
-    """What is written into the folder beside becomes `folder` in `_end`, at once and on disk; or nothing does."""
-    shutil.rmtree(_beside(folder), ignore_errors=True)
-    _beside(folder).mkdir(parents=True)
-
-
-def _end(folder: Path) -> None:
-    for path in [*_beside(folder).rglob("*"), _beside(folder)]:
-        _flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    _beside(folder).rename(folder)
-    _flush(folder.parent)
 
 
 def _flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a rank fails: who reports it, and that none is left behind.
+"""When something goes wrong: who reports it, how a run ends, and that no rank is left behind.
 
 The rank that failed reports, on stderr and in torchrun's own report; the others stand by. A rank ends with its torchrun
 and with its siblings on the same machine. Left out: going on without the rank that is gone; the same command does, from
@@ -6,49 +6,114 @@ the last checkpoint.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from config import UserError
+from config import Config, UserError
 
 
 class FailedElsewhere(UserError):
-    """A mistake on another rank, which is the one to report it."""
+    """A user's error on another rank, which is the one to report it."""
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
+# ---- The end of a run ----
 
 
-siblings: set[int] = set()  # the other ranks on this machine
-
-
-def watch() -> None:
-    """A rank whose torchrun was killed must not go on, least of all beside its successor. Nor must one whose sibling is
-    gone, wherever it is: in a long rollout, or waiting for that sibling on a GPU."""
-    parent = os.getppid()
-
-    def end_with_them() -> None:
-        while os.getppid() == parent and all(map(_is_alive, list(siblings))):
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=end_with_them, daemon=True).start()
-
-
-def _is_alive(pid: int) -> bool:
+def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
+    """-> exit code; what went wrong has been reported"""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        code = train(config)
+        if dist.is_initialized():
+            siblings.clear()
+            dist.barrier()  # nobody is gone before all are done
+            dist.destroy_process_group()
+        return code
+    except FailedElsewhere:
+        return _fail(2)
+    except UserError as error:
+        context = getattr(error, "__notes__", [])  # frames of a file of the user's
+        return _fail(2, "\n".join([*context, f"error: {error}"]))
+    except (OSError, torch.OutOfMemoryError) as error:  # a full disk, no permission
+        return _fail(1, f"error: {error}. What {config.out} holds is whole: the same command goes on from there")
+    except KeyboardInterrupt:  # before the first step
+        return _fail(130, "stopped")
+    except Exception as error:
+        if not _is_lost_contact(error):
+            return _fail(1, traceback.format_exc())
+        return _fail(1, f"error: {lost_contact(error)}")
+
+
+def _fail(code: int, message: str | None = None) -> int:
+    """The end of a rank that failed, or stands by where another did. It waits for nobody. -> exit code"""
+    if message is None:
+        stand_by()
+    else:
+        report_failure(message)
+    if under_torchrun():
+        os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def leave(code: int) -> None:
+    """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def stop_requests() -> list[int]:
+    """Grows by a signal that asks to stop: the step in progress is finished first. A second one, later than the copies
+    of the first that torchrun sends, ends the process at once."""
+    caught: list[int] = []
+    times: list[float] = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 3:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return caught
+
+
+def time_limit(seconds: float) -> Callable[[str], contextlib.AbstractContextManager]:
+    """-> a context for calls of functions that the user wrote. Nothing can interrupt one that hangs, but its process
+    can be ended."""
+
+    def too_late(name: str) -> None:
+        report_failure(f"error: reward function {name} took longer than --reward_timeout {seconds:g} seconds")
+        os._exit(2)
+
+    @contextlib.contextmanager
+    def limited(name: str) -> Iterator[None]:
+        timer = threading.Timer(seconds, too_late, [name])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    return limited
+
+
+# ---- Speaking ----
 
 
 def report_failure(message: str, show: bool = True) -> None:
@@ -72,6 +137,36 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+# ---- Ranks that depend on each other ----
+
+siblings: set[int] = set()  # process ids of the other ranks on this machine
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def watch() -> None:
+    """A rank whose torchrun was killed must not go on, least of all beside its successor. Nor must one whose sibling is
+    gone, wherever it is: in a long rollout, or waiting for that sibling on a GPU."""
+    parent = os.getppid()
+
+    def end_with_them() -> None:
+        while os.getppid() == parent and all(map(_is_alive, list(siblings))):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_them, daemon=True).start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def stand_by() -> None:
     """Another rank failed and is the one to report it. torchrun, having noticed, ends this one."""
     if under_torchrun():
@@ -80,7 +175,7 @@ def stand_by() -> None:
         time.sleep(5)
 
 
-def is_lost_contact(error: Exception) -> bool:
+def _is_lost_contact(error: Exception) -> bool:
     """A collective call of PyTorch's own (of shards, of a checkpoint) fails in this way where another rank is gone."""
     kinds = (RuntimeError, dist.DistBackendError)
     return type(error) in kinds and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
@@ -90,24 +185,3 @@ def lost_contact(error: Exception) -> ConnectionError:
     """What the rank that is gone had to say matters more than this."""
     stand_by()
     return ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}")
-
-
-def leave(code: int) -> None:
-    """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def fail(code: int, message: str | None = None) -> int:
-    """The end of a rank that failed, or stands by where another did. It waits for nobody. -> exit code"""
-    if message is None:
-        stand_by()
-    else:
-        report_failure(message)
-    if under_torchrun():
-        os._exit(code)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return code

@@ -1,4 +1,5 @@
-"""What a run needs on each rank, from the configurations alone, before anything is loaded.
+"""What a run needs on each rank, from the configurations alone, before anything is loaded; and what is done where memory
+runs out all the same.
 
     weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
     rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and the cache, keys and
@@ -11,25 +12,30 @@ activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermedia
 with fused attention), are an estimate. Left out: what the allocator loses to fragmentation, about a tenth.
 """
 
+import functools
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from batch import Batch, Limits, micro_batches
 from config import Config, UserError
-from infra.checkpoint import empty_model
+from infra import faults, ranks
+from infra.model import empty_model
 from infra.shard import ranks_of_a_copy
 
 
-def needed(settings: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
+def needed(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
     """-> bytes by what they are for."""
-    model = empty_model(settings, config)
+    model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
     compute = 2 if config.dtype == "bfloat16" else 4  # bytes
     n = ranks_of_a_copy(config.shard_size, world) if config.shard else 1
     copy = compute * parameters if compute < 4 or config.shard else 0
-    text = settings.get_text_config()
+    text = model_config.get_text_config()
     layers, h = text.num_hidden_layers, text.hidden_size
     i = getattr(text, "intermediate_size", None) or 4 * h
     all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and a cache smaller than this
@@ -47,7 +53,9 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
     batch = completions * length * (3 * 8 + 4 + 8)  # ids, attention, mask, the sampler's log-probs, weights
     cache = 2 * layers * heads * head_size * length * compute  # of one completion
 
-    def update(tokens: int) -> float:
+    of_a_micro_batch = min((config.micro_batch_size or math.inf) * length, config.micro_batch_tokens or math.inf)
+
+    def update(tokens: float) -> float:
         """With micro-batches of so many tokens."""
         of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
         between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
@@ -60,7 +68,7 @@ def needed(settings: PretrainedConfig, config: Config, world: int, longest_promp
         "Adam": 8 * parameters / n,
         "reference": 4 * parameters / n if config.beta else 0,
         "rollout": copy + rows * cache,
-        "update": update(max(length, config.micro_batch_tokens or config.micro_batch_size * length)),
+        "update": update(max(length, of_a_micro_batch)),
         "one completion": max(copy + cache, update(length)),
     }
 
@@ -74,17 +82,17 @@ def totals(need: dict[str, float]) -> tuple[float, float, float]:
 def check(need: dict[str, float], available: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit even one completion at a time."""
     _, peak, least = totals(need)
-    parts = ", ".join(f"{name} {shown(need[name])}" for name in need if name != "one completion" and need[name])
-    line = f"memory on each rank: {parts}; at most {shown(peak)} at once, of {shown(available)}"
+    parts = ", ".join(f"{name} {readable(need[name])}" for name in need if name != "one completion" and need[name])
+    line = f"memory on each rank: {parts}; at most {readable(peak)} at once, of {readable(available)}"
     if least > available:
         raise UserError(
-            f"{line}. It cannot fit: with one completion at a time it needs {shown(least)}. "
+            f"{line}. It cannot fit: with one completion at a time it needs {readable(least)}. "
             "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )
     return line if peak <= available else f"{line}. Where it does not fit, it is done in smaller parts"
 
 
-def shown(amount: float) -> str:
+def readable(amount: float) -> str:
     return f"{amount / 1e9:.1f} GB" if amount >= 1e9 else f"{amount / 1e6:.1f} MB"
 
 
@@ -92,3 +100,36 @@ def available() -> float:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def in_smaller_pieces(compute: Callable) -> Callable:
+    """compute(run, batch, ...) is done again with half the micro-batch whenever memory runs out: any split gives the
+    same sums."""
+
+    @functools.wraps(compute)
+    def until_it_fits(run: Any, batch: Batch, *rest: Any) -> Any:
+        while True:
+            try:
+                return compute(run, batch, *rest)
+            except torch.OutOfMemoryError:
+                pass  # what it held is free from here on
+            torch.cuda.empty_cache()
+            if run.config.shard:
+                raise UserError(
+                    "out of memory in an update, and with --shard no rank can go back without the others: lower "
+                    f"--micro_batch_tokens (now {run.limits.tokens}), or --gradient_checkpointing"
+                )
+            halve(run.limits, batch)
+
+    return until_it_fits
+
+
+def halve(limits: Limits, batch: Batch) -> None:
+    tried = [part for _, part in micro_batches(batch, limits, ranks.rank(), ranks.world()) if len(part) > 1]
+    if not tried:
+        raise UserError(
+            "out of memory with one completion at a time: try --gradient_checkpointing, "
+            "a smaller --max_completion_length, or a GPU with more memory"
+        )
+    limits.tokens = max(len(part) * int(part.attention.sum(1).max()) for part in tried) // 2
+    faults.warn(f"out of memory; going on with micro-batches of up to {limits.tokens} padded tokens")

@@ -6,11 +6,13 @@ summed, never averaged: the token weights already hold the totals of the step. E
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +23,8 @@ from infra import faults
 from infra.shard import gathered, is_sharded
 
 
-def start() -> tuple[int, int, torch.device]:
-    """-> rank, number of ranks, device. Under torchrun the process group is opened; otherwise there is one rank."""
+def start() -> torch.device:
+    """Under torchrun the process group is opened; otherwise there is one rank."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and device.index >= torch.cuda.device_count():
@@ -32,58 +34,59 @@ def start() -> tuple[int, int, torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        faults.watch()
-        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
-            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        timeout = timedelta(hours=2)
-        store.set_timeout(timeout)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, store=store, rank=rank, world_size=world)
-        if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
-            node = os.environ.get("GROUP_RANK")
-            faults.siblings.update(pid for other, pid in gather(lambda: [(node, os.getpid())]) if other == node)
-        return dist.get_rank(), dist.get_world_size(), device
-    return 0, 1, device
+        _open_process_group("nccl" if on_gpu else "gloo")
+    return device
 
 
-def stop() -> None:
-    if dist.is_initialized():
-        faults.siblings.clear()
-        gather(list)  # nobody is gone before all are done
-        dist.destroy_process_group()
+def _open_process_group(backend: str) -> None:
+    faults.watch()
+    store, number, count = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
+        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    timeout = timedelta(hours=2)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count)
+    if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
+        machine = os.environ.get("GROUP_RANK")
+        faults.siblings.update(pid for other, pid in gather([(machine, os.getpid())]) if other == machine)
 
 
-def share(n: int, rank: int, world: int) -> range:
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(n: int) -> range:
     """This rank's contiguous part of n things; the parts differ by one at most and may be empty."""
-    return range(rank * n // world, (rank + 1) * n // world)
+    return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
-def gather(make: Callable[[], list], of: Sequence[int] | None = None) -> list:
-    """What every rank (or those in `of`) makes, joined in the order of the ranks, on every rank.
-    A mistake on any of them ends the work on all, and the first reports it."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    made, mistake = [], None
-    if of is None or rank in of:
-        try:
-            made = make()
-        except UserError as error:
-            mistake = str(error)
-    parts: list[Any] = [(made, mistake)]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        with _contact():
-            dist.all_gather_object(parts, (made, mistake))
-    for other, (_, message) in enumerate(parts):
+def gather(made: list) -> list:
+    """What each rank has made, joined in the order of the ranks, on every rank."""
+    if not dist.is_initialized():
+        return made
+    parts: list[Any] = [None] * world()
+    with _contact():
+        dist.all_gather_object(parts, made)
+    return [item for part in parts for item in part]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Every rank gets to the end of this block, or none goes on: a user's error on one ends the run on all, and the
+    first that has one reports it. No other call between ranks may stand inside."""
+    own = None
+    try:
+        yield
+    except UserError as error:
+        own = error
+    messages = gather([None if own is None else str(own)])
+    for other, message in enumerate(messages):
         if message is not None:
-            raise UserError(message) if other == rank else faults.FailedElsewhere(message)
-    return [item for part, _ in parts for item in part]
-
-
-def together(make: Callable[[], Any], of: Sequence[int] | None = None) -> Any:
-    """The same work on every rank (or those in `of`), each keeping its own result; a mistake is reported once."""
-    made = []
-    gather(lambda: made.append(make()) or [], of)
-    return made[0] if made else None
+            raise own if other == rank() else faults.FailedElsewhere(message)
 
 
 @contextmanager
@@ -128,10 +131,7 @@ def sum_gradients(model: nn.Module) -> None:
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    if is_sharded(model):  # the backward pass has averaged them over the ranks
-        for p in parameters:
-            p.grad *= dist.get_world_size()
-    else:
+    if not is_sharded(model):  # those of shards were summed in the backward pass
         sum_(*(p.grad for p in parameters))
 
 
@@ -139,3 +139,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """-> the norm over the whole model, before clipping"""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
+    state = int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0])
+    random.seed(state)
+    np.random.seed(state)
+    torch.manual_seed(state)

@@ -6,30 +6,28 @@ Every figure is over the whole step and all ranks. One that has no value (no wro
 import json
 import math
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from batch import Batch, Group
 from config import SWITCHES, Config, UserError
 from infra import checkpoint, ranks
 from infra.shard import ranks_of_a_copy
-
-if TYPE_CHECKING:
-    from tasks import Task
-    from train import Group
-
+from tasks import Task
 
 # ---- Figures ----
 
 
-def of_groups(groups: list["Group"], task: "Task") -> dict:
+def of_groups(groups: list[Group], task: Task) -> dict:
     rewards = torch.cat([group.rewards for group in groups])
-    parts = torch.cat([group.parts for group in groups])
+    parts = torch.cat([group.reward_parts for group in groups])
     lengths = [len(completion.ids) for group in groups for completion in group.completions]
     right = is_right(rewards, task).tolist()
     spreads = [std(group.rewards) for group in groups]
@@ -48,7 +46,7 @@ def of_groups(groups: list["Group"], task: "Task") -> dict:
     }
 
 
-def share_of_advantage(groups: list["Group"], low: float, high: float) -> float | None:
+def share_of_advantage(groups: list[Group], low: float, high: float) -> float | None:
     """How much of the step's sum of |advantage| falls on groups whose mean reward is between these, bounds left out."""
     trained = [group for group in groups if group.advantages is not None]
     sizes = [float(group.advantages.abs().sum()) for group in trained]
@@ -73,11 +71,11 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
-        "peak_memory_gb": max(ranks.gather(lambda: [peak])),
+        "peak_memory_gb": max(ranks.gather([peak])),
     }
 
 
-def of_evaluation(greedy: list["Group"], sampled: list["Group"], task: "Task") -> dict:
+def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict:
     correct = [int(is_right(group.rewards, task).sum()) for group in sampled]
     n = len(sampled[0].rewards)
     return {
@@ -92,7 +90,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def is_right(rewards: Tensor, task: "Task") -> Tensor:
+def is_right(rewards: Tensor, task: Task) -> Tensor:
     return rewards >= task.full_reward - 1e-9  # NaN is not right
 
 
@@ -111,21 +109,23 @@ def std(rewards: Tensor) -> float | None:
 # ---- Files and screen ----
 
 
-class Report:
+class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str], notes: list[str], quiet: bool):
-        self.decode, self.notes = decode, notes
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], quiet: bool):
+        self.decode = decode
         self.config, self.quiet, self.out = config, quiet, Path(config.out)
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
         self.tracker = None if quiet else open_tracker(config)
 
-    def plan(self, model: Any, task: "Task", world: int, device: torch.device, done: int) -> None:
+    def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
         cfg = self.config
-        updates = cfg.num_iterations * cfg.minibatches
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
-        rows = f"{cfg.micro_batch_size} rows" if cfg.micro_batch_size else f"{cfg.micro_batch_tokens} padded tokens"
+        limits = {"rows": cfg.micro_batch_size, "padded tokens": cfg.micro_batch_tokens}
+        piece = " and ".join(f"{limit} {unit}" for unit, limit in limits.items() if limit)
+        part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, ranks.world())} of the model" if cfg.shard else ""
+        switches = (*SWITCHES, "delta", "beta", "dynamic_sampling")
         self.say(
             f"{cfg.task}: {len(task.train)} prompts to train on, {len(task.eval)} held out; "
             f"model {cfg.model or 'built in'} of {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -133,16 +133,16 @@ class Report:
         self.say(
             f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} = "
             f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} tokens, "
-            f"{updates} update{'s'[: updates > 1]}"
+            f"{count_of(cfg.num_iterations * cfg.minibatches, 'update')}"
         )
-        part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, world)} of the model" if cfg.shard else ""
-        by = f"{world} rank{'s'[: world > 1]}{part}"
-        self.say(f"computed by {by} ({where}) in {cfg.dtype}, micro-batches of up to {rows}")
-        names = (*SWITCHES, "delta", "beta", "dynamic_sampling")
-        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in names))
-        for note in self.notes:
+        self.say(
+            f"computed by {count_of(ranks.world(), 'rank')}{part} ({where}) in {cfg.dtype}, "
+            f"micro-batches of up to {piece}"
+        )
+        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in switches))
+        for note in notes:
             self.say(f"note: {note}")
-        self.say(f"{f'continued after step {done}' if done else 'started'} in {self.out}/")
+        self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def keep_until(self, done: int) -> None:
         """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
@@ -152,10 +152,8 @@ class Report:
             lines = [line for line in read_lines(self.out / name) if done and line["step"] <= done]
             checkpoint.write_text(self.out / name, "".join(json.dumps(line) + "\n" for line in lines))
 
-    def evaluation(self, step: int, figures: dict, groups: list["Group"]) -> None:
-        self.step({"step": step} | figures, [], groups)
-
-    def step(self, metrics: dict, groups: list["Group"], evaluated: list["Group"] = ()) -> None:
+    def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
+        """A line of metrics, some completions of the step, and the first ones of an evaluation."""
         if self.quiet:
             return
         pairs = [("train", group, i) for group in groups for i in range(len(group.rewards))]
@@ -167,28 +165,24 @@ class Report:
         append(self.out / "metrics.jsonl", [metrics])
         if self.tracker:
             self.tracker(metrics)
-        self.show(metrics)
-
-    def show(self, metrics: dict) -> None:
-        cfg, step = self.config, metrics["step"]
         if "reward" in metrics:
-            seconds = metrics["seconds_rollout"] + metrics["seconds_update"]
-            left = int(seconds * (cfg.steps - step))
-            filled = 20 * step // cfg.steps
-            self.status = (
-                f"step {step:>{len(str(cfg.steps))}}/{cfg.steps}"
-                + (f" [{'#' * filled}{'.' * (20 - filled)}]" if self.on_terminal else "")
-                + f"  reward {text(metrics['reward'])}  length {text(metrics['completion_length'], 1)}"
-                f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
-                f"  {left // 60}:{left % 60:02d} left"
-            )
-            if self.on_terminal:
-                print(f"\r\033[K{self.status}", end="", flush=True)
-            else:
-                print(self.status, flush=True)
+            self.draw_status(metrics)
         if "eval/accuracy" in metrics:
             figures = "  ".join(f"{k.removeprefix('eval/')} {text(v)}" for k, v in metrics.items() if "eval/" in k)
-            self.say(f"step {step}, held out: {figures}")
+            self.say(f"step {metrics['step']}, held out: {figures}")
+
+    def draw_status(self, metrics: dict) -> None:
+        step, steps = metrics["step"], self.config.steps
+        left = int((metrics["seconds_rollout"] + metrics["seconds_update"]) * (steps - step))
+        filled = 20 * step // steps
+        self.status = (
+            f"step {step:>{len(str(steps))}}/{steps}"
+            + (f" [{'#' * filled}{'.' * (20 - filled)}]" if self.on_terminal else "")
+            + f"  reward {text(metrics['reward'])}  length {text(metrics['completion_length'], 1)}"
+            f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
+            f"  {left // 60}:{left % 60:02d} left"
+        )
+        print(f"\r\033[K{self.status}" if self.on_terminal else self.status, end="" if self.on_terminal else "\n", flush=True)
 
     def generating(self, tokens: int, rows: int) -> None:
         """Progress inside a long rollout."""
@@ -196,12 +190,18 @@ class Report:
             self.last_drawn = time.monotonic()
             print(f"\r\033[K{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="", flush=True)
 
+    def stopped(self, signal_number: int, step: int) -> int:
+        """-> exit code"""
+        name = signal.Signals(signal_number).name
+        self.say(f"stopped by {name} after step {step}; the same command continues the run")
+        return 128 + signal_number
+
     def say(self, line: str) -> None:
         if not self.quiet:
             print(f"\r\033[K{line}" if self.on_terminal else line, flush=True)
 
 
-def sample_line(step: int, kind: str, group: "Group", i: int, decode: Callable[[list[int]], str]) -> dict:
+def sample_line(step: int, kind: str, group: Group, i: int, decode: Callable[[list[int]], str]) -> dict:
     return {
         "step": step,
         "kind": kind,
@@ -251,9 +251,24 @@ def open_tracker(config: Config) -> Any:
     return write
 
 
-def finished(out: Path, quiet: bool) -> int:
-    """The run's result, from its files: figures before and after, and two held-out prompts answered then and now."""
-    if quiet:
+def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tensor) -> None:
+    """Ends the run with the likely cause. The completions of the update go into a file."""
+    file = Path(out) / "not_finite.safetensors"
+    with ranks.together():
+        if ranks.rank() == 0:
+            checkpoint.save_tensors(file, {name: x for name, x in vars(batch).items() if x is not None})
+        if not loss.isfinite():
+            cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
+        else:
+            cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
+        found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}"
+        raise UserError(f"step {step}: {found}: {cause}. The update was not made; its completions are in {file}")
+
+
+def finished(out: Path) -> int:
+    """The run's result, from its files: figures before and after, and two held-out prompts answered then and now.
+    -> exit code"""
+    if ranks.rank() > 0:
         return 0
     lines = read_lines(out / "metrics.jsonl")
     evaluations = [line for line in lines if "eval/accuracy" in line]
@@ -272,6 +287,10 @@ def finished(out: Path, quiet: bool) -> int:
 
 def as_text(prompt: str | list[dict]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def count_of(n: int, thing: str) -> str:
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
 def text(value: float | None, digits: int = 3) -> str:

@@ -57,14 +57,17 @@ def shard(
 ) -> PreTrainedModel:
     """A model without weights, on the meta device, becomes a sharded one with the weights that rank 0 has."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    parts = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
+    units = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
     ends = [empty.get_input_embeddings(), empty.get_output_embeddings()]
     if ends[1] is not None and ends[0].weight is not ends[1].weight:  # tied ones stay together, in the root
-        parts += ends
-    users = Counter(p for part in parts for p in part.parameters())
-    parts = [part for part in parts if all(users[p] == 1 for p in part.parameters())]  # what is shared is the root's
-    for module in [*parts, empty]:
+        units += ends
+    users = Counter(p for unit in units for p in unit.parameters())
+    # A weight that several modules use must be gathered with the whole model, not with one of them.
+    units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
+    for module in [*units, empty]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # the root, too
+        module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks, not averaged
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to do so
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # experts that no token of this rank has chosen
         empty.set_reduce_scatter_unused_params(True)
     # What is saved goes by the name of the model's own class, and under the names that its files had.
@@ -90,16 +93,16 @@ def is_sharded(model: nn.Module) -> bool:
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Every rank has all weights in the compute dtype for a while, and needs no other rank to run the model."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
-        for part in parts:
-            part.unshard()
-            part.set_reshard_after_forward(False, recurse=False)
+        for unit in units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
         yield
     finally:
-        for part in parts:
-            part.set_reshard_after_forward(True, recurse=False)
-            part.reshard()
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,138 @@
+"""A model and its tokenizer: opened (which finds what is wrong), loaded, and made ready for one process or many."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from config import Config, UserError
+from infra import ranks
+from infra.shard import make_mesh, shard
+
+
+@dataclass
+class Opened:
+    """What is known of a model before its weights are loaded, which may take minutes."""
+
+    config: PretrainedConfig
+    tokenizer: Any
+    load: Callable[[], PreTrainedModel]  # its weights in fp32
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of a prompt and its completion at most."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+
+def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
+    """A folder, a name on the hub, or a model with its tokenizer. Its dropout is off."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if isinstance(source, tuple):
+        model, tokenizer = source
+        return Opened(model.config, tokenizer, lambda: model)
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
+        raise UserError(f"--model {source}: there is no such folder")
+    with _named(source, "configuration"):
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    with _named(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    # Sampling runs without dropout; scoring with it would compare two different policies.
+    for field, value in model_config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
+            setattr(model_config, field, 0.0)
+    return Opened(model_config, tokenizer, lambda: _load_weights(source, model_config, tokenizer, config))
+
+
+def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """-> the model and, where there is a KL term, the reference. Sharded, the first rank loads the weights for all."""
+    if config.shard:
+        dtype = getattr(torch, config.dtype)
+        with ranks.together():
+            mesh = make_mesh(config.shard_size, device)
+        with ranks.together():
+            whole = opened.load() if ranks.rank() == 0 else None
+        model, *reference = [
+            shard(empty_model(opened.config, config), whole, mesh, dtype, device)
+            for _ in range(2 if config.beta else 1)
+        ]
+        model.generation_config = ranks.gather([None if whole is None else whole.generation_config])[0]
+    else:
+        with ranks.together():
+            model = opened.load()
+        model = model.to(device)
+        reference = [copy.deepcopy(model)] if config.beta else []
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, reference[0].requires_grad_(False).eval() if reference else None
+
+
+def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
+    with _named(name, "weights"):
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=model_config,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    # transformers would go on with random weights in their place.
+    wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
+    if wrong:
+        raise UserError(
+            f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
+            f"{', '.join(wrong[:3])}"
+        )
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
+        raise UserError(
+            f"--model {name}: its files hold an output head of its own, but its config.json says tie_word_embeddings: "
+            "set that to false"
+        )
+    rows = embeddings.num_embeddings
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they do not match"
+        )
+    return model
+
+
+def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
+    """The model without weights, on the meta device."""
+    with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    return model.requires_grad_(True)  # as `from_pretrained` has it
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """All ids that end a completion: chat models have one for the turn and one for the text."""
+    ids = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        given = getattr(source, "eos_token_id", None)
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    if not ids:
+        raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
+    return sorted(ids)
+
+
+@contextmanager
+def _named(name: str, part: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
