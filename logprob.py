@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
+CHUNK_TOKENS = 256  # that go through the output head at once
 
 
 def token_logprobs(
@@ -35,7 +36,6 @@ def token_logprobs(
     completion_mask: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 256,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +55,7 @@ def token_logprobs(
 
     through = _through_head if head_returns_logits(model, ids) else _through_logits
     with_entropy = with_entropy or entropy_grad
-    logp, entropy = through(model, ids, scored, temperature, chunk_tokens, with_entropy, entropy_grad)
+    logp, entropy = through(model, ids, scored, temperature, with_entropy, entropy_grad)
 
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in (logp, entropy))
     if not with_entropy:
@@ -68,7 +68,6 @@ def _through_head(
     ids: Tensor,
     scored: Tensor,
     temperature: float,
-    chunk: int,
     with_entropy: bool,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -82,65 +81,13 @@ def _through_head(
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        values = _HeadLogProb.apply(hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad)
+        values = _HeadLogProb.apply(
+            hidden, weight, bias, targets, temperature, CHUNK_TOKENS, with_entropy, entropy_grad
+        )
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
     with forward_replaced(head, score):
         return model(input_ids=ids, use_cache=False).logits.unbind(-1)
-
-
-class _HeadLogProb(torch.autograd.Function):
-    """States (n, H), a linear head and targets (n,) -> (n, 2): log-prob of each target, and entropy.
-
-    The forward pass saves its inputs alone and the backward pass computes the logits z again. With p = softmax(z):
-        d logp / dz = onehot(target) - p,      d H / dz = -p (log p + H)
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad):
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = temperature, chunk, entropy_grad
-        values = torch.zeros(len(hidden), 2, dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
-        for out, h, y in zip(values.split(chunk), hidden.split(chunk), targets.split(chunk)):
-            log_p = _head_log_p(h, weight, bias, temperature)  # (chunk, V)
-            out[:, 0] = log_p.gather(1, y[:, None]).squeeze(1)
-            if with_entropy:
-                out[:, 1] = _entropy(log_p.exp(), log_p)
-            del log_p  # before the next chunk makes its own
-        return values
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, bias, targets = ctx.saved_tensors
-        temperature, chunk, entropy_grad = ctx.settings
-        dtype = _at_least_fp32(hidden.dtype)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
-
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            h, g_logp, g_entropy = hidden[rows], grad[rows, :1], grad[rows, 1:]  # (chunk, 1) each
-            log_p = _head_log_p(h, weight, bias, temperature)
-            if entropy_grad:
-                p = log_p.exp()
-                H = _entropy(p, log_p)[:, None]
-                d_z = log_p.add_(H).mul_(-g_entropy).sub_(g_logp).mul_(p)
-                del p
-            else:
-                d_z = log_p.exp_().mul_(-g_logp)
-            d_z.scatter_add_(1, targets[rows, None], g_logp).div_(temperature)
-            if d_bias is not None:
-                d_bias += d_z.sum(0)
-            d_z = d_z.to(weight.dtype)
-            if d_hidden is not None:
-                torch.mm(d_z, weight, out=d_hidden[rows])
-            if d_weight is not None and d_weight.dtype == d_z.dtype:
-                d_weight.addmm_(d_z.T, h)
-            elif d_weight is not None:
-                d_weight += d_z.T @ h  # the sum over chunks stays in fp32
-            del log_p, d_z  # before the next chunk makes its own
-        return d_hidden, _to(d_weight, weight), _to(d_bias, bias), None, None, None, None, None
 
 
 def _through_logits(
@@ -148,7 +95,6 @@ def _through_logits(
     ids: Tensor,
     scored: Tensor,
     temperature: float,
-    chunk: int,
     with_entropy: bool,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -213,11 +159,6 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
         del module.forward
 
 
-def _head_log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    z = F.linear(hidden, weight, bias)
-    return torch.log_softmax(z.to(_at_least_fp32(z.dtype)).div_(temperature), dim=-1)
-
-
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
     with torch.autocast(p.device.type, enabled=False):  # einsum is among what autocast computes in bf16
         return -torch.einsum("nv,nv->n", p, log_p)
@@ -225,6 +166,68 @@ def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+# ---- The head's own backward pass: nothing of the size of the logits outlives its chunk ----
+
+
+class _HeadLogProb(torch.autograd.Function):
+    """States (n, H), a linear head and targets (n,) -> (n, 2): log-prob of each target, and entropy.
+
+    The forward pass saves its inputs alone and the backward pass computes the logits z again. With p = softmax(z):
+        d logp / dz = onehot(target) - p,      d H / dz = -p (log p + H)
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.settings = temperature, chunk, entropy_grad
+        values = torch.zeros(len(hidden), 2, dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
+        for out, h, y in zip(values.split(chunk), hidden.split(chunk), targets.split(chunk)):
+            log_p = _head_log_p(h, weight, bias, temperature)  # (chunk, V)
+            out[:, 0] = log_p.gather(1, y[:, None]).squeeze(1)
+            if with_entropy:
+                out[:, 1] = _entropy(log_p.exp(), log_p)
+            del log_p  # before the next chunk makes its own
+        return values
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        temperature, chunk, entropy_grad = ctx.settings
+        dtype = _at_least_fp32(hidden.dtype)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            h, g_logp, g_entropy = hidden[rows], grad[rows, :1], grad[rows, 1:]  # (chunk, 1) each
+            log_p = _head_log_p(h, weight, bias, temperature)
+            if entropy_grad:
+                p = log_p.exp()
+                H = _entropy(p, log_p)[:, None]
+                d_z = log_p.add_(H).mul_(-g_entropy).sub_(g_logp).mul_(p)
+                del p
+            else:
+                d_z = log_p.exp_().mul_(-g_logp)
+            d_z.scatter_add_(1, targets[rows, None], g_logp).div_(temperature)
+            if d_bias is not None:
+                d_bias += d_z.sum(0)
+            d_z = d_z.to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d_z, weight, out=d_hidden[rows])
+            if d_weight is not None and d_weight.dtype == d_z.dtype:
+                d_weight.addmm_(d_z.T, h)
+            elif d_weight is not None:
+                d_weight += d_z.T @ h  # the sum over chunks stays in fp32
+            del log_p, d_z  # before the next chunk makes its own
+        return d_hidden, _to(d_weight, weight), _to(d_bias, bias), None, None, None, None, None
+
+
+def _head_log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    z = F.linear(hidden, weight, bias)
+    return torch.log_softmax(z.to(_at_least_fp32(z.dtype)).div_(temperature), dim=-1)
 
 
 def _to(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

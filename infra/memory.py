@@ -1,5 +1,5 @@
-"""What a run needs on each rank, from the configurations alone, before anything is loaded; and what is done where memory
-runs out all the same.
+"""What a run needs on each rank, from the configurations alone, before anything is loaded; and what is done where
+memory runs out all the same.
 
     weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
     rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and the cache, keys and

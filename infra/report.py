@@ -182,7 +182,11 @@ class RunLog:
             f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
             f"  {left // 60}:{left % 60:02d} left"
         )
-        print(f"\r\033[K{self.status}" if self.on_terminal else self.status, end="" if self.on_terminal else "\n", flush=True)
+        print(
+            f"\r\033[K{self.status}" if self.on_terminal else self.status,
+            end="" if self.on_terminal else "\n",
+            flush=True,
+        )
 
     def generating(self, tokens: int, rows: int) -> None:
         """Progress inside a long rollout."""
