@@ -20,7 +20,7 @@ from config import ALGORITHMS, BUILT_IN, TASKS, Config, UserError, resolve
 from infra.faults import report_failure
 from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS
 from tasks import Task, encode_prompt
-from tasks._files import shown
+from tasks._files import excerpt as shown
 
 # ---- The command line ----
 

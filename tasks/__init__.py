@@ -1,7 +1,13 @@
-"""What is asked and how an answer is scored: rows of prompts, and reward functions.
+"""What is asked and how an answer is scored: one file a task, found by its name.
 
-A row is a dictionary: "prompt", a string or a list of chat messages, and any columns that the rewards need. A reward is
-a function with the signature of TRL's,
+`--task NAME` is the file tasks/NAME.py. A task of your own is one new file here, with
+
+    DEFAULTS: dict          settings that suit the task; what it leaves out is as for a real model
+    load(config) -> Task    rows of prompts, reward functions, and what a right answer is worth
+    model(config)           only where the task brings a small model of its own: a folder, or a model and its tokenizer
+
+tldr.py is the shortest to start from, sorting.py the shortest with a model. A row is a dictionary: "prompt", a string
+or a list of chat messages, and any columns that the rewards need. A reward is a function with the signature of TRL's,
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -10,22 +16,31 @@ completion; `completion_ids` are the sampled ids with their end-of-sequence toke
 chat messages. A call holds whole groups; which ones depends on the number of ranks, so a reward must not compare
 completions of different prompts.
 
-The tasks themselves stand in tasks_small.py and tasks_real.py; data.py reads rows and rewards from files of your own,
-and checks what a reward gives. Left out: tools, several turns, images.
+_files.py reads rows and rewards from files of your own (--data, --reward). Left out: tools, several turns, images.
 """
 
+import dataclasses
 import functools
+import importlib
+import math
+import numbers
+import pkgutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from config import BUILT_IN, Config, UserError
+from config import Config, UserError
 from rollout import Completion
-from tasks._files import call_reward, hold_out, load_reward, read_rows
+from tasks._files import as_user_error, excerpt, hold_out, load_files
 
 Prompt = str | list[dict]
+REAL_MODEL_DEFAULTS = dict(
+    num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
+)
 
 
 @dataclass
@@ -35,14 +50,15 @@ class Task:
     rewards: list[Callable]
     weights: list[float]  # one for each reward
     full_reward: float  # the weighted reward of a fully right completion
-    reward_timeout: float = 600.0
-    model: str | Callable[[], tuple] | None = None  # a built-in task's own: a folder, or what makes model and tokenizer
+    eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
+    time_limit: Callable[[str], AbstractContextManager] = nullcontext  # entered with a reward's name around each call
 
     @property
     def reward_names(self) -> list[str]:
         """Each its own: a second function of the same name gets a number."""
         names = [reward.__name__ for reward in self.rewards]
-        return [f"{name}_{i}" if (i := names[: k + 1].count(name)) > 1 else name for k, name in enumerate(names)]
+        earlier = [names[:i].count(name) for i, name in enumerate(names)]
+        return [f"{name}_{n + 1}" if n else name for name, n in zip(names, earlier, strict=True)]
 
     def draw(self, index: int, seed: int) -> dict:
         """The index-th prompt of the run: every row once an epoch, in an order of its own for each epoch."""
@@ -55,40 +71,59 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
 
 
-def load_task(config: Config) -> Task:
-    from tasks import _characters as tasks_small
-    from tasks import countdown as tasks_real
+# ---- A task by its name ----
 
-    if config.task == "data":
-        task = Task([], [], [], [], full_reward=1.0)
-    else:
-        task = getattr(tasks_small if config.task in BUILT_IN else tasks_real, config.task)(config)
-    mistakes: list[str] = []  # of all files, to be told at once
-    rows = _noting(mistakes, read_rows, config.data) if config.data else None
-    rewards = [_noting(mistakes, load_reward, name) for name in config.reward]
-    if mistakes:
-        raise UserError("\nerror: ".join(mistakes))
+
+def task_names() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted(name for name in names if not name.startswith(("_", "test_")))
+
+
+def task_file(name: str) -> ModuleType:
+    """The file of a task: a module with DEFAULTS, load and perhaps model."""
+    if name not in task_names():
+        raise UserError(f"--task {name}: must be one of {', '.join(task_names())}")
+    where = f"--task {name}: tasks/{name}.py"
+    with as_user_error(f"{where} could not be loaded:"):
+        file = importlib.import_module(f"tasks.{name}")
+    if not isinstance(getattr(file, "DEFAULTS", None), dict):
+        raise UserError(f"{where} needs DEFAULTS, a dictionary of the settings that suit the task")
+    if not callable(getattr(file, "load", None)):
+        raise UserError(f"{where} needs a function load(config) that returns a Task")
+    left_open = [field.name for field in dataclasses.fields(Config) if field.default is None]
+    for setting in file.DEFAULTS:
+        if setting not in left_open:
+            raise UserError(f"{where} has {setting} in DEFAULTS; what a task can set is {', '.join(left_open)}")
+    return file
+
+
+def task_defaults(name: str, model: str | None) -> dict:
+    """The settings that suit the task. What suits a task's own small model is too fast for another one."""
+    file = task_file(name)
+    defaults = REAL_MODEL_DEFAULTS | file.DEFAULTS
+    if model and hasattr(file, "model"):
+        defaults["learning_rate"] = REAL_MODEL_DEFAULTS["learning_rate"]
+    return defaults
+
+
+def load_task(config: Config) -> Task:
+    """Rows and rewards of the user's own, where there are any, stand in the place of the task's."""
+    file = task_file(config.task)
+    with as_user_error(f"--task {config.task}: load raised"):
+        task = file.load(config)
+    if not isinstance(task, Task):
+        raise UserError(f"--task {config.task}: load returned a {type(task).__name__} where a Task was due")
+    rows, rewards = load_files(config.data, config.reward)
     if config.data:
-        held_out = config.eval_prompts if config.eval_every else 0
-        task.train, task.eval = hold_out(rows, held_out, config.data)
+        task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
     if config.reward:
-        task.rewards = rewards
-        task.weights = config.reward_weights
-        task.full_reward = sum(config.reward_weights)
-    task.reward_timeout = config.reward_timeout
+        task.rewards, task.weights, task.full_reward = rewards, config.reward_weights, sum(config.reward_weights)
     if config.eval_every and not task.eval:
         raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
 
 
-def _noting(mistakes: list[str], load: Callable, name: str) -> Any:
-    try:
-        return load(name)
-    except UserError as mistake:
-        mistakes.append(str(mistake))
-
-
-# ---- Prompts ----
+# ---- Prompts and completions ----
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -103,22 +138,58 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     return encoded["input_ids"]
 
 
+def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Prompt:
+    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def text_of(completion: Prompt) -> str:
+    """A completion is a string, or to a chat prompt a list of messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
 # ---- Rewards ----
 
 
 def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenizer: Any) -> list[list[list[float]]]:
     """A value for each row, completion and reward function; NaN where a function gives none."""
+    if not rows:
+        return []
     pairs = [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
     prompts = [row["prompt"] for row, _ in pairs]
     completions = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     ids = [completion.ids for _, completion in pairs]
-    columns = {name: [row.get(name) for row, _ in pairs] for name in (rows[0] if rows else {}) if name != "prompt"}
-    values = [call_reward(reward, prompts, completions, ids, columns, task.reward_timeout) for reward in task.rewards]
-    by_completion = [list(parts) for parts in zip(*values, strict=True)]
-    starts = np.cumsum([0] + [len(group) for group in groups])
-    return [by_completion[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    columns = {name: [row.get(name) for row, _ in pairs] for name in rows[0] if name != "prompt"}
+    values = []  # a list for each function
+    for reward in task.rewards:
+        with task.time_limit(reward.__name__):
+            values.append(call_reward(reward, prompts, completions, ids, columns))
+    by_completion = zip(*values)
+    return [[list(next(by_completion)) for _ in group] for group in groups]
 
 
-def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Prompt:
-    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+def call_reward(reward: Callable, prompts: list, completions: list, ids: list, columns: dict) -> list[float]:
+    """What the function gave, checked: a number for each completion, and NaN where it gave None."""
+    with as_user_error(f"reward function {reward.__name__} raised"):
+        values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
+    values = values.tolist() if hasattr(values, "tolist") else values
+
+    def wrong(i: int, what: str) -> UserError:
+        where = f"for prompt {excerpt(prompts[i])} and completion {excerpt(completions[i])}"
+        return UserError(f"reward function {reward.__name__} returned {what}, {where}")
+
+    if not isinstance(values, list | tuple) or len(values) != len(prompts):
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+        raise wrong(0, f"{got} where {len(prompts)} were due, one for each completion; the call began")
+    for i, value in enumerate(values):
+        if value is not None and not math.isfinite(as_number(value)):
+            raise wrong(i, f"{repr(value)[:200]} where a finite number or None was due")
+    return [math.nan if value is None else as_number(value) for value in values]
+
+
+def as_number(value: Any) -> float:
+    """A number of Python, NumPy or PyTorch; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) or hasattr(value, "item") else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan

@@ -1,23 +1,49 @@
-"""Files of your own: rows of prompts and reward functions, read, called and checked.
+"""Files of the user's own: rows of prompts and reward functions, read and checked.
 
-A mistake in them is told in a line that names the file, the row or the completion. Left out: any format but .jsonl and
-hub data sets, and streaming: all rows are in memory.
+A mistake in them is told in a line that names the file and the row. Where the user's code raises, the frames of their
+file go with it as a note. Left out: any format but .jsonl and hub data sets, and streaming: all rows are in memory.
 """
 
+import importlib
 import importlib.util
 import json
-import math
-import numbers
-import os
 import sys
-import threading
+import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from config import UserError
-from infra import faults
+from config import Config, UserError
+
+OURS = {__file__, str(Path(__file__).with_name("__init__.py")), importlib.__file__}  # what calls the user's code
+MOST_FRAMES = 20
+
+
+def load_files(data: str | None, rewards: list[str]) -> tuple[list[dict], list[Callable]]:
+    """-> rows and reward functions. What is wrong with any of the files is told at once."""
+    rows: list[dict] = []
+    functions: list[Callable] = []
+    mistakes: list[UserError] = []
+    try:
+        rows = read_rows(data) if data else []
+    except UserError as mistake:
+        mistakes.append(mistake)
+    for name in rewards:
+        try:
+            functions.append(load_reward(name))
+        except UserError as mistake:
+            mistakes.append(mistake)
+    if mistakes:
+        together = UserError("\nerror: ".join(map(str, mistakes)))
+        for mistake in mistakes:
+            for note in getattr(mistake, "__notes__", []):
+                together.add_note(note)
+        raise together
+    return rows, functions
+
 
 # ---- Rows ----
 
@@ -25,7 +51,10 @@ from infra import faults
 def read_rows(source: str) -> list[dict]:
     """A .jsonl file, or the train split of a hub data set."""
     if not source.endswith((".jsonl", ".json")) and not Path(source).exists():
-        return load_hub(source, split="train")
+        rows = load_hub(source, split="train")
+        for number, row in enumerate(rows, start=1):
+            check_row(row, f"{source}, row {number}")
+        return rows
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -60,18 +89,17 @@ def check_row(row: dict, where: str) -> None:
     if "prompt" not in row:
         raise UserError(f'{where}: has no "prompt"; it has {", ".join(map(repr, row)) or "nothing"}')
     prompt = row["prompt"]
-    messages = (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
-    )
-    if not (isinstance(prompt, str) or messages):
-        raise UserError(f'{where}: "prompt" must be a string or a list of chat messages: {shown(prompt)}')
+    if not (isinstance(prompt, str) or are_messages(prompt)):
+        raise UserError(f'{where}: "prompt" must be a string or a list of chat messages: {excerpt(prompt)}')
     for name in ("prompts", "completions", "completion_ids"):
         if name in row:
             raise UserError(f"{where}: a column is named {name!r}, which every reward is given already; rename it")
+
+
+def are_messages(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in prompt)
 
 
 def load_hub(name: str, split: str, subset: str | None = None) -> list[dict]:
@@ -90,11 +118,16 @@ def load_hub(name: str, split: str, subset: str | None = None) -> list[dict]:
     return rows
 
 
+def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and held-out ones; none where --data brings others."""
+    if config.data:
+        return [], []
+    return load_hub(name, split="train", subset=subset), load_hub(name, split="test", subset=subset)
+
+
 def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], list[dict]]:
     """`count` prompts for evaluation, chosen by a hash: the same in every run, and a prompt that stands twice is on one
     side. The order of the file does not matter."""
-    for number, row in enumerate(rows, start=1):
-        check_row(row, f"{source}, row {number}")
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
     chosen = set(sorted(set(keys))[:count])
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
@@ -107,66 +140,7 @@ def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], lis
     return train, list(held.values())
 
 
-def shown(prompt: Any) -> str:
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
-    return repr(text if len(text) <= 200 else text[:200] + "...")
-
-
 # ---- Reward functions ----
-
-
-def call_reward(
-    reward: Callable, prompts: list, completions: list, ids: list, columns: dict, timeout: float = 600.0
-) -> list[float]:
-    """What the function gave, checked: a number or None for each completion, nothing else."""
-    if not prompts:
-        return []
-
-    def fault(i: int, what: str) -> UserError:
-        where = f"for prompt {shown(prompts[i])} and completion {shown(completions[i])}"
-        return UserError(f"reward function {reward.__name__} {what}, {where}")
-
-    late = threading.Timer(timeout, _too_late, (reward.__name__, timeout))
-    late.start()
-    try:
-        values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    except (Exception, SystemExit) as error:
-        raise fault(*_first_failure(reward, prompts, completions, ids, columns, error)) from error
-    finally:
-        late.cancel()
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-        raise fault(0, f"returned {got} where {len(prompts)} were due, one for each completion; the call began")
-    for i, value in enumerate(values):
-        if value is not None and not math.isfinite(as_number(value)):
-            raise fault(i, f"returned {repr(value)[:200]} where a finite number or None was due")
-    return [math.nan if value is None else as_number(value) for value in values]
-
-
-def as_number(value: Any) -> float:
-    """A number of Python, NumPy or PyTorch; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, numbers.Real) or hasattr(value, "item") else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return math.nan
-
-
-def _too_late(name: str, timeout: float) -> None:
-    """Nothing can interrupt a function that hangs, but its process can be ended."""
-    faults.report_failure(f"error: reward function {name} took longer than --reward_timeout {timeout:g} seconds")
-    os._exit(2)
-
-
-def _first_failure(reward, prompts, completions, ids, columns, error: Exception) -> tuple[int, str]:
-    """Which completion it was: each alone, until one fails too."""
-    for i in range(len(prompts)):
-        one = {name: values[i : i + 1] for name, values in columns.items()}
-        try:
-            reward(prompts=prompts[i : i + 1], completions=completions[i : i + 1], completion_ids=ids[i : i + 1], **one)
-        except (Exception, SystemExit) as alone:
-            return i, f"raised {type(alone).__name__}: {alone}"
-    return 0, f"raised {type(error).__name__}: {error}; the call began"
 
 
 def load_reward(name: str) -> Callable:
@@ -179,10 +153,8 @@ def load_reward(name: str) -> Callable:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
-    try:
+    with as_user_error(f"--reward {name}: {path} could not be loaded:"):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--reward {name}: {path} could not be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -190,3 +162,39 @@ def load_reward(name: str) -> Callable:
     if not hasattr(found, "__name__"):  # an object that can be called
         found.__name__ = function
     return found
+
+
+# ---- What is told ----
+
+
+@contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """An exception of the user's code becomes one line, and the frames of their file a note."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        told = UserError(f"{what} {type(error).__name__}: {' '.join(str(error).splitlines())}")
+        frames = frames_of_user(error)
+        if frames:
+            told.add_note(frames)
+        raise told from error
+
+
+def frames_of_user(error: BaseException) -> str:
+    """From the first frame that is theirs; of a long stack, its two ends."""
+    stack = traceback.extract_tb(error.__traceback__)
+    theirs = dropwhile(lambda frame: frame.filename in OURS or frame.filename.startswith("<frozen importlib"), stack)
+    lines = traceback.format_list(list(theirs))
+    if len(lines) > MOST_FRAMES:
+        lines = [*lines[: MOST_FRAMES // 2], "  ...\n", *lines[-MOST_FRAMES // 2 :]]
+    if isinstance(error, SyntaxError):  # which no frame shows
+        lines += traceback.format_exception_only(error)[:-1]
+    return "".join(lines).rstrip()
+
+
+def excerpt(prompt: Any) -> str:
+    """Of a prompt or a completion: enough to find it by."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    return repr(text if len(text) <= 200 else text[:200] + "...")

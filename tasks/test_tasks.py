@@ -1,19 +1,21 @@
-"""Prompts, rewards and data files: what goes in, what comes out, and what each mistake says."""
+"""A task by its name, prompts, rewards: what goes in, what comes out, and what each mistake says."""
 
+import contextlib
+import importlib
 import json
-import random
+import sys
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 
+import tasks
 from config import Config, UserError
 from infra.command_line import check_prompts, notes
 from rollout import Completion
-from tasks import Task, encode_prompt, load_task, score
+from tasks import Task, call_reward, encode_prompt, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._files import call_reward, hold_out, load_reward, read_rows, shown
 
 CHAT = [{"role": "user", "content": "1+1"}]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -31,8 +33,168 @@ def chat_tokenizer():
     return tokenizer
 
 
-def of(*prompts, eval=()) -> Task:
-    return Task([{"prompt": p} for p in prompts], [{"prompt": p} for p in eval], [], [], 1.0)
+def task_of(*prompts, held_out=()) -> Task:
+    return Task([{"prompt": p} for p in prompts], [{"prompt": p} for p in held_out], [], [], 1.0)
+
+
+def completion(tokenizer, text: str) -> Completion:
+    ids = [*tokenizer(text).input_ids, EOS_ID]
+    return Completion(ids, [0.0] * len(ids), truncated=False)
+
+
+# ---- A task by its name ----
+
+SHOUT = '''
+"""A word is answered in capitals."""
+
+from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+
+DEFAULTS = REAL_MODEL_DEFAULTS | dict(max_completion_length=20)
+
+
+def in_capitals(prompts, completions, completion_ids, word, **columns):
+    return [float(text_of(c).strip() == w.upper()) for c, w in zip(completions, word, strict=True)]
+
+
+def load(config):
+    words = ["red", "green", "blue", "white", "black", "brown"]
+    rows = [{"prompt": [{"role": "user", "content": f"Shout: {word}"}], "word": word} for word in words]
+    return Task(train=rows[2:], eval=rows[:2], rewards=[in_capitals], weights=[1.0], full_reward=1.0)
+'''
+
+
+@pytest.fixture
+def add_task(tmp_path, monkeypatch):
+    """-> a function that puts one more file beside the tasks: mine.py"""
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+
+    def add(text: str) -> None:
+        (tmp_path / "mine.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield add
+    sys.modules.pop("tasks.mine", None)
+    vars(tasks).pop("mine", None)
+
+
+def test_the_tasks_that_are_there():
+    assert task_names() == ["addition", "countdown", "data", "gsm8k", "sorting", "tldr"]
+    for name in task_names():
+        assert task_file(name).__doc__ and task_defaults(name, None).keys() == tasks.REAL_MODEL_DEFAULTS.keys()
+    assert [name for name in task_names() if hasattr(task_file(name), "model")] == ["addition", "sorting"]
+
+
+def test_one_new_file_is_a_task(add_task):
+    add_task(SHOUT)
+    assert "mine" in task_names()
+    task = load_task(Config(task="mine"))
+    assert [row["word"] for row in task.eval] == ["red", "green"] and len(task.train) == 4
+    letters = char_tokenizer("redRED")
+    group = [completion(letters, text) for text in ("RED", "red")]
+    assert score(task, task.eval[:1], [group], letters) == [[[1.0], [0.0]]]
+    assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
+
+
+def test_what_the_defaults_leave_out_is_as_for_a_real_model(add_task):
+    add_task("DEFAULTS = dict(steps=7)\ndef load(config): pass\n")
+    assert task_defaults("mine", None) == tasks.REAL_MODEL_DEFAULTS | {"steps": 7}
+
+
+@pytest.mark.parametrize("name", ["addition", "sorting"])
+def test_a_model_of_ones_own_does_not_learn_at_the_rate_of_a_small_one(name):
+    assert task_defaults(name, None)["learning_rate"] > 1e-4
+    assert task_defaults(name, "a model") == task_defaults(name, None) | {"learning_rate": 1e-6}
+
+
+@pytest.mark.parametrize("name", ["chess", "_files", "test_tasks", "", "os.path", "../config"])
+def test_a_name_that_is_no_task_lists_those_that_are(name):
+    with pytest.raises(UserError) as told:
+        task_file(name)
+    assert str(told.value) == f"--task {name}: must be one of addition, countdown, data, gsm8k, sorting, tldr"
+
+
+LOAD = "def load(config):\n    "
+BROKEN = [  # the file, the message, what its frames show
+    ("1 / 0\n", "tasks/mine.py could not be loaded: ZeroDivisionError: division by zero", "1 / 0"),
+    ("import no_such_module\n", "tasks/mine.py could not be loaded: ModuleNotFoundError: No module", "no_such_module"),
+    ("def load(:\n", "tasks/mine.py could not be loaded: SyntaxError: invalid syntax (mine.py, line 1)", "^"),
+    ("raise SystemExit(0)\n", "tasks/mine.py could not be loaded: SystemExit: 0", "SystemExit(0)"),
+    ("", "tasks/mine.py needs DEFAULTS, a dictionary", None),
+    ("DEFAULTS = 3\n", "tasks/mine.py needs DEFAULTS, a dictionary", None),
+    ("DEFAULTS = {}\n", "tasks/mine.py needs a function load(config) that returns a Task", None),
+    ("DEFAULTS = {}\nload = 3\n", "tasks/mine.py needs a function load(config) that returns a Task", None),
+    (f"DEFAULTS = dict(step=3)\n{LOAD}pass\n", "tasks/mine.py has step in DEFAULTS; what a task can set is ", None),
+    (f"DEFAULTS = dict(temperature=2)\n{LOAD}pass\n", "tasks/mine.py has temperature in DEFAULTS; what a task", None),
+    (f"DEFAULTS = {{}}\n{LOAD}return config.dota\n", "load raised AttributeError: 'Config' object has no", "dota"),
+    ("DEFAULTS = {}\ndef load(): pass\n", "load raised TypeError: load() takes 0 positional arguments", None),
+    (f"DEFAULTS = {{}}\n{LOAD}return [], []\n", "load returned a tuple where a Task was due", None),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "shown"), BROKEN)
+def test_a_file_that_is_no_task_gets_a_line_and_its_own_frames(add_task, tmp_path, text, message, shown):
+    add_task(text)
+    with pytest.raises(UserError) as told:
+        load_task(Config(task="mine"))
+    assert str(told.value).startswith(f"--task mine: {message}") and "\n" not in str(told.value)
+    frames = getattr(told.value, "__notes__", [])
+    assert len(frames) == (shown is not None)
+    assert all(frame.startswith(f'  File "{tmp_path}/mine.py", line ') and shown in frame for frame in frames)
+
+
+def test_a_mistake_that_the_task_itself_tells_is_told_as_it_is(add_task):
+    add_task(f"from config import UserError\nDEFAULTS = {{}}\n{LOAD}raise UserError('first get the rows')\n")
+    with pytest.raises(UserError, match=r"^first get the rows$"):
+        load_task(Config(task="mine"))
+
+
+@pytest.mark.parametrize("name", ["countdown", "gsm8k", "tldr"])
+def test_rows_of_ones_own_replace_the_tasks(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # nothing is asked of the hub
+    rows = [{"prompt": f"p{i}", "answer": i, "numbers": [i], "target": i} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = Config(task=name, data=str(tmp_path / "rows.jsonl"), eval_prompts=1)
+    assert task_file(name).load(config).train == []
+    task = load_task(config)
+    assert sorted(row["prompt"] for row in task.train + task.eval) == ["p0", "p1", "p2", "p3"]
+    assert len(task.eval) == 1
+    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
+    for reward in task.rewards:
+        assert len(call_reward(reward, [row["prompt"] for row in rows], ["<answer>1</answer>"] * 4, [[1]] * 4, columns))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "tldr"])
+def test_without_datasets_the_message_says_what_to_install(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        load_task(Config(task=name))
+
+
+def test_rows_and_rewards_from_files(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(20)))
+    (tmp_path / "mine.py").write_text("def good(completions, **columns):\n    return [1.0] * len(completions)\n")
+    files = dict(data=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/mine.py:good"] * 2, reward_weights=[0.5, 2.0])
+    task = load_task(Config(task="data", **files, eval_prompts=5))
+    assert len(task.train) == 15 and len(task.eval) == 5
+    assert task.weights == [0.5, 2.0] and task.full_reward == 2.5
+    assert task.reward_names == ["good", "good_2"]
+    assert len(load_task(Config(task="data", **files, eval_prompts=5, eval_every=0)).train) == 20
+
+
+def test_evaluation_needs_held_out_prompts(add_task):
+    add_task(SHOUT.replace("eval=rows[:2]", "eval=[]"))
+    with pytest.raises(UserError, match="--task mine has no held-out prompts to evaluate on: set --eval_every 0"):
+        load_task(Config(task="mine"))
+    assert load_task(Config(task="mine", eval_every=0)).eval == []
+
+
+def test_each_row_once_an_epoch_in_another_order():
+    task = task_of(*map(str, range(50)))
+    epochs = [[task.draw(50 * epoch + i, seed=3)["prompt"] for i in range(50)] for epoch in range(4)]
+    assert all(sorted(epoch) == sorted(map(str, range(50))) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 4
+    assert epochs[2] == [task.draw(100 + i, seed=3)["prompt"] for i in range(50)], "the same every time"
+    assert epochs[0] != [task.draw(i, seed=4)["prompt"] for i in range(50)]
 
 
 # ---- Prompts ----
@@ -49,72 +211,24 @@ def test_an_end_token_that_the_tokenizer_adds_is_taken_off(tokenizer):
         eos_token_id = EOS_ID
 
         def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": [*tokenizer(text).input_ids, *[EOS_ID] * add_special_tokens]}
+            ids = tokenizer(text).input_ids
+            return {"input_ids": [*ids, EOS_ID] if add_special_tokens else ids}
 
     assert encode_prompt(Ending(), "1+1=") == tokenizer("1+1=").input_ids
     written = "1+1=" + tokenizer.eos_token
     assert encode_prompt(tokenizer, written)[-1] == EOS_ID, "one that the user wrote stays"
 
 
-def test_each_row_once_an_epoch_in_another_order(tokenizer):
-    task = of(*map(str, range(50)))
-    epochs = [[task.draw(50 * epoch + i, seed=3)["prompt"] for i in range(50)] for epoch in range(4)]
-    assert all(sorted(epoch) == sorted(map(str, range(50))) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == 4
-    assert epochs[2] == [task.draw(100 + i, seed=3)["prompt"] for i in range(50)], "the same every time"
-    assert epochs[0] != [task.draw(i, seed=4)["prompt"] for i in range(50)]
-
-
-def test_prompts_that_are_fine_need_no_note(tokenizer, chat_tokenizer):
-    assert check_prompts(of("1+1=", eval=["12+2="]), tokenizer, context=11, max_completion_length=6) == 5
-    assert check_prompts(of(CHAT), chat_tokenizer, None, 10**6) > 0 and notes(of(CHAT), chat_tokenizer) == []
-
-
-def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
-    (note,) = notes(of("1+1=", CHAT), chat_tokenizer)
-    assert "chat template is not applied" in note and "\n" not in note
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (of("1", CHAT), ["no chat template", "string prompts"]),
-        (of("1", ""), ["no tokens", "''"]),
-        (of("1", "1" * 8), ["8 tokens", "a completion of 3", "context of 10", "--max_completion_length", "'11111111'"]),
-        (of("1", eval=["2" * 8]), ["8 tokens", "'22222222'"]),
-        (of("1", "what?"), ["'what?'"]),  # the tokenizer cannot encode it
-    ],
-)
-def test_a_prompt_that_cannot_be_used_is_named(tokenizer, task, words):
-    with pytest.raises(UserError) as mistake:
-        check_prompts(task, tokenizer, context=10, max_completion_length=3)
-    assert all(word in str(mistake.value) for word in words)
-
-
-def test_a_template_that_refuses_a_prompt_is_a_mistake():
-    tokenizer = char_tokenizer("abc")
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="roles must alternate"):
-        check_prompts(of(CHAT), tokenizer, None, 10)
-
-
-def test_long_prompts_are_shown_in_part():
-    assert shown("a\nb") == r"'a\nb'"
-    assert len(shown("x" * 10**6)) < 220 and shown("x" * 201).endswith("...'")
-    assert json.dumps(CHAT) in shown(CHAT)
-
-
 # ---- Rewards ----
-
 
 PROMPTS, COMPLETIONS, IDS = ["p0", "p1", "p2"], ["c0", "c1", "c2"], [[5], [6], [7]]
 
 
-def called(values, **columns):
-    def mine(prompts, completions, completion_ids, **kwargs):
-        return values(completions) if callable(values) else values
+def values_of(values):
+    def mine(prompts, completions, completion_ids, **columns):
+        return values
 
-    return call_reward(mine, PROMPTS, COMPLETIONS, IDS, columns)
+    return call_reward(mine, PROMPTS, COMPLETIONS, IDS, {})
 
 
 @pytest.mark.parametrize(
@@ -128,14 +242,14 @@ def called(values, **columns):
     ],
 )
 def test_numbers_and_none_are_fine(values):
-    got = called(values)
+    got = values_of(values)
     assert got[0] == 1.0 and np.isnan(got[1]) and got[2] == -2.5
     assert all(type(value) is float for value in got)
 
 
 @pytest.mark.parametrize("values", [torch.tensor([1, 2, 3]), np.array([1.0, 2.0, 3.0])])
 def test_tensors_and_arrays_are_fine(values):
-    assert called(values) == [1.0, 2.0, 3.0]
+    assert values_of(values) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -161,202 +275,135 @@ def test_tensors_and_arrays_are_fine(values):
     ],
 )
 def test_anything_else_names_function_prompt_and_completion(values, at, what):
-    with pytest.raises(UserError) as mistake:
-        called(values)
-    message = str(mistake.value)
+    with pytest.raises(UserError) as told:
+        values_of(values)
+    message = str(told.value)
     assert "reward function mine" in message and what in message and "\n" not in message
     assert f"prompt 'p{at}'" in message and f"completion 'c{at}'" in message
 
 
-def test_a_reward_that_raises_names_the_completion_it_raised_for():
-    def fails(completions):
-        return [1 / (text != "c1") for text in completions]
+@pytest.mark.parametrize("error", [ZeroDivisionError("division\nby zero"), SystemExit("by zero"), KeyError()])
+def test_a_reward_that_raises_is_called_once_and_told_in_one_line(error):
+    calls = []
 
-    with pytest.raises(UserError, match=r"mine raised ZeroDivisionError: .*'p1' and completion 'c1'") as mistake:
-        called(fails)
-    assert isinstance(mistake.value.__cause__, ZeroDivisionError), "the trace is not lost"
+    def fails(prompts, **columns):
+        calls.append(prompts)
+        raise error
 
-    def fails_together(completions):
-        raise ValueError("all") if len(completions) > 1 else KeyError
+    with pytest.raises(UserError) as told:
+        call_reward(fails, PROMPTS, COMPLETIONS, IDS, {})
+    assert calls == [PROMPTS] and told.value.__cause__ is error
+    line = " ".join(str(error).splitlines())
+    assert str(told.value) == f"reward function fails raised {type(error).__name__}: {line}"
+    (frames,) = told.value.__notes__
+    assert frames.startswith(f'  File "{__file__}", line ') and frames.count("File") == 1 and "in fails" in frames
 
-    with pytest.raises(UserError, match="mine raised"):
-        called(fails_together)
+
+def test_a_reward_can_be_interrupted():
+    def interrupted(**columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call_reward(interrupted, PROMPTS, COMPLETIONS, IDS, {})
 
 
 def test_a_reward_without_room_for_the_columns_is_told_so():
-    with pytest.raises(UserError, match=r"narrow raised TypeError: .*unexpected keyword argument 'answer'"):
+    def narrow(prompts, completions, completion_ids):
+        return [0.0] * len(prompts)
+
+    with pytest.raises(UserError, match=r"narrow raised TypeError: .*unexpected keyword argument 'answer'") as told:
         call_reward(narrow, PROMPTS, COMPLETIONS, IDS, {"answer": [1, 2, 3]})
-
-
-def narrow(prompts, completions, completion_ids):
-    return [0.0] * len(prompts)
-
-
-def test_nothing_to_score_calls_nothing():
-    assert call_reward(None, [], [], [], {}) == []
-
-
-def completion(tokenizer, text: str) -> Completion:
-    ids = [*tokenizer(text).input_ids, EOS_ID]
-    return Completion(ids, [0.0] * len(ids), truncated=False)
+    assert not hasattr(told.value, "__notes__"), "no frame is theirs"
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", CHAT])
 def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt):
     calls = []
 
-    def first(prompts, completions, completion_ids, answer, **kwargs):
-        calls.append((prompts, completions, completion_ids, answer, kwargs))
+    def first(prompts, completions, completion_ids, answer, **columns):
+        calls.append((prompts, completions, completion_ids, answer, columns))
         return [0.0, 1.0, 2.0, 3.0]
 
-    def second(completions, **kwargs):
+    def second(completions, **columns):
         return [None, 5.0, None, 7.0]
 
     rows = [{"prompt": prompt, "answer": "2", "more": [1]}, {"prompt": prompt, "answer": "3", "more": {}}]
     groups = [[completion(tokenizer, text) for text in pair] for pair in (("a", "b"), ("c", "1"))]
-    task = Task(rows, [], [first, second], [1.0, 1.0], 1.0)
-    parts = np.array(score(task, rows, groups, tokenizer))
+    parts = np.array(score(Task(rows, [], [first, second], [1.0, 1.0], 1.0), rows, groups, tokenizer))
     assert parts.shape == (2, 2, 2)
     np.testing.assert_array_equal(parts[..., 0], [[0.0, 1.0], [2.0, 3.0]])
     np.testing.assert_array_equal(parts[..., 1], [[np.nan, 5.0], [np.nan, 7.0]])
 
-    ((prompts, completions, ids, answer, kwargs),) = calls
+    ((prompts, completions, ids, answer, columns),) = calls
     texts = ["a", "b", "c", "1"]
-    assert prompts == [prompt] * 4 and answer == ["2", "2", "3", "3"] and kwargs == {"more": [[1], [1], {}, {}]}
+    assert prompts == [prompt] * 4 and answer == ["2", "2", "3", "3"] and columns == {"more": [[1], [1], {}, {}]}
     assert completions == (texts if prompt != CHAT else [[{"role": "assistant", "content": text}] for text in texts])
     assert ids == [[*tokenizer(text).input_ids, EOS_ID] for text in texts]
 
 
-def test_no_rows_no_scores(tokenizer):
-    assert score(of("1"), [], [], tokenizer) == []
+def test_the_time_limit_is_around_each_call(tokenizer):
+    events = []
+
+    @contextlib.contextmanager
+    def time_limit(name: str):
+        events.append(f"{name} begins")
+        try:
+            yield
+        finally:
+            events.append(f"{name} ends")
+
+    def first(completions, **columns):
+        events.append("first is called")
+        return [1.0]
+
+    def second(completions, **columns):
+        raise ValueError
+
+    task = Task([{"prompt": "1"}], [], [first, second], [1.0, 1.0], 2.0, time_limit=time_limit)
+    with pytest.raises(UserError, match="second raised ValueError"):
+        score(task, task.train, [[completion(tokenizer, "a")]], tokenizer)
+    assert events == ["first begins", "first is called", "first ends", "second begins", "second ends"]
 
 
-@pytest.fixture
-def rewards_file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("import math\nLIMIT = 3\ndef good(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
-    return path
+def test_nothing_to_score_calls_nothing(tokenizer):
+    assert score(Task([], [], [None], [1.0], 1.0), [], [], tokenizer) == []
 
 
-def test_load_reward(rewards_file):
-    good = load_reward(f"{rewards_file}:good")
-    assert good(completions=["a", "b"]) == [1.0, 1.0] and good.__name__ == "good"
+# ---- Prompts that cannot be used ----
+
+
+def test_prompts_that_are_fine_need_no_note(tokenizer, chat_tokenizer):
+    assert check_prompts(task_of("1+1=", held_out=["12+2="]), tokenizer, context=11, max_completion_length=6) == 5
+    assert check_prompts(task_of(CHAT), chat_tokenizer, None, 10**6) > 0
+    assert notes(task_of(CHAT), chat_tokenizer) == []
+
+
+def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
+    (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
+    assert "chat template is not applied" in note and "\n" not in note
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("task", "words"),
     [
-        ("good", ["must be file.py:function"]),
-        ("{}", ["must be file.py:function"]),
-        ("{}:", ["must be file.py:function"]),
-        ("nowhere.py:good", ["there is no file nowhere.py"]),
-        ("{}:LIMIT", ["has no function LIMIT", "it has good"]),
-        ("{}:god", ["has no function god", "it has good"]),
-        ("{}.broken.py:good", ["could not be loaded", "SyntaxError"]),
-        ("{}.needs.py:good", ["could not be loaded", "ModuleNotFoundError", "no_such_module"]),
+        (task_of("1", CHAT), ["no chat template", "string prompts"]),
+        (task_of("1", ""), ["no tokens", "''"]),
+        (
+            task_of("1", "1" * 8),
+            ["8 tokens", "a completion of 3", "context of 10", "--max_completion_length", "'11111111'"],
+        ),
+        (task_of("1", held_out=["2" * 8]), ["8 tokens", "'22222222'"]),
+        (task_of("1", "what?"), ["'what?'"]),  # the tokenizer cannot encode it
     ],
 )
-def test_a_reward_that_cannot_be_loaded(rewards_file, name, words):
-    rewards_file.with_name("mine.py.broken.py").write_text("def good(:\n")
-    rewards_file.with_name("mine.py.needs.py").write_text("import no_such_module\n")
-    with pytest.raises(UserError) as mistake:
-        load_reward(name.format(rewards_file))
-    assert all(word in str(mistake.value) for word in ["--reward", *words])
+def test_a_prompt_that_cannot_be_used_is_named(tokenizer, task, words):
+    with pytest.raises(UserError) as told:
+        check_prompts(task, tokenizer, context=10, max_completion_length=3)
+    assert all(word in str(told.value) for word in words)
 
 
-def test_a_callable_object_is_a_reward_too(tmp_path):
-    path = tmp_path / "objects.py"
-    path.write_text(
-        "class Judge:\n    def __call__(self, completions, **kwargs):\n        return [1.0]\njudge = Judge()\n"
-    )
-    task = Task([], [], [load_reward(f"{path}:judge")], [1.0], 1.0)
-    assert task.reward_names == ["judge"]
-
-
-def test_rewards_of_one_name_keep_their_columns_apart(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.py").write_text("def mine(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    task = Task([], [], [load_reward(f"{tmp_path / name}.py:mine") for name in "ab"], [1.0, 1.0], 2.0)
-    assert len(set(task.reward_names)) == 2
-
-
-# ---- Data of one's own ----
-
-
-def write(tmp_path, text: str | bytes):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    "text", ['{{"prompt": "é", "n": 1}}{0}{0}{{"prompt": [{{"role": "user", "content": "x"}}], "n": 2}}{0}']
-)
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
-def test_read_rows(tmp_path, text, newline, start):
-    rows = read_rows(write(tmp_path, start + text.format(newline).encode()))
-    assert rows == [{"prompt": "é", "n": 1}, {"prompt": [{"role": "user", "content": "x"}], "n": 2}]
-
-
-def test_columns_that_only_some_rows_have(tmp_path):
-    """Which rows share a call depends on the ranks, so its columns must not depend on which row comes first."""
-    rows = read_rows(write(tmp_path, '{"prompt": "a", "level": 1}\n{"prompt": "b", "answer": "2"}\n'))
-    assert rows == [{"prompt": "a", "level": 1, "answer": None}, {"prompt": "b", "level": None, "answer": "2"}]
-
-
-def test_a_line_separator_inside_a_string_ends_no_row(tmp_path):
-    assert read_rows(write(tmp_path, '{"prompt": "a\u2028b\x85c"}\n')) == [{"prompt": "a\u2028b\x85c"}]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["holds no rows"]),
-        ("\n \n", ["holds no rows"]),
-        ('{"prompt": "a"}\n{"prompt": \n', ["rows.jsonl:2", "not JSON"]),
-        ('{"prompt": "a"}\n\n["a"]\n', ["rows.jsonl:3", "holds a list"]),
-        ('{"question": "a", "answer": 1}\n', ["rows.jsonl:1", 'no "prompt"', "'question', 'answer'"]),
-        ('{"prompt": 5}\n', ["rows.jsonl:1", "string or a list of chat messages", "5"]),
-        ('{"prompt": []}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
-        ('{"prompt": [{"content": "a"}]}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
-        ('{"prompt": [{"role": "user", "content": null}]}\n', ["rows.jsonl:1", "chat messages"]),
-        ('{"prompt": "a", "completions": 1}\n', ["rows.jsonl:1", "'completions'", "rename"]),
-        (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ["rows.jsonl:2", "UTF-8"]),
-    ],
-)
-def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
-    with pytest.raises(UserError) as mistake:
-        read_rows(write(tmp_path, text))
-    assert all(word in str(mistake.value) for word in words)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        read_rows(str(tmp_path / "rows.jsonl"))
-
-
-def test_hold_out_depends_on_the_prompts_alone():
-    rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
-    train, held = hold_out(rows, 8, "rows")
-    held_prompts, train_prompts = {row["prompt"] for row in held}, {row["prompt"] for row in train}
-    assert len(held) == len(held_prompts) == 8 and len(train) == 44
-    assert not held_prompts & train_prompts
-    mixed = random.Random(0).sample(rows, 60)
-    assert {row["prompt"] for row in hold_out(mixed, 8, "rows")[1]} == held_prompts
-    assert {row["prompt"] for row in hold_out(rows, 4, "rows")[1]} < held_prompts
-    assert hold_out(rows, 0, "rows") == (rows, [])
-
-
-def test_holding_out_everything_is_a_mistake():
-    with pytest.raises(UserError, match=r"has 2 prompts and 5 are held out.*--eval_prompts.*--eval_every 0"):
-        hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows.jsonl")
-
-
-def test_load_task_with_data_and_rewards(tmp_path, rewards_file):
-    data = write(tmp_path, "".join(f'{{"prompt": "{i}"}}\n' for i in range(20)))
-    settings = dict(task="data", data=data, reward=[f"{rewards_file}:good"] * 2, reward_weights=[0.5, 2.0])
-    task = load_task(Config(**settings, eval_prompts=5))
-    assert len(task.train) == 15 and len(task.eval) == 5
-    assert task.weights == [0.5, 2.0] and task.full_reward == 2.5
-    assert len(load_task(Config(**settings, eval_prompts=5, eval_every=0)).train) == 20
+def test_a_template_that_refuses_a_prompt_is_a_mistake():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="roles must alternate"):
+        check_prompts(task_of(CHAT), tokenizer, None, 10)

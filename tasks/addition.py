@@ -1,0 +1,39 @@
+"""Addition: "47+85=" is answered at once, "#132", or after a thought, "7+5+0=12,4+8+1=13#132".
+
+The reward is 1 for a completion that ended by itself with the sum after its last "#", and 0 for any other. The model
+comes with the repository; tools/make_addition.py made it. It answers most long sums at once, and wrongly: that thinking
+pays for them too is what is left to learn. Columns: prompt, answer.
+"""
+
+import random
+from pathlib import Path
+
+from config import Config
+from tasks import Task
+from tasks._characters import EOS_ID, ended, split
+
+DEFAULTS = dict(num_generations=8, max_completion_length=64, steps=80, learning_rate=2e-4, warmup_steps=5)
+ALPHABET = "0123456789+=#,."
+
+
+def draw_row(rng: random.Random) -> dict:
+    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in (rng.randint(2, 4), rng.randint(2, 4)))
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def exact_sum(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
+    """1 if the completion ended and the text after its last '#' is the sum."""
+    rewards = []
+    for text, ids, right in zip(completions, completion_ids, answer, strict=True):
+        _, mark, given = text.rpartition("#")
+        rewards.append(float(ended(ids) and mark == "#" and given == right))
+    return rewards
+
+
+def load(config: Config) -> Task:
+    train, evaluation = split(draw_row)
+    return Task(train, evaluation, [exact_sum], [1.0], full_reward=1.0, eos_id=EOS_ID)
+
+
+def model(config: Config) -> str:
+    return str(Path(__file__).parent.parent / "models" / "addition")

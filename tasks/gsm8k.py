@@ -1,0 +1,64 @@
+"""GSM8K: word problems of grade-school arithmetic, the hub's openai/gsm8k.
+
+The reward is 1 if the completion's final number is the answer's, else 0. Columns: prompt, answer (72, "72", or the data
+set's own text that ends in "#### 72").
+"""
+
+import re
+from decimal import Decimal
+
+from config import Config, UserError
+from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+from tasks._files import excerpt, hub_splits
+
+DEFAULTS = REAL_MODEL_DEFAULTS
+
+
+def to_row(row: dict) -> dict:
+    question = row["question"] + "\nThink step by step, and put the final number in \\boxed{}."
+    return {"prompt": [{"role": "user", "content": question}], "answer": row["answer"].rpartition("####")[2].strip()}
+
+
+# A minus after an operand is no sign ("10-5"), and what is glued to other digits is no number ("1,2", "1.2.3", "1e3").
+NUMBER = re.compile(r"(?ai)(?<![a-z0-9.,)])(?<!\de[-+])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![.,]?\d|e[-+]?\d)")
+BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+
+
+def right_number(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
+    """1 if the completion's final number is the answer's."""
+    rewards = []
+    for prompt, completion, wanted in zip(prompts, completions, answer, strict=True):
+        number = only_number(str(wanted).rpartition("####")[2])
+        if number is None:
+            raise UserError(
+                f'the answer {wanted!r} is neither a number nor a text that ends in "#### 72", '
+                f"for prompt {excerpt(prompt)}"
+            )
+        rewards.append(float(final_number(text_of(completion)) == number))
+    return rewards
+
+
+def final_number(text: str) -> Decimal | None:
+    r"""In the last \boxed{}; without one, on the line after the last "####"; without either, the last of the text."""
+    if "\\boxed{" in text:
+        box = BOX.match(text, text.rindex("\\boxed{"))
+        return only_number(box[1]) if box else None
+    if "####" in text:
+        return only_number(text.rpartition("####")[2].strip().partition("\n")[0])
+    return (numbers_in(text) or [None])[-1]
+
+
+def only_number(text: str) -> Decimal | None:
+    found = numbers_in(text)
+    return found[0] if len(found) == 1 else None
+
+
+def numbers_in(text: str) -> list[Decimal]:
+    """Decimal reads any number of digits exactly; 72.0 equals 72."""
+    plain = re.sub(r"\\?\$|\\[,!]", "", text).replace("{,}", ",").replace("−", "-")  # dollars, LaTeX's thin spaces
+    return [Decimal(number.replace(",", "")) for number in NUMBER.findall(plain)]
+
+
+def load(config: Config) -> Task:
+    train, test = hub_splits(config, "openai/gsm8k", "main")
+    return Task([to_row(row) for row in train], [to_row(row) for row in test], [right_number], [1.0], full_reward=1.0)

@@ -1,0 +1,206 @@
+"""Rows and rewards from files: what is read, what is held out, and what each mistake says."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from config import UserError
+from tasks import Task, call_reward
+from tasks._files import MOST_FRAMES, excerpt, hold_out, load_files, load_reward, read_rows
+
+
+def write(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+# ---- Rows ----
+
+LINES = '{{"prompt": "é", "n": 1}}{0}{0}{{"prompt": [{{"role": "user", "content": "x"}}], "n": 2}}{0}'
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
+def test_read_rows(tmp_path, newline, start):
+    rows = read_rows(write(tmp_path, start + LINES.format(newline).encode()))
+    assert rows == [{"prompt": "é", "n": 1}, {"prompt": [{"role": "user", "content": "x"}], "n": 2}]
+
+
+def test_columns_that_only_some_rows_have(tmp_path):
+    """Which rows share a call depends on the ranks, so its columns must not depend on which row comes first."""
+    rows = read_rows(write(tmp_path, '{"prompt": "a", "level": 1}\n{"prompt": "b", "answer": "2"}\n'))
+    assert rows == [{"prompt": "a", "level": 1, "answer": None}, {"prompt": "b", "level": None, "answer": "2"}]
+
+
+def test_a_line_separator_inside_a_string_ends_no_row(tmp_path):
+    assert read_rows(write(tmp_path, '{"prompt": "a\u2028b\x85c"}\n')) == [{"prompt": "a\u2028b\x85c"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["holds no rows"]),
+        ("\n \n", ["holds no rows"]),
+        ('{"prompt": "a"}\n{"prompt": \n', ["rows.jsonl:2", "not JSON"]),
+        ('{"prompt": "a"}\n\n["a"]\n', ["rows.jsonl:3", "holds a list"]),
+        ('{"question": "a", "answer": 1}\n', ["rows.jsonl:1", 'no "prompt"', "'question', 'answer'"]),
+        ('{"prompt": 5}\n', ["rows.jsonl:1", "string or a list of chat messages", "5"]),
+        ('{"prompt": []}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
+        ('{"prompt": [{"content": "a"}]}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
+        ('{"prompt": [{"role": "user", "content": null}]}\n', ["rows.jsonl:1", "chat messages"]),
+        ('{"prompt": "a", "completions": 1}\n', ["rows.jsonl:1", "'completions'", "rename"]),
+        (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ["rows.jsonl:2", "UTF-8"]),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
+    with pytest.raises(UserError) as told:
+        read_rows(write(tmp_path, text))
+    assert all(word in str(told.value) for word in words)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def hub(monkeypatch, rows: list[dict] | Exception) -> None:
+    def load_dataset(name, subset=None, split=None):
+        assert (name, subset, split) == ("them/theirs", None, "train")
+        if isinstance(rows, Exception):
+            raise rows
+        return rows
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_rows_of_the_hub(monkeypatch):
+    hub(monkeypatch, [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}])
+    assert read_rows("them/theirs") == [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+    hub(monkeypatch, [{"prompt": "a"}, {"question": "b"}])
+    with pytest.raises(UserError, match=r"""^them/theirs, row 2: has no "prompt"; it has 'question'$"""):
+        read_rows("them/theirs")
+    hub(monkeypatch, ValueError("no such set\nat all"))
+    with pytest.raises(UserError, match=r"^data set them/theirs could not be loaded: ValueError: no such set$"):
+        read_rows("them/theirs")
+
+
+def test_hold_out_depends_on_the_prompts_alone():
+    rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
+    train, held = hold_out(rows, 8, "rows")
+    held_prompts, train_prompts = {row["prompt"] for row in held}, {row["prompt"] for row in train}
+    assert len(held) == len(held_prompts) == 8 and len(train) == 44
+    assert not held_prompts & train_prompts
+    mixed = random.Random(0).sample(rows, 60)
+    assert {row["prompt"] for row in hold_out(mixed, 8, "rows")[1]} == held_prompts
+    assert {row["prompt"] for row in hold_out(rows, 4, "rows")[1]} < held_prompts
+    assert hold_out(rows, 0, "rows") == (rows, [])
+
+
+def test_holding_out_everything_is_a_mistake():
+    with pytest.raises(UserError, match=r"has 2 prompts and 5 are held out.*--eval_prompts.*--eval_every 0"):
+        hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows.jsonl")
+
+
+# ---- Reward functions ----
+
+REWARDS = """\
+import math
+LIMIT = 3
+
+def good(completions, **columns):
+    return [1.0 for _ in completions]
+
+class Judge:
+    def __call__(self, completions, **columns):
+        return [2.0 for _ in completions]
+
+judge = Judge()
+
+def fails(prompts, **columns):
+    return share(prompts[0], 50)
+
+def share(prompt, depth):
+    return half(prompt, depth - 1)
+
+def half(prompt, depth):
+    return share(prompt, depth - 1) if depth > 0 else 1 / len(prompt)
+"""
+
+
+@pytest.fixture
+def rewards_file(tmp_path) -> Path:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path / "mine.py"
+
+
+def test_a_function_and_an_object_that_can_be_called(rewards_file):
+    rewards = [load_reward(f"{rewards_file}:{name}") for name in ("good", "judge")]
+    assert [reward(completions=["a", "b"]) for reward in rewards] == [[1.0, 1.0], [2.0, 2.0]]
+    assert Task([], [], rewards, [1.0, 1.0], 2.0).reward_names == ["good", "judge"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("good", ["must be file.py:function"]),
+        ("{}", ["must be file.py:function"]),
+        ("{}:", ["must be file.py:function"]),
+        ("nowhere.py:good", ["there is no file nowhere.py"]),
+        ("{}:LIMIT", ["has no function LIMIT", "it has good, Judge, judge"]),
+        ("{}:god", ["has no function god", "it has good, Judge, judge"]),
+    ],
+)
+def test_a_reward_that_is_not_there(rewards_file, name, words):
+    with pytest.raises(UserError) as told:
+        load_reward(name.format(rewards_file))
+    assert all(word in str(told.value) for word in ["--reward", *words])
+
+
+def broken(folder: Path) -> list[str]:
+    (folder / "needs.py").write_text("x = 1\nimport no_such_module\n")
+    (folder / "broken.py").write_text("def good(:\n")
+    return [f"{folder}/needs.py:good", f"{folder}/broken.py:good"]
+
+
+def test_a_file_that_raises_shows_its_own_frames(tmp_path):
+    needs, syntax = broken(tmp_path)
+    with pytest.raises(UserError, match=r"--reward .*: .*/needs.py could not be loaded: ModuleNotFoundError") as told:
+        load_reward(needs)
+    assert told.value.__notes__ == [f'  File "{tmp_path}/needs.py", line 2, in <module>\n    import no_such_module']
+    with pytest.raises(UserError, match=r"--reward .*: .*/broken.py could not be loaded: SyntaxError") as told:
+        load_reward(syntax)
+    (note,) = told.value.__notes__
+    assert note.startswith(f'  File "{tmp_path}/broken.py", line 1\n    def good(:\n') and "SyntaxError" not in note
+
+
+def test_what_is_wrong_with_several_files_is_told_at_once(tmp_path, rewards_file):
+    rewards = [f"{rewards_file}:good", *broken(tmp_path)]
+    with pytest.raises(UserError) as told:
+        load_files(str(tmp_path / "none.jsonl"), rewards)
+    lines = str(told.value).split("\n")
+    words = ["--data", "error: --reward", "error: --reward"]
+    assert len(lines) == 3 and all(map(str.startswith, lines, words)), lines
+    assert [re.findall(r"(\w+)\.py", note) for note in told.value.__notes__] == [["needs"], ["broken"]]
+
+
+def test_the_frames_of_a_long_stack_are_its_two_ends(rewards_file):
+    with pytest.raises(UserError, match="reward function fails raised ZeroDivisionError: division by zero") as told:
+        call_reward(load_reward(f"{rewards_file}:fails"), [""], ["a"], [[1]], {})
+    (note,) = told.value.__notes__
+    frames = re.findall(r'File "(.*)", line \d+, in (\w+)', note)
+    assert {file for file, _ in frames} == {str(rewards_file)} and len(frames) == MOST_FRAMES
+    names = [name for _, name in frames]
+    assert names[:3] == ["fails", "share", "half"] and names[-2:] == ["share", "half"] and "\n  ...\n" in note
+
+
+def test_long_prompts_are_shown_in_part():
+    assert excerpt("a\nb") == r"'a\nb'"
+    assert len(excerpt("x" * 10**6)) < 220 and excerpt("x" * 201).endswith("...'")
+    chat = [{"role": "user", "content": "1+1"}]
+    assert json.dumps(chat) in excerpt(chat)

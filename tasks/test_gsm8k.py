@@ -1,0 +1,92 @@
+import sys
+import time
+from decimal import Decimal
+from types import SimpleNamespace
+
+import pytest
+
+from config import Config, UserError
+from tasks import call_reward
+from tasks.gsm8k import final_number, load, right_number
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("so 6 * 12 = 72", "72"),
+        ("It is 72.", "72"),
+        ("It is 72.0", "72"),
+        ("**$1,234.50**.", "1234.5"),
+        ("he owes -5 dollars", "-5"),
+        ("he owes -$5", "-5"),
+        ("a loss of −5", "-5"),  # U+2212
+        ("12-5", "5"),
+        ("72kg", "72"),
+        ("3 of 10 are left", "10"),
+        ("#### 72", "72"),
+        ("first 5\n#### 1,072 apples\nNot 6.", "1072"),
+        ("#### 5\n#### 6", "6"),
+        ("#### 5 or 6", None),
+        ("then 5 ####", None),
+        ("\\boxed{72}", "72"),
+        ("\\boxed{5} or rather \\boxed{72}, not 9", "72"),
+        ("\\boxed{72} #### 5", "72"),
+        ("$\\boxed{\\$1{,}072.00}$", "1072"),
+        ("\\boxed{-\\$5}", "-5"),
+        ("\\boxed{1\\,072}", "1072"),
+        ("\\boxed{72\\text{ apples}}", "72"),
+        ("\\boxed{x = 72}", "72"),
+        ("\\boxed{\\frac{1}{2}}", None),
+        ("\\boxed{5, 6, 7}", None),
+        ("it is 72: \\boxed{}", None),
+        ("it is 72: \\boxed{7", None),  # cut off
+        ("1e3", None),
+        ("1e+22", None),
+        ("1e-5", None),
+        ("1.2.3", None),
+        ("1,2", None),
+        ("x2", None),
+        ("７２", None),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize("answer", [72, 72.0, "72", "72.00", "$72", "6*12 = <<6*12=72>>72\n#### 72"])
+def test_the_reward_is_for_the_number_however_it_is_written(answer):
+    for text, value in [("so \\boxed{72}", 1), ("72", 1), ("#### 72.0", 1), ("\\boxed{-72}", 0), ("71", 0), ("", 0)]:
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            assert right_number([""], [completion], [[1]], answer=[answer]) == [value]
+
+
+@pytest.mark.parametrize("answer", [None, "seventy-two", "", "1 2", "72\n#### none", float("nan"), 1e22])
+def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
+    with pytest.raises(UserError, match=r"^the answer .* is neither a number .*, for prompt 'how many\?'$"):
+        call_reward(right_number, ["why?", "how many?"], ["72", "72"], [[1], [1]], {"answer": [72, answer]})
+
+
+def test_rows_come_from_the_hub(monkeypatch):
+    loaded = []
+
+    def load_dataset(name, subset=None, split=None):
+        loaded.append((name, subset, split))
+        return [{"question": f"How many in {split}?", "answer": "6 * 12 = <<6*12=72>>72\n#### 1,072"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    task = load(Config())
+    assert loaded == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    (row,) = task.eval
+    assert row["answer"] == "1,072"
+    assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].startswith("How many in test?")
+    assert task.train[0]["prompt"][0]["content"].startswith("How many in train?")
+    assert task.rewards[0]([""], ["\\boxed{1072}"], [[1]], answer=[row["answer"]]) == [task.full_reward]
+
+
+@pytest.mark.parametrize("text", ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$"])
+def test_long_completions_cost_little_time(text):
+    start = time.perf_counter()
+    right_number([""], [text * (200_000 // len(text)) + "e5"], [[1]], answer=[9])
+    assert time.perf_counter() - start < 5  # about 0.1 where time grows with the length, minutes where with its square
