@@ -30,7 +30,7 @@ from infra.model import eos_ids, load, open_model
 from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
-from tasks import Task, encode_prompt, load_task, score
+from tasks import Task, encode_prompt, load_task, score, task_file
 
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap")  # means over tokens
 
@@ -238,7 +238,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     with ranks.together():  # all that can be wrong before the weights are loaded
         task = load_task(cfg)
         task.time_limit = faults.time_limit(cfg.reward_timeout)
-        opened = open_model(cfg.model or (task.model() if callable(task.model) else task.model), cfg)
+        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         longest = command_line.check_prompts(task, opened.tokenizer, opened.context, cfg.max_completion_length)
         log = report.RunLog(cfg, opened.tokenizer.decode, quiet=ranks.rank() > 0)
         log.say(memory.check(memory.needed(opened.config, cfg, ranks.world(), longest), memory.available()))
