@@ -1,145 +1,165 @@
-"""Every setting of a run, in one dataclass with its help text beside it, and the presets.
+"""Every setting of a run in one line each: its type, its default, what it means, its bounds or names. And the presets.
 
-A setting left at None is filled in once, in `resolve`: from the algorithm's preset (switches of the objective), from
-the task's (what suits its size), else from the machine. A flag given by hand always wins.
+What is left at None is filled in by `resolve`, once: from the algorithm's preset (the switches of the objective), from
+the task's defaults (what suits its size), or by the machine. A value given by hand always wins.
 
-Left out: settings files (a run writes its own, config.json). Reading the command line and all checks are in checks.py.
+infra/command_line.py makes a flag of each setting and says what is wrong with its value; a setting that is added here
+needs nothing there. Left out: settings files (a run writes its own, config.json).
 """
 
 import dataclasses
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from advantage import BASELINES, SCALES
-from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES
-
-listed = ", ".join
+from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS
 
 
 class UserError(Exception):
     """Something the user can mend: shown as one line, without a stack trace."""
 
 
-def setting(default: Any, help: str) -> Any:
+# ---- Presets ----
+
+# The switches of each algorithm, and nothing else: learning rate, group size and beta stay yours.
+GRPO = dict(
+    normalization="sequence",
+    scale_rewards="group",
+    baseline="mean",
+    objective="clip",
+    ratio="token",
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    dynamic_sampling=0,
+)
+ALGORITHMS = {
+    "grpo": GRPO,
+    "dr_grpo": GRPO | dict(normalization="constant", scale_rewards="none"),
+    "dapo": GRPO | dict(normalization="global", epsilon_high=0.28, dynamic_sampling=3),
+    "gspo": GRPO | dict(ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": GRPO | dict(normalization="global", objective="cispo", epsilon_high=5.0),
+    "rloo": GRPO | dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce"),
+    "reinforce++": GRPO | dict(normalization="global", scale_rewards="batch", baseline="batch"),
+}
+
+
+# ---- Settings ----
+
+_headings: list[str] = []
+
+
+def heading(title: str) -> None:
+    """The settings below it, down to the next one, stand under it in --help."""
+    _headings.append(title)
+
+
+def setting(default: Any, text: str, *, names: Any = None, may_change: bool = False, **bounds: float) -> Any:
+    """A field of Config.
+
+    names       what a choice may be
+    may_change  when a run is continued: the setting says how it is computed or shown, not what is computed
+    bounds      of a number: above, at_least, below, at_most; without the last two it must be finite
+    """
+    metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class Config:
-    # What is trained, and on what.
-    model: str | None = setting(None, "folder or hub name; a built-in task brings its own small model")
-    task: str | None = setting(None, "addition (the default), sorting, countdown, gsm8k, tldr, or data (with --data)")
-    data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set where `datasets` is there")
+    heading("What is trained, and on what")
+    model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
+    task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
+    data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set if `datasets` is installed")
     reward: list[str] = setting([], "rewards of your own, each as file.py:function")
-    reward_weights: list[float] = setting([], "a weight for each reward; 1 each if left out")
-    reward_timeout: float = setting(600.0, "seconds that one call of a reward function may take")
+    reward_weights: list[float] = setting([], "a weight for each reward; if left out, 1 each")
+    reward_timeout: float = setting(600.0, "seconds that one call of a reward may take", above=0, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
-    # Rollout: prompts_per_step x num_generations completions make a step.
-    prompts_per_step: int = setting(16, "prompts drawn in each step")
-    num_generations: int | None = setting(None, "G, completions of each prompt; default 8, sorting 16")
-    max_completion_length: int | None = setting(None, "tokens a completion may have; default by task")
-    temperature: float = setting(1.0, "of sampling and of every log-prob")
-    top_p: float = setting(1.0, "sample from the likeliest tokens of this mass; below 1 it is not what is scored")
-    top_k: int = setting(0, "sample from the k likeliest tokens; above 0 it is not what is scored")
+    heading("Rollout, of prompts_per_step x num_generations completions")
+    prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)
+    num_generations: int | None = setting(None, "G, completions of each prompt", at_least=1)
+    max_completion_length: int | None = setting(None, "tokens a completion may have", at_least=1)
+    temperature: float = setting(1.0, "of sampling and of every log-prob", above=0)
+    top_p: float = setting(1.0, "sample from the likeliest tokens of this mass; 1: from all", above=0, at_most=1)
+    top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
 
-    # The objective. None: as the algorithm says.
-    algorithm: str = setting("grpo", "preset: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++")
-    normalization: str | None = setting(None, f"weight of a token: {listed(NORMALIZATIONS)}")
-    scale_rewards: str | None = setting(None, f"advantages are divided by the std of: {listed(SCALES)}")
-    baseline: str | None = setting(None, f"subtracted from a reward: {listed(BASELINES)}")
-    objective: str | None = setting(None, listed(OBJECTIVES))
-    ratio: str | None = setting(None, "importance ratio of a token, or of a sequence (GSPO)")
-    epsilon_low: float | None = setting(None, "ratio is clipped below 1 - epsilon_low")
-    epsilon_high: float | None = setting(None, "ratio is clipped above 1 + epsilon_high; with cispo above epsilon_high")
-    delta: float | None = setting(None, "two-sided clipping: cap of the ratio where the advantage is negative")
-    beta: float = setting(0.0, "weight of the KL to the reference model")
-    kl_estimator: str = setting("k3", listed(KL_ESTIMATORS))
+    heading("The objective")
+    algorithm: str = setting("grpo", "preset of the switches", names=ALGORITHMS)
+    normalization: str | None = setting(None, "weight of a token", names=NORMALIZATIONS)
+    scale_rewards: str | None = setting(None, "advantages are divided by the std of", names=SCALES)
+    baseline: str | None = setting(None, "subtracted from a reward", names=BASELINES)
+    objective: str | None = setting(None, "policy term", names=OBJECTIVES)
+    ratio: str | None = setting(None, "importance ratio of each token, or one of a sequence, as in GSPO", names=RATIOS)
+    epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
+    epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
+    delta: float | None = setting(None, "two-sided clipping: cap of the ratio where the advantage is negative", above=0)
+    beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
+    kl_estimator: str = setting("k3", "estimator of the KL", names=KL_ESTIMATORS)
     kl_importance: bool = setting(False, "KL term times the importance ratio, so that it is right off-policy")
-    ref_sync_every: int = setting(0, "steps after which the reference becomes the policy; 0: never")
-    tis_cap: float | None = setting(None, "policy term times min(pi_old / pi_sampler, cap)")
+    ref_sync_every: int = setting(0, "steps after which the reference becomes the policy; 0: never", at_least=0)
+    tis_cap: float | None = setting(None, "policy term times min(pi_old / pi_sampler, cap)", above=0)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")
-    dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal; 0: none")
+    dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal", at_least=0)
 
-    # Optimization. A step is one rollout with all its updates.
-    steps: int | None = setting(None, "default by task")
-    num_iterations: int = setting(1, "passes over the completions of a step")
-    minibatches: int = setting(1, "optimizer updates in each pass")
-    learning_rate: float | None = setting(None, "default by task; 1e-6 for real models")
-    lr_schedule: str = setting("constant", "after warm-up: constant, linear, cosine")
-    warmup_steps: int | None = setting(None, "default by task")
-    adam_beta1: float = setting(0.9, "AdamW: decay of the mean gradient")
-    adam_beta2: float = setting(0.99, "AdamW: decay of the mean squared gradient")
-    weight_decay: float = setting(0.0, "AdamW: decoupled decay of the weights")
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
+    heading("Optimization; a step is one rollout with all its updates")
+    steps: int | None = setting(None, "how many the run has", at_least=1)
+    num_iterations: int = setting(1, "passes over the completions of a step", at_least=1)
+    minibatches: int = setting(1, "optimizer updates in each pass", at_least=1)
+    learning_rate: float | None = setting(None, "AdamW's, after warm-up", above=0)
+    lr_schedule: str = setting("constant", "after warm-up", names=("constant", "linear", "cosine"))
+    warmup_steps: int | None = setting(None, "steps in which the learning rate grows from 0", at_least=0)
+    adam_beta1: float = setting(0.9, "AdamW: decay of the mean gradient", at_least=0, below=1)
+    adam_beta2: float = setting(0.99, "AdamW: decay of the mean squared gradient", at_least=0, below=1)
+    weight_decay: float = setting(0.0, "AdamW: decoupled decay of the weights", at_least=0)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
-    # How it is computed. None of these changes what is computed.
-    micro_batch_size: int | None = setting(None, "completions in each forward pass; or:")
-    micro_batch_tokens: int | None = setting(None, "padded tokens in each forward pass; default 2048, on a GPU 16384")
-    rollout_tokens: int | None = setting(None, "cache tokens sampled at once; default 32768, on a GPU 524288")
-    dtype: str = setting("auto", "of the computation: float32, bfloat16; auto: bfloat16 on a GPU. Weights stay float32")
-    attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, ...; default the model's")
-    gradient_checkpointing: bool = setting(False, "less memory, a third more time")
-    shard: bool = setting(False, "weights, gradients and Adam are split over the ranks (FSDP2)")
-    shard_size: int = setting(0, "ranks that share one copy of the model; 0: those of a machine")
+    heading("How it is computed; none of these changes what is computed")
+    micro_batch_size: int | None = setting(None, "completions in a forward pass, and/or", at_least=1, may_change=True)
+    micro_batch_tokens: int | None = setting(None, "padded tokens in a forward pass", at_least=1, may_change=True)
+    rollout_tokens: int | None = setting(None, "tokens in the cache of a rollout", at_least=1, may_change=True)
+    dtype: str = setting("auto", "all but the weights; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
+    attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
+    gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
+    shard: bool = setting(False, "weights, gradients and Adam are split over the ranks (FSDP2)", may_change=True)
+    shard_size: int = setting(0, "ranks that share a copy of the model; 0: a machine's", at_least=0, may_change=True)
 
-    # What is looked at and left behind.
-    eval_every: int = setting(20, "steps between evaluations, also before the first and after the last; 0: none at all")
-    eval_prompts: int = setting(256, "held-out prompts")
-    eval_k: int = setting(4, "samples of each for pass@k")
-    save_every: int = setting(20, "steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = setting(1, "how many of them are kept")
-    samples_per_step: int = setting(4, "completions of each step written to samples.jsonl; -1: all")
-    report_to: str | None = setting(None, "tensorboard or wandb, where installed")
-    seed: int = setting(0, "of everything random")
-    out: str | None = setting(None, "folder of the run; default runs/<task>-<algorithm>-<seed>")
-    overwrite: bool = setting(False, "throw away what another run left in that folder")
-
-
-# What each algorithm switches. Nothing else: learning rate, group size and beta stay yours.
-SWITCHES = ("normalization", "scale_rewards", "baseline", "objective", "ratio", "epsilon_low", "epsilon_high")
-ALGORITHMS = {
-    "grpo": ("sequence", "group", "mean", "clip", "token", 0.2, 0.2),
-    "dr_grpo": ("constant", "none", "mean", "clip", "token", 0.2, 0.2),
-    "dapo": ("global", "group", "mean", "clip", "token", 0.2, 0.28),
-    "gspo": ("sequence", "group", "mean", "clip", "sequence", 3e-4, 4e-4),
-    "cispo": ("global", "group", "mean", "cispo", "token", 0.2, 5.0),
-    "rloo": ("sum", "none", "leave_one_out", "reinforce", "token", 0.2, 0.2),
-    "reinforce++": ("global", "batch", "batch", "clip", "token", 0.2, 0.2),
-}
-DYNAMIC_SAMPLING = {"dapo": 3}
-
-# What suits a task: the two small ones learn from these in about a minute on a CPU.
-_REAL = dict(num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10)
-TASKS = {
-    "addition": dict(num_generations=8, max_completion_length=64, steps=80, learning_rate=2e-4, warmup_steps=5),
-    "sorting": dict(num_generations=16, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5),
-    "countdown": _REAL,
-    "gsm8k": _REAL,
-    "tldr": _REAL | dict(max_completion_length=128),
-    "data": _REAL,
-}
-BUILT_IN = ("addition", "sorting")  # tasks with a model of their own
+    heading("What is looked at and left behind")
+    eval_every: int = setting(20, "steps between evaluations; also at the start and the end; 0: never", at_least=0)
+    eval_prompts: int = setting(256, "held-out prompts", at_least=1)
+    eval_k: int = setting(4, "samples of each for pass@k", at_least=1)
+    save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
+    keep_checkpoints: int = setting(1, "how many of them are kept", at_least=1, may_change=True)
+    samples_per_step: int = setting(4, "completions of a step that are written; -1: all", at_least=-1, may_change=True)
+    report_to: str | None = setting(None, "also gets the metrics", names=("tensorboard", "wandb"), may_change=True)
+    seed: int = setting(0, "of everything random", at_least=0)
+    out: str | None = setting(None, "folder of the run, where the same command continues it", may_change=True)
+    overwrite: bool = setting(False, "throw away what another run left in that folder", may_change=True)
 
 
-def resolve(config: Config, on_gpu: bool) -> Config:
-    """Fill in what was left at None."""
-    config = dataclasses.replace(config)
-    config.task = config.task or ("data" if config.data else "addition")
-    defaults = dict(zip(SWITCHES, ALGORITHMS[config.algorithm])) | TASKS[config.task]
-    if config.model and config.task in BUILT_IN:
-        defaults["learning_rate"] = _REAL["learning_rate"]
-    defaults["dynamic_sampling"] = DYNAMIC_SAMPLING.get(config.algorithm, 0)
-    defaults["out"] = f"runs/{config.task}-{config.algorithm}-{config.seed}"
+def settings_that_may_change() -> list[str]:
+    """Those that may be others when a run is continued."""
+    return [each.name for each in dataclasses.fields(Config) if each.metadata["may_change"]]
+
+
+def task_of(config: Config) -> str:
+    """The name of the task, which need not be given."""
+    return config.task or ("data" if config.data else "addition")
+
+
+def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
+    """Fill in what was left at None. What is resolved already stays as it is."""
+    defaults = ALGORITHMS[config.algorithm] | task_defaults
+    defaults["task"] = task_of(config)
+    defaults["out"] = f"runs/{task_of(config)}-{config.algorithm}-{config.seed}"
+    defaults["rollout_tokens"] = 524288 if on_gpu else 32768
     if config.micro_batch_size is None:
         defaults["micro_batch_tokens"] = 16384 if on_gpu else 2048
-    defaults["rollout_tokens"] = 524288 if on_gpu else 32768
-    for name, value in defaults.items():
-        if getattr(config, name) is None:
-            setattr(config, name, value)
+    left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
+    config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if on_gpu else "float32"
     if not config.reward_weights:

@@ -1,70 +1,78 @@
 """The command line -> settings, and everything that can be wrong with them before a run.
 
-Every mistake is told at once, each in a line that says what was given, what is allowed and what to change. Left out:
-what only the model or the machine can tell (checkpoint.py, memory.py).
+A flag is made of each field of Config. Every mistake is told at once, each in a line that says what was given, what is
+allowed and what to change. Left out: what only the model or the machine can tell (model.py, memory.py).
 """
 
 import argparse
 import dataclasses
 import difflib
+import functools
+import itertools
 import math
+import operator
 import os
-import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import Field
+from typing import Any, get_args, get_origin
 
-from transformers import HfArgumentParser
-
-from advantage import BASELINES, SCALES
-from config import ALGORITHMS, BUILT_IN, TASKS, Config, UserError, resolve
+from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra.faults import report_failure
-from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS
-from tasks import Task, encode_prompt
-from tasks._files import excerpt as shown
+from tasks import Task, encode_prompt, task_defaults, task_file, task_names
+from tasks._files import excerpt
 
-# ---- The command line ----
+SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 
 
 def parse(args: list[str], on_gpu: bool) -> Config:
     """The command line -> resolved settings; or all that is wrong with it on stderr, and exit code 2."""
-    errors: list[str] = []
-    parser = HfArgumentParser(Config, prog="train.py", allow_abbrev=False, description="GRPO of a language model.")
-    for action in parser._actions:
-        if action.type is not None:
-            action.type = _noting(action, errors)
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # -1e-3 is no flag
-    parser.error = lambda message: _stop([message])
-    config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
-    errors += check_flags(unknown) + check_names(config)
-    config = resolve(config, on_gpu)
-    errors += check(config)
+    words, errors = _sort_words(args)
+    parser = _make_parser()
+    namespace, stray = parser.parse_known_args(words)
+    errors += [f"{word.strip()}: belongs to no flag" for word in stray]
+    given = vars(namespace)
+    wants_help = given.pop("help", False)
+    config = Config(**{name: _read(SETTINGS[name], value) for name, value in given.items()})
+    context = []  # frames of a task's file that cannot be loaded
+    try:
+        if wants_help:
+            parser.set_defaults(**_defaults_in_words(config))
+            parser.print_help()
+            raise SystemExit(0)
+        config = ready(config, on_gpu)
+    except UserError as error:
+        errors.append(str(error))
+        context = getattr(error, "__notes__", [])
     if errors:
-        _stop(errors)
+        message = "\n".join([*context, *(f"error: {line}" for line in errors)])
+        report_failure(message, show=os.environ.get("RANK", "0") == "0")
+        raise SystemExit(2)
     return config
 
 
-def _noting(action: argparse.Action, errors: list[str]) -> Callable[[str], Any]:
-    """A value that cannot be read is noted, and the default stands in for it while the rest is checked."""
-    convert = action.type
-
-    def converted(text: str) -> Any:
-        try:
-            return convert(text)
-        except (ValueError, argparse.ArgumentTypeError):
-            kind = {"int": "a whole number", "float": "a number"}.get(convert.__name__, "true or false")
-            errors.append(f"{action.option_strings[0]} {text}: must be {kind}")
-            return convert("1") if isinstance(action.default, list) else action.default
-
-    return converted
+def ready(config: Config, on_gpu: bool) -> Config:
+    """Resolved settings that a run can start with; or a UserError with a line for each mistake."""
+    wrong = wrong_values(config)
+    resolved = _resolve_with_task(_without(wrong, config), on_gpu)
+    errors = [*wrong.values(), *check(resolved)]
+    if errors:
+        raise UserError("\nerror: ".join(errors))
+    return resolved
 
 
-def _stop(errors: list[str]) -> None:
-    report_failure("\n".join(f"error: {line}" for line in errors), show=os.environ.get("RANK", "0") == "0")
-    raise SystemExit(2)
+def _resolve_with_task(config: Config, on_gpu: bool) -> Config:
+    return resolve(config, task_defaults(task_of(config), config.model), on_gpu)
 
 
-# ---- Settings ----
+def _without(wrong: Iterable[str], config: Config) -> Config:
+    """The default stands in for a value that cannot be, so that the rest can be checked."""
+    plain = Config()
+    return dataclasses.replace(config, **{name: getattr(plain, name) for name in wrong})
 
+
+# ---- Words -> values ----
+
+YES, NO = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 OTHER_NAMES = {  # what others call them
     "lr": "learning_rate", "epsilon": "epsilon_low", "max_steps": "steps", "loss_type": "normalization",
     "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "micro_batch_size",
@@ -74,127 +82,262 @@ OTHER_NAMES = {  # what others call them
 }  # fmt: skip
 
 
-def check_flags(unknown: list[str]) -> list[str]:
-    """Words that argparse could not place; those that follow an unknown flag are its values."""
-    names = [field.name for field in dataclasses.fields(Config)]
-    errors = []
-    for i, word in enumerate(unknown):
-        if word.startswith("--"):
-            name = word[2:].split("=")[0].replace("-", "_")
-            near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, names, n=1))
-            errors.append(f"{word}: there is no such flag; {f'did you mean --{near}?' if near else 'see --help'}")
-        elif i == 0 or not unknown[0].startswith("--"):
-            errors.append(f"{word}: belongs to no flag")
-    return errors
+def _kind_of(setting: Field) -> type:
+    """str, int, float or bool: what an optional setting is if it is given, and each value of a list."""
+    return (get_args(setting.type) or (setting.type,))[0]
 
 
-def check_names(config: Config) -> list[str]:
-    """Settings that are one of a few names. A wrong one is set to its default, so that the rest can be checked."""
-    valid = dict(
-        task=TASKS, algorithm=ALGORITHMS, normalization=NORMALIZATIONS, scale_rewards=SCALES, baseline=BASELINES,
-        objective=OBJECTIVES, ratio=RATIOS, kl_estimator=KL_ESTIMATORS, lr_schedule=("constant", "linear", "cosine"),
-        dtype=("auto", "float32", "bfloat16"), report_to=("tensorboard", "wandb"),
-    )  # fmt: skip
-    errors = []
-    for name, names in valid.items():
+def _is_list(setting: Field) -> bool:
+    return get_origin(setting.type) is list
+
+
+def _sort_words(args: list[str]) -> tuple[list[str], list[str]]:
+    """-> the words for argparse, and a line for each flag that does not exist; such a flag is left out with its values.
+
+    argparse would end the program at a flag whose value is missing, and take -1e-3 for a flag: the one gets an empty
+    value, the other a space before it. Hyphens in the name of a setting become underscores.
+    """
+    words, errors = [], []
+    is_known = True  # the flag that the word belongs to
+    for word, following in itertools.pairwise([*args, "--"]):
+        if _is_flag(word):
+            name, equals, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            is_setting = word.startswith("--") and name in SETTINGS
+            is_known = is_setting or word in ("-h", "--help")
+            if not is_known:
+                errors.append(_no_such_flag(word))
+            elif is_setting:
+                is_missing = _is_flag(following) and _kind_of(SETTINGS[name]) is not bool
+                words.append(f"--{name}={value}" if equals or is_missing else f"--{name}")
+            else:
+                words.append(word)
+        elif is_known:
+            words.append(" " + word if word.startswith("-") else word)
+    return words, errors
+
+
+def _no_such_flag(word: str) -> str:
+    name = word.lstrip("-").split("=")[0].replace("-", "_")
+    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, SETTINGS, n=1))
+    return f"{word}: there is no such flag; {f'did you mean --{near}?' if near else 'see --help'}"
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and isinstance(_as_kind(float, word), str)
+
+
+def _read(setting: Field, words: str | list[str]) -> Any:
+    kind = _kind_of(setting)
+    return [_as_kind(kind, word) for word in words] if _is_list(setting) else _as_kind(kind, words)
+
+
+def _as_kind(kind: type, word: str) -> Any:
+    """A word that cannot be read stays as it is, and `wrong_values` tells it."""
+    word = word.strip()
+    if kind is bool and word.lower() in (*YES, *NO):
+        return word.lower() in YES
+    try:
+        return word if kind is bool else kind(word)
+    except ValueError:
+        return word
+
+
+# ---- --help ----
+
+METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """All values are read as text: argparse would stop at the first that is none."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="%(prog)s [--setting value ...]",
+        description="GRPO of a language model. Defaults by task and algorithm are those of the --task and --algorithm "
+        "that stand beside --help.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    groups = {}
+    for name, setting in SETTINGS.items():
+        heading = setting.metadata["heading"]
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        kind = _kind_of(setting)
+        groups[heading].add_argument(
+            f"--{name}",
+            nargs="+" if _is_list(setting) else "?" if kind is bool else None,
+            const="true" if kind is bool else None,
+            metavar="NAME" if _names_of(setting) else METAVARS[kind],
+            help=_help_of(setting),
+        )
+    parser.add_argument("-h", "--help", action="store_true", help="show this, and end")
+    return parser
+
+
+def _help_of(setting: Field) -> str:
+    brackets = ", ".join(_names_of(setting)) or " and ".join(_limits_of(setting))
+    brackets = f"{brackets}; default %(default)s" if brackets else "default %(default)s"
+    return f"{setting.metadata['text'].replace('%', '%%')} ({brackets})"
+
+
+def _defaults_in_words(config: Config) -> dict[str, str]:
+    """Of every setting; where it is by task or algorithm, for those of `config`."""
+    chosen = Config(task=config.task, algorithm=config.algorithm)
+    plain = _without(wrong_values(chosen), chosen)
+    on_cpu, on_gpu = (_resolve_with_task(plain, on_gpu) for on_gpu in (False, True))
+    by_task = task_defaults(on_cpu.task, None)
+    words = {}
+    for name in SETTINGS:
+        default, here, there = getattr(Config(), name), getattr(on_cpu, name), getattr(on_gpu, name)
+        if default is not None:
+            words[name] = _in_words(default)
+        elif here != there:
+            words[name] = f"{_in_words(here)}, on a GPU {_in_words(there)}"
+        elif name in by_task:
+            words[name] = f"{_in_words(here)}, by task"
+        elif name in ALGORITHMS[plain.algorithm]:
+            words[name] = f"{_in_words(here)}, by algorithm"
+        else:
+            words[name] = _in_words(here)
+    return words | {"task": task_of(Config())}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value in (None, []) else str(value)
+
+
+# ---- Each setting by itself ----
+
+KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
+
+
+def wrong_values(config: Config) -> dict[str, str]:
+    """A line for each setting whose value cannot be, whatever the others are."""
+    lines = {}
+    for name, setting in SETTINGS.items():
         value = getattr(config, name)
-        if value is not None and value not in names:
-            errors.append(f"--{name} {value}: must be one of {', '.join(names)}")
-            setattr(config, name, getattr(Config(), name))
-    return errors
+        if value is None and setting.default is None:
+            continue
+        if _is_list(setting) and not isinstance(value, list):
+            lines[name] = f"--{name} {_in_words(value)}: must be a list"
+            continue
+        wrong = [item for item in (value if _is_list(setting) else [value]) if not _is_allowed(setting, item)]
+        if wrong:
+            given = " ".join([f"--{name}", *map(_in_words, wrong)]).rstrip()
+            lines[name] = f"{given}: {'needs a value: ' if wrong == [''] else 'must be '}{_allowed(setting)}"
+    return lines
+
+
+def _is_allowed(setting: Field, value: Any) -> bool:
+    kind = _kind_of(setting)
+    of_kind = isinstance(value, (int, float) if kind is float else kind)
+    if not of_kind or (isinstance(value, bool) and kind is not bool):
+        return False
+    if _names_of(setting):
+        return value in _names_of(setting)
+    if kind is str:
+        return value != ""
+    bounds = setting.metadata["bounds"]
+    is_finite = isinstance(value, int) or math.isfinite(value) or value == bounds.get("at_most")
+    return is_finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+
+
+def _allowed(setting: Field) -> str:
+    if _names_of(setting):
+        return f"one of {', '.join(_names_of(setting))}"
+    kind, limits = _kind_of(setting), _limits_of(setting)
+    if kind is float and not setting.metadata["bounds"].keys() & {"below", "at_most"}:
+        limits.append("finite")
+    return f"{KINDS[kind]}, {' and '.join(limits)}" if limits else KINDS[kind]
+
+
+def _names_of(setting: Field) -> list[str]:
+    """Those of a choice. A task is a file, so its name is not known to config.py."""
+    return task_names() if setting.name == "task" else list(setting.metadata["names"] or [])
+
+
+def _limits_of(setting: Field) -> list[str]:
+    """ "at least 0", "below 1" """
+    bounds = setting.metadata["bounds"].items()
+    return [f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds if math.isfinite(bound)]
+
+
+# ---- Settings together ----
 
 
 def check(config: Config) -> list[str]:
     """What is wrong with resolved settings, a line each."""
-    errors = []
+    wrong = wrong_values(config)
+    if wrong:
+        return list(wrong.values())
+    return [*_contradictions_of_task(config), *_contradictions_of_objective(config), *_contradictions_of_step(config)]
 
-    def bounds(names: str, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> None:
-        for name in names.split():
-            value = getattr(config, name)
-            if value is None:
-                continue
-            too_low = value <= low if open_low else value < low
-            too_high = value >= high if open_high else value > high
-            if too_low or too_high or math.isnan(value):
-                allowed = f"{'above' if open_low else 'at least'} {low}"
-                if high < math.inf:
-                    allowed += f" and {'below' if open_high else 'at most'} {high}"
-                elif open_high:
-                    allowed += " and finite"
-                errors.append(f"--{name} {value}: must be {allowed}")
 
-    bounds("prompts_per_step num_generations max_completion_length steps num_iterations minibatches", 1)
-    bounds("micro_batch_size micro_batch_tokens rollout_tokens eval_prompts eval_k keep_checkpoints", 1)
-    bounds("top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed", 0)
-    bounds("beta weight_decay", 0.0, math.inf, open_high=True)
-    bounds("epsilon_low epsilon_high", 0.0)
-    bounds("samples_per_step", -1)
-    bounds(
-        "reward_timeout temperature tis_cap delta max_grad_norm learning_rate",
-        0.0,
-        math.inf,
-        open_low=True,
-        open_high=True,
-    )
-    bounds("top_p", 0.0, 1.0, open_low=True)
-    bounds("adam_beta1 adam_beta2", 0.0, 1.0, open_high=True)
-
-    for name, values in (("entropy_coef", [config.entropy_coef]), ("reward_weights", config.reward_weights)):
-        errors += [f"--{name} {value}: must be finite" for value in values if not math.isfinite(value)]
-
-    completions, updates = config.prompts_per_step * config.num_generations, config.num_iterations * config.minibatches
-    needs_group = config.scale_rewards == "group" or config.baseline in ("mean", "leave_one_out")
-    if config.num_generations == 1 and needs_group:
-        errors.append(
-            "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
-            "or --baseline batch --scale_rewards batch"
-        )
-    if config.minibatches > completions > 0:
-        errors.append(f"--minibatches {config.minibatches}: more than the {completions} completions of a step")
-    if config.micro_batch_size and config.micro_batch_tokens:
-        errors.append("--micro_batch_size and --micro_batch_tokens: give one of them, rows or padded tokens")
-    if config.shard_size and not config.shard:
-        errors.append(f"--shard_size {config.shard_size}: is part of --shard; give both or neither")
-    if config.model is None and config.task not in BUILT_IN:
-        errors.append(f"--task {config.task}: needs --model, a folder or a hub name")
+def _contradictions_of_task(config: Config) -> Iterator[str]:
+    if config.model is None and not hasattr(task_file(config.task), "model"):
+        yield f"--task {config.task}: needs --model, a folder or a hub name"
     if config.task == "data" and not config.data:
-        errors.append("--task data: needs --data, a .jsonl file or a hub data set")
+        yield "--task data: needs --data, a .jsonl file or a hub data set"
     if config.task == "data" and not config.reward:
-        errors.append("--data: needs --reward file.py:function, or a --task whose rewards it is for")
-    if len(config.reward_weights) != len(config.reward):
-        errors.append(
-            f"--reward_weights: {len(config.reward_weights)} for {len(config.reward)} rewards; give one for each"
-        )
+        yield "--data: needs --reward file.py:function, or a --task whose rewards it is for"
+    weights, rewards = len(config.reward_weights), len(config.reward)
+    if weights != rewards:
+        yield f"--reward_weights: {weights} for {rewards} rewards; give one for each"
+
+
+def _contradictions_of_objective(config: Config) -> Iterator[str]:
+    updates = config.num_iterations * config.minibatches
     if config.objective == "reinforce" and updates > 1:
-        errors.append(
+        yield (
             f"--objective reinforce: has no ratio, so it is right for one update a rollout, not {updates}; "
             "set --num_iterations 1 --minibatches 1, or use --objective clip"
         )
     if config.objective == "clip" and config.epsilon_low > 1.0:
-        errors.append(f"--epsilon_low {config.epsilon_low}: 1 - epsilon_low must not be negative; use at most 1")
+        yield f"--epsilon_low {config.epsilon_low:g}: 1 - epsilon_low must not be negative; use at most 1"
     if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
-        errors.append(f"--delta {config.delta}: must be above 1 + epsilon_high = {1 + config.epsilon_high:g}")
+        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high = {1 + config.epsilon_high:g}"
     if config.delta is not None and config.objective != "clip":
-        errors.append(f"--delta {config.delta}: is part of --objective clip, not of {config.objective}; leave it out")
+        yield f"--delta {config.delta:g}: is part of --objective clip, not of {config.objective}; leave it out"
     if config.ratio == "sequence" and config.normalization in ("global", "sum"):
-        errors.append(
+        yield (
             f"--ratio sequence with --normalization {config.normalization}: counts a completion's one ratio once for "
             "each of its tokens; use --normalization sequence"
         )
     if config.tis_cap is not None and (config.top_p < 1.0 or config.top_k > 0):
-        errors.append(
+        yield (
             "--tis_cap with --top_p or --top_k: the sampler's recorded log-probs are of the whole distribution, so the "
             "correction would be wrong; set --top_p 1 --top_k 0"
         )
-    if config.dynamic_sampling and not needs_group:
-        errors.append("--dynamic_sampling: groups of equal rewards are no dead weight under a baseline of the batch")
-    if config.dynamic_sampling and config.prompts_per_step == 1:
-        errors.append("--dynamic_sampling with --prompts_per_step 1: use at least 2 prompts, or --dynamic_sampling 0")
     if config.ref_sync_every and config.beta == 0.0:
-        errors.append("--ref_sync_every: there is no reference model without --beta above 0")
+        yield "--ref_sync_every: there is no reference model without --beta above 0"
     if config.kl_importance and config.beta == 0.0:
-        errors.append("--kl_importance: there is no KL term without --beta above 0")
-    return errors
+        yield "--kl_importance: there is no KL term without --beta above 0"
+
+
+def _contradictions_of_step(config: Config) -> Iterator[str]:
+    completions = config.prompts_per_step * config.num_generations
+    compares_in_group = config.scale_rewards == "group" or config.baseline in ("mean", "leave_one_out")
+    if config.num_generations == 1 and compares_in_group:
+        yield (
+            "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
+            "or --baseline batch --scale_rewards batch"
+        )
+    if config.minibatches > completions:
+        yield f"--minibatches {config.minibatches}: more than the {completions} completions of a step"
+    if config.dynamic_sampling and not compares_in_group:
+        yield "--dynamic_sampling: groups of equal rewards are no dead weight under a baseline of the batch"
+    if config.dynamic_sampling and config.prompts_per_step == 1:
+        yield "--dynamic_sampling with --prompts_per_step 1: use at least 2 prompts, or --dynamic_sampling 0"
+    if config.shard_size and not config.shard:
+        yield f"--shard_size {config.shard_size}: is part of --shard; give both or neither"
 
 
 def warnings(config: Config) -> list[str]:
@@ -228,14 +371,14 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
             length = len(encode_prompt(tokenizer, prompt))
         except Exception as error:  # of a chat template, say
             raise UserError(
-                f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown(prompt)}"
+                f"a prompt could not be encoded: {type(error).__name__}: {error}: {excerpt(prompt)}"
             ) from error
         if length == 0:
-            raise UserError(f"a prompt has no tokens: {shown(prompt)}")
+            raise UserError(f"a prompt has no tokens: {excerpt(prompt)}")
         if context and length + max_completion_length > context:
             raise UserError(
                 f"a prompt of {length} tokens and a completion of {max_completion_length} exceed the model's context "
-                f"of {context}: shorten it, or lower --max_completion_length: {shown(prompt)}"
+                f"of {context}: shorten it, or lower --max_completion_length: {excerpt(prompt)}"
             )
         longest = max(longest, length)
     return longest
