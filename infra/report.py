@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batch import Batch, Group
-from config import SWITCHES, Config, UserError
+from config import ALGORITHMS, Config, UserError
 from infra import checkpoint, ranks
 from infra.shard import ranks_of_a_copy
 from tasks import Task
@@ -125,7 +125,7 @@ class RunLog:
         limits = {"rows": cfg.micro_batch_size, "padded tokens": cfg.micro_batch_tokens}
         piece = " and ".join(f"{limit} {unit}" for unit, limit in limits.items() if limit)
         part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, ranks.world())} of the model" if cfg.shard else ""
-        switches = (*SWITCHES, "delta", "beta", "dynamic_sampling")
+        switches = (*ALGORITHMS[cfg.algorithm], "delta", "beta")
         self.say(
             f"{cfg.task}: {len(task.train)} prompts to train on, {len(task.eval)} held out; "
             f"model {cfg.model or 'built in'} of {sum(p.numel() for p in model.parameters()):,} parameters"
