@@ -239,7 +239,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         task = load_task(cfg)
         task.time_limit = faults.time_limit(cfg.reward_timeout)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
-        longest = command_line.check_prompts(task, opened.tokenizer, opened.context, cfg.max_completion_length)
+        longest = command_line.check_prompts(task, opened, cfg)
         log = report.RunLog(cfg, opened.tokenizer.decode, quiet=ranks.rank() > 0)
         log.say(memory.check(memory.needed(opened.config, cfg, ranks.world(), longest), memory.available()))
     model, reference = load(opened, cfg, device)

@@ -33,17 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import GenerationConfig, PreTrainedModel
 
-from config import Config, UserError
+from config import Config, UserError, settings_that_may_change
 from infra import faults, ranks
 from infra.shard import is_sharded, whole_weights
-
-# Settings that may change when a run is continued: they say how it is computed or shown, not what.
-FREE = (
-    "micro_batch_size", "micro_batch_tokens", "rollout_tokens", "gradient_checkpointing", "attn_implementation",
-    "shard", "shard_size", "save_every", "keep_checkpoints", "samples_per_step", "report_to", "out", "overwrite",
-    "reward_timeout",
-)  # fmt: skip
-
 
 # ---- Runs ----
 
@@ -67,7 +59,7 @@ def open_run(config: Config) -> int | None:
         changed = {
             name: (settings.get(name), value)
             for name, value in dataclasses.asdict(config).items()
-            if name not in FREE and settings.get(name) != value
+            if name not in settings_that_may_change() and settings.get(name) != value
         }
         if changed:
             lines = [f"  --{name}: {was} there, {now} here" for name, (was, now) in changed.items()]

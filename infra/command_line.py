@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra.faults import report_failure
+from infra.model import Opened
 from tasks import Task, encode_prompt, task_defaults, task_file, task_names
 from tasks._files import excerpt
 
@@ -360,8 +361,13 @@ def warnings(config: Config) -> list[str]:
 # ---- Prompts ----
 
 
-def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completion_length: int) -> int:
+def check_prompts(task: Task, opened: Opened, config: Config) -> int:
     """Every prompt can be encoded and leaves room for its completion. -> tokens of the longest"""
+    tokenizer, context, limit = opened.tokenizer, opened.context, config.max_completion_length
+    if task.eos_id is not None and tokenizer.eos_token_id != task.eos_id:
+        raise UserError(
+            f"--model {config.model}: --task {config.task} is for its own small model, or one trained from it"
+        )
     longest = 0
     for row in task.train + task.eval:
         prompt = row["prompt"]
@@ -375,9 +381,9 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, max_completio
             ) from error
         if length == 0:
             raise UserError(f"a prompt has no tokens: {excerpt(prompt)}")
-        if context and length + max_completion_length > context:
+        if context and length + limit > context:
             raise UserError(
-                f"a prompt of {length} tokens and a completion of {max_completion_length} exceed the model's context "
+                f"a prompt of {length} tokens and a completion of {limit} exceed the model's context "
                 f"of {context}: shorten it, or lower --max_completion_length: {excerpt(prompt)}"
             )
         longest = max(longest, length)
