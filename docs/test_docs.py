@@ -1,166 +1,175 @@
-"""What README and FINDINGS say, against the repository: its tests, flags, files and figures are there."""
+"""The pages against the repository: what they show runs, and every test, flag, file and link they name is there."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from config import Config
-from infra.checkpoint import FREE
+import train
+from config import Config, settings_that_may_change
 from infra.command_line import parse
-from tools import ablate, plot, results
+from tasks import Task
+from tools import ablate, evidence, plot
 
 HERE = Path(__file__).parent.parent
-README, FINDINGS = ((HERE / page).read_text() for page in results.PAGES)
-CONTRIBUTING = (HERE / "CONTRIBUTING.md").read_text()
-ADDING = README.partition("## Adding your own\n")[2].partition("\n## ")[0]
-NUMBER = r"\d+\.\d+"
+PAGES = {str(path.relative_to(HERE)): path.read_text() for path in [HERE / "README.md", *HERE.glob("docs/*.md")]}
+README, EXTENDING, FINDINGS = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/findings.md"))
+EDITS = EXTENDING.partition("## Another optimizer\n")[2]  # of train.py, in the place of a flag
+ADDITIONS = README + EXTENDING.removesuffix(EDITS)
+FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
-def test_every_test_it_names_is_there():
-    tests = "".join(path.read_text() for path in HERE.glob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", README))
-    assert len(named) > 20 and [name for name in sorted(named) if f"def {name}(" not in tests] == []
+def blocks(page: str, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
 
 
-def test_every_flag_and_file_it_names_is_there():
-    tools = "".join((HERE / name).read_text() for name in ("ablate.py", "plot.py", "results.py"))
-    of_torchrun = {"nproc_per_node", "max", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    of_slurm = {"nodes", "ntasks", "gpus", "requeue"}
-    of_bench = re.findall(r"\b(\w+)=\(", (HERE / "bench.py").read_text())
-    of_tools = {*of_torchrun, *of_slurm, *of_bench, *re.findall(r'"--(\w+)"', tools)}
-    flags = set(re.findall(r"--([a-z]\w+)", README)) - of_tools
-    assert len(flags) > 15 and flags - {field.name for field in dataclasses.fields(Config)} == set()
-    files = set(re.findall(r"`(\w+\.(?:py|txt))`", README + CONTRIBUTING)) - {"my_rewards.py"}
-    files |= set(re.findall(r"\]\(([\w/]+\.\w+)\)", README + CONTRIBUTING))
-    assert len(files) > 25 and [name for name in sorted(files) if not (HERE / name).exists()] == []
-    code = {path.name for path in HERE.glob("*.py") if not path.name.startswith(("test_", "conftest", "_"))}
-    assert sorted(code - set(re.findall(r"`(\w+\.py)`", README))) == []
+def commands(page: str, start: str) -> list[list[str]]:
+    """The words that follow this start, for each command of the page that has it."""
+    lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line[match.end() :], comments=True) for line in lines if (match := re.match(start, line))]
 
 
-def test_the_two_commands():
-    for command in ("requirements.txt && torchrun train.py", "requirements-dev.txt && pytest"):
-        assert f"\n```\npip install -r {command}\n```\n" in README
+# ---- What the pages name ----
 
 
-def test_the_length_of_what_is_to_be_read_and_of_its_own_lines():
-    path = re.findall(r"^\| `(\w+\.py)` \|", README.partition("*off the path")[0], re.MULTILINE)
-    lines = sum(len((HERE / name).read_text().splitlines()) for name in path)
-    assert path[:2] == ["train.py", "loss.py"] and len(path) == 8 and "about 1,500 lines" in README
-    assert 1400 < lines < 1600, lines
-    prose = [line for page in (README, CONTRIBUTING) for line in page.split("\n") if line[:1] not in ("|", "!")]
-    assert [line for line in prose if len(line) > 120] == []
+def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[str, str]]:
+    """What the pages name in this way and is not there, with the page."""
+    named = [(page, name) for page, text in PAGES.items() for name in dict.fromkeys(re.findall(pattern, text))]
+    assert len(named) > 20, "the pattern finds what the pages name"
+    return [(page, name) for page, name in named if not is_there(page, name)]
 
 
-def test_every_table_is_that_of_the_logs_and_every_picture_is_there(capsys):
-    assert results.main(["--check"]) == 0, capsys.readouterr().out
-    tables = results.tables()
-    assert tables["default"].count("| seed ") == 3 and len(tables) > 5 and "| ours / TRL |" in tables["bench"]
+def test_every_test_is_there():
+    tests = "\n".join(path.read_text() for path in HERE.rglob("test_*.py"))
+    assert missing(r"`(test_\w+)`", lambda page, name: f"def {name}(" in tests) == []
 
 
-def test_the_check_finds_what_is_not_that_of_the_logs(tmp_path, monkeypatch, capsys):
-    """A digit of a table, the end of a log, a picture; and writing the pages anew mends the tables."""
-    for name in ("README.md", "FINDINGS.md"):
-        shutil.copy(HERE / name, tmp_path)
-    shutil.copytree(HERE / "results", tmp_path / "results")
-    monkeypatch.setattr(results, "HERE", tmp_path)
-    assert results.stale() == []
-    page, log = tmp_path / "README.md", tmp_path / "results" / "default" / "seed-1" / "metrics.jsonl"
-    page.write_text(README.replace("| ours / TRL | 0.", "| ours / TRL | 1.", 1))
-    (tmp_path / "results" / "normalization.png").unlink()
-    found = [
-        "README.md: the table bench is not that of the logs",
-        "FINDINGS.md: results/normalization.png is not there",
-    ]
-    assert results.stale() == found
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    assert results.stale() == ["README.md: the table default is not that of the logs", *found]
-    monkeypatch.setattr(plot, "main", lambda words: None)
-    monkeypatch.chdir(tmp_path)
-    assert results.main([]) == 0 and results.stale() == found[1:]
-    page.write_text(page.read_text().replace("made by results.py: default", "made by hand"))
-    assert results.main(["--check"]) == 1 and "the table default is on no page" in capsys.readouterr().out
+def test_every_flag_is_there():
+    added = re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)
+    settings = {field.name for field in dataclasses.fields(Config)} | {*added}
+    tools = "\n".join(path.read_text() for path in HERE.glob("tools/*.py"))
+    others = {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
+    others |= {"nodes", "ntasks", "gpus", "requeue", "help"}  # Slurm's, and everyone's
+
+    def is_there(page: str, name: str) -> bool:
+        return name in settings | others or re.search(rf"\b{name}\b", tools) is not None
+
+    assert missing(r"--([a-z]\w+)", is_there) == []
 
 
-def test_kept_logs_are_those_of_the_runs(tmp_path, monkeypatch):
-    run = tmp_path / "runs" / "beta" / "0.1-1"
-    run.mkdir(parents=True)
-    (run / "config.json").write_text('{"settings": {"beta": 0.1}}')
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.23456789e-07, "kl": null, "tokens": 1234567}\n')
-    (run / "samples.jsonl").touch()
-    monkeypatch.setattr(results, "HERE", tmp_path)
-    assert results.main(["--keep", str(tmp_path / "runs" / "beta")]) == 0
-    kept = tmp_path / "results" / "beta" / "0.1-1"
-    assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
-    assert plot.read(kept) == ({"beta": 0.1}, [{"step": 1, "loss": 1.23456789e-07, "kl": None, "tokens": 1234567}])
+def test_every_file_is_there():
+    made = {"prompts.jsonl", "metrics.jsonl", "samples.jsonl", "config.json", *(name for name, _ in FILES)}
+
+    def is_there(page: str, name: str) -> bool:
+        return name in made or (HERE / name).exists()
+
+    assert missing(r"`([\w/.]+\.(?:py|txt|md|toml|jsonl?))`", is_there) == []
+    tree = [line.split()[0] for line in README.partition("\ntrain.py  ")[2].partition("```")[0].splitlines()[1:]]
+    assert [name for name in tree if not list(HERE.glob(name))] == []
+    code = {path.name for path in HERE.glob("*.py") if not path.name.startswith(("test_", "conftest"))}
+    assert code - {"train.py", *tree} == set()
 
 
-def test_no_number_of_the_findings_is_written_by_hand():
-    """With a decimal point: it stands in a table made from the logs, or in a command."""
-    text = re.sub(r"\b\d{4}\.\d{5}\b", "", FINDINGS)  # arXiv
-    sources = [*results.tables().values(), *re.findall(r"```.*?```", text, re.DOTALL)]
-    allowed = set(re.findall(NUMBER, "\n".join(sources)))
-    assert len(allowed) > 50 and set(re.findall(NUMBER, text)) - allowed == set()
+def test_every_link_leads_somewhere():
+    def is_there(page: str, link: str) -> bool:
+        file, _, heading = link.partition("#")
+        target = (HERE / page).parent / file if file else HERE / page
+        if not target.exists() or not heading:
+            return target.exists()
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        return heading in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
+
+    assert missing(r"\]\((?!https?:)([^)\s]+)\)", is_there) == []
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/extending.md"}))
+def test_every_command_is_understood(page):
+    """Those of extending.md are run, below."""
+    for words in commands(PAGES[page], r"(pip|python|torchrun|srun) .*train\.py"):
+        parse(words, on_gpu=True)
+    for name in re.findall(r"python -m tools\.(\w+)", PAGES[page]):
+        assert (HERE / "tools" / f"{name}.py").exists()
+
+
+# ---- What the logs say ----
+
+
+def test_every_table_is_that_of_the_logs_and_every_picture_is_there():
+    assert evidence.stale() == []
+    rows = README.partition("docs/benchmarks.md):\n")[2].partition("\n[")[0].strip().splitlines()
+    assert len(rows) > 5 and [row for row in rows if row not in PAGES["docs/benchmarks.md"]] == []
+
+
+def test_the_default_run_begins_as_its_log_says(tmp_path):
+    """The first three steps, run again: the same completions, up to ties in floating point."""
+    assert train.main([*"--seed 0 --steps 3 --eval_every 0 --out".split(), str(tmp_path)]) == 0
+    logged, again = (plot.read_log(folder).lines for folder in (HERE / "results" / "default" / "seed-0", tmp_path))
+    logged = [line for line in logged if "reward" in line][:3]
+    assert [line["step"] for line in again] == [1, 2, 3]
+    for name in ("reward", "completion_length", "entropy", "grad_norm", "advantage_easy", "loss"):
+        expected = pytest.approx([line[name] for line in logged], rel=1e-3, abs=1e-6)
+        assert [line[name] for line in again] == expected, name
 
 
 def test_the_findings_come_from_runs_of_their_commands():
-    """With the settings that the command has today, and from one clean commit."""
-    commands, commits = results.commands(FINDINGS, "ablate", "runs"), set()
-    assert len(commands) >= 3
-    for args in map(ablate.parse, commands):
-        assert len(args.seeds) == 5 and len(args.variants) > 1
+    """With the settings that the command has today, and from one commit."""
+    commits = set()
+    for args in map(ablate.parse, commands(FINDINGS, "python -m tools.ablate")):
         for variant, seed in itertools.product(args.variants, args.seeds):
             out = ablate.folder_of(args.out, variant, seed)
             meant = vars(parse([*args.flags, *ablate.flags_of(variant), "--seed", seed, "--out", str(out)], False))
             made = json.loads((HERE / "results" / out.relative_to("runs") / "config.json").read_text())
-            names = meant.keys() & made["settings"].keys() - {*FREE} | {"out"}
+            names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()} | {"out"}
             assert {name: made["settings"][name] for name in names} == {name: meant[name] for name in names}
             commits.add(made["commit"])
             if meant["max_grad_norm"] == 100:  # "never takes hold"
-                lines = plot.read(HERE / "results" / out.relative_to("runs"))[1]
-                assert max(line.get("grad_norm", 0) for line in lines) < 100
+                steps = plot.read_log(HERE / "results" / out.relative_to("runs")).lines
+                assert max(step.get("grad_norm", 0) for step in steps) < 100
     assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
 
 
-def test_the_default_run_begins_as_its_log_says(tmp_path):
-    """The first three steps, run again. The same completions, up to ties in floating point."""
-    command = [sys.executable, HERE / "train.py", *"--seed 0 --steps 3 --eval_every 0 --out".split(), tmp_path / "run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, check=True, capture_output=True, env=environment)
-    logged, again = plot.read(HERE / "results" / "default" / "seed-0")[1], plot.read(tmp_path / "run")[1]
-    logged = [line for line in logged if "reward" in line][:3]
-    assert [line["step"] for line in again] == [1, 2, 3]
-    for name in ("reward", "completion_length", "entropy", "grad_norm", "advantage_easy", "loss"):
-        near = {"rel": 1e-3, "abs": 1e-6}
-        assert [line[name] for line in again] == pytest.approx([line[name] for line in logged], **near), name
+# ---- What can be added ----
 
 
-# ---- What the README adds ----
-
-
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", ADDING, re.DOTALL | re.MULTILINE)
-    return [text for its_language, text in found if its_language == language]
+def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
+    """The script at the top of extending.md, and a step of train.py on its prompts: the same gradient."""
+    script = tmp_path / "my_step.py"
+    script.write_text(blocks(EXTENDING, "python")[0])
+    monkeypatch.chdir(HERE)
+    own = runpy.run_path(str(script))
+    answers = {"1047+85=": "1132", "723+1409=": "2132"}
+    config = parse(["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path / "run")], on_gpu=False)
+    run, *_ = train.set_up(config, torch.device("cpu"))
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
+    run.task.train = sorted(rows, key=lambda row: Task(rows, [], [], [], 1.0).draw(0, 0) != row)
+    gradients = []
+    monkeypatch.setattr(run.optimizer, "step", lambda: gradients.extend(p.grad.clone() for p in run.model.parameters()))
+    monkeypatch.setattr(train.ranks, "clip_gradients", lambda model, norm: torch.zeros(()))
+    _, groups = train.training_step(run, 1)
+    sampled = [completion.ids for group in groups for completion in group.completions]
+    assert sampled == [completion.ids for group in own["groups"] for completion in group.completions]
+    for ours, theirs in zip(gradients, own["model"].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory) -> Path:
     """A copy of the code, in a git repository of its own."""
     copy = tmp_path_factory.mktemp("clean") / "copy"
-    shutil.copytree(HERE / "models", copy / "models")
-    for path in HERE.glob("*.py"):
-        shutil.copy(path, copy)
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("docs", "results", "runs", ".*", "__pycache__"))
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
     return copy
 
@@ -172,75 +181,108 @@ def apply(diff: str, copy: Path, *flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def fork(clean) -> Path:
-    """With every diff applied, one after the other."""
+    """With every file and every diff, one after the other. What edits train.py itself makes edited.py of it."""
     copy = shutil.copytree(clean, clean.with_name("fork"))
-    for diff in blocks("diff"):
+    for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3)]:
+        (copy / name).write_text(text)
+    for diff in blocks(ADDITIONS, "diff"):
         apply(diff, copy)
-    (copy / "my_rewards.py").write_text(blocks("python")[0])
-    (copy / "prompts.jsonl").write_text(blocks("json")[0] * 3)
+    shutil.copy(copy / "train.py", copy / "edited.py")
+    for diff in blocks(EDITS, "diff"):
+        apply(diff.replace("/train.py", "/edited.py"), copy)
     return copy
 
 
-@pytest.fixture(scope="module")
-def own_loss(fork) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_loss", fork / "loss.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_diff_applies_by_itself(clean):
-    assert len(blocks("diff")) == 3
-    for diff in blocks("diff"):
+def test_every_diff_applies_by_itself_and_is_small(clean):
+    for diff in blocks(README + EXTENDING, "diff"):
         apply(diff, clean, "--check")
+        assert diff.count("\n+++ ") <= 2
 
 
 RUN_ALL = """
-import json, sys, train
-for i, words in enumerate(json.load(sys.stdin)):
-    code = train.main([*words, "--eval_every", "0", "--samples_per_step", "-1", "--out", f"runs/{i}"])
-    assert code == 0, (words, code)
+import importlib, json, sys
+for i, (module, *words) in enumerate(json.load(sys.stdin)):
+    if "largest" in words:
+        words += ["--steps", "20"]
+    else:
+        words += ["--steps", "2", "--prompts_per_step", "4"]
+    code = importlib.import_module(module).main([*words, "--eval_every", "0", "--out", f"runs/{i}"])
+    assert code == 0, (module, words, code)
 """
 
 
-def test_what_the_readme_adds(fork):
-    """Its commands, all in one process: to import PyTorch takes longer than the steps."""
-    lines = [line for block in blocks("") for line in block.splitlines()]
-    commands = [shlex.split(line)[2:] for line in lines if line.startswith("python train.py ")]
-    assert len(commands) == 5
-    work = json.dumps([[*words, "--steps", "30" if "largest" in words else "2"] for words in commands])
+@pytest.fixture(scope="module")
+def runs(fork) -> dict[str, tuple[Path, list[dict]]]:
+    """For each command its folder and its metrics. In one process: to import PyTorch takes longer than the steps."""
+    (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
+    lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
+    lines += [["train", *ablation.flags, *ablate.flags_of(ablation.variants[-1])]]
+    lines += [["edited", *words] for words in commands(EDITS, "python train.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", RUN_ALL]
-    ended = subprocess.run(command, input=work, cwd=fork, env=environment, text=True, capture_output=True)
+    ended = subprocess.run(command, input=json.dumps(lines), cwd=fork, env=environment, text=True, capture_output=True)
     assert ended.returncode == 0, ended.stderr
-    settings, metrics = zip(*(plot.read(fork / "runs" / str(i)) for i in range(5)))
-
-    for lines in metrics[:2]:
-        assert [m["reward/brevity"] for m in lines] == pytest.approx([-m["completion_length"] / 100 for m in lines])
-    samples = [json.loads(line) for line in (fork / "runs" / "1" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["prompt"] for sample in samples} == {"12+34="}
-    assert metrics[2][0]["reward"] < 0.1 and metrics[2][-1]["reward"] > 0.4, "it learns"
-    assert settings[3]["normalization"] == "vl" and metrics[3][1]["reward"] is not None
-    assert settings[4]["kl_estimator"] == "abs" and metrics[4][0]["kl"] == 0 < metrics[4][1]["kl"]
+    folders = [fork / "runs" / str(i) for i in range(len(lines))]
+    return {" ".join(words): (out, plot.read_log(out).lines) for words, out in zip(lines, folders, strict=True)}
 
 
-def test_the_normalization_it_adds(own_loss):
+def test_every_command_of_an_addition(runs):
+    assert "train --normalization vl" in runs and len(runs) > 9
+    for line, (folder, steps) in runs.items():
+        for step in steps:
+            if "brevity" in line:
+                assert step["reward/brevity"] == pytest.approx(-step["completion_length"] / 100)
+            if "short_enough" in line:
+                assert step["reward"] == pytest.approx(step["reward/exact_sum"] + 0.5 * step["reward/short_enough"])
+        if "prompts.jsonl" in line:
+            samples = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+            assert {sample["prompt"] for sample in samples} == {"12+34="}
+        if "largest" in line:
+            assert steps[0]["reward"] < 0.1 and steps[-1]["reward"] > 0.3, "it learns"
+        if "abs" in line:
+            assert steps[0]["kl"] == 0 < steps[1]["kl"]
+
+
+def test_another_optimizer_and_a_buffer(runs):
+    """The optimizer's state is saved. The completions of the step before are trained on once more, off-policy."""
+    folder, steps = runs["edited --learning_rate 0.1"]
+    assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
+    assert abs(steps[0]["loss"]) < 1e-6 < 1e-4 < abs(steps[1]["loss"])
+
+
+def own(fork: Path, name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(fork / f"{name}.py")))
+
+
+def test_the_normalization_it_adds(fork):
     """w = |o_i|^-0.75 / (L sum_j |o_j|^-0.75); completions of 5, 0, 2 and 7 tokens, L = 10"""
     lengths = [5, 0, 2, 7]
-    weights = own_loss.token_weights(torch.arange(8) < torch.tensor(lengths)[:, None], "vl", max_completion_length=10)
+    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
     total = sum(n**-0.75 for n in lengths if n)
     expected = [[n**-0.75 / (10 * total) if t < n else 0.0 for t in range(8)] for n in lengths]
+    weights = own(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
 
 
-def test_the_kl_estimator_it_adds(own_loss):
+def test_the_kl_estimator_it_adds(fork):
     """The mean of its gradients over the policy's tokens is the gradient of sum |pi - pi_ref|."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
     logp, ref = logits.log_softmax(0), other.log_softmax(0)
     (exact,) = torch.autograd.grad((logp.exp() - ref.exp()).abs().sum(), logits, retain_graph=True)
-    per_token = own_loss.kl_divergence(logp, ref, "abs")
+    per_token = own(fork, "loss").kl_divergence(logp, ref, "abs")
     (estimated,) = torch.autograd.grad((logp.exp().detach() * per_token).sum(), logits)
     assert per_token.tolist() == (ref - logp).abs().tolist()
     torch.testing.assert_close(estimated, exact, rtol=0, atol=1e-12)
+
+
+def test_the_advantage_and_the_knob_it_adds(fork):
+    rewards = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0]])
+    advantages = own(fork, "advantage").group_advantages(rewards, scale="none", baseline="median")
+    assert advantages.tolist() == [[-1.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    rollout = own(fork, "rollout")
+    sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], min_p=0.5)
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
+    tokens, logp = rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+    assert set(tokens.tolist()) == {0, 1} and logp.exp().min() == pytest.approx(0.3)
