@@ -26,6 +26,7 @@ from advantage import all_equal, combine_rewards, group_advantages
 from batch import Batch, Group, Limits, collate, micro_batches, minibatches
 from config import Config
 from infra import checkpoint, command_line, faults, memory, ranks, report
+from infra.decoding import decoding
 from infra.model import eos_ids, load, open_model
 from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
@@ -199,7 +200,7 @@ def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling
     mine = ranks.share(len(rows) * n)
     streams = [(first + i // n, i % n) for i in mine]
     uniform = uniforms(run.config.seed, step, streams, sampling.max_completion_length)
-    with ranks.weights_in(run.model, getattr(torch, run.config.dtype)), ranks.together():
+    with decoding(run.model, getattr(torch, run.config.dtype)), ranks.together():
         completions = rollout(run.model, [prompts[i // n] for i in mine], uniform, sampling, progress=run.progress)
     completions = ranks.gather(completions)
     groups = [completions[i : i + n] for i in range(0, len(completions), n)]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
-from infra.shard import gathered, is_sharded
+from infra.shard import is_sharded
 
 
 def start() -> torch.device:
@@ -96,25 +96,6 @@ def _contact() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise faults.lost_contact(error) from error
-
-
-@contextmanager
-def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The model computes in this dtype for a while: decoding reads half the bytes in bf16. The fp32 weights come back
-    untouched. Buffers (rotary frequencies) keep their precision."""
-    if is_sharded(model):
-        with gathered(model):
-            yield
-        return
-    parameters = list(model.parameters())
-    weights = [p.data for p in parameters]
-    try:
-        for p in parameters:
-            p.data = p.data.to(dtype)
-        yield
-    finally:
-        for p, weight in zip(parameters, weights, strict=True):
-            p.data = weight
 
 
 def sum_(*tensors: torch.Tensor) -> None:
