@@ -1,8 +1,8 @@
 """A grid of switches and seeds, and its table.
 
-    python ablate.py --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
-    python ablate.py --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip -- --num_iterations 4 --minibatches 2
-    python ablate.py --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip --figures entropy:last --table
+    python -m tools.ablate --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
+    python -m tools.ablate --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip -- --num_iterations 4
+    python -m tools.ablate --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip --figures entropy:last --table
 
 What stands after `--` goes to every run. Each run is `train.py` in a folder of its own, --jobs of them at a time; the
 same command again continues what was stopped and repeats nothing. --table makes the table of finished runs and runs
@@ -31,6 +31,7 @@ from pathlib import Path
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
 # Student's t at 97.5 %, for 1, 2, 3 ... degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+TRAIN = Path(__file__).parent.parent / "train.py"
 Lines = list[dict]  # of a run's metrics.jsonl
 Variant = dict[str, str]  # switch: value
 
@@ -56,7 +57,7 @@ def flags_of(variant: Variant) -> list[str]:
 def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[str], jobs: int) -> None:
     """Seed after seed, so that what is there early can be compared. The first failure stops what has not started."""
     with ThreadPoolExecutor(jobs) as pool:
-        runs = [pool.submit(run, out, variant, seed, flags) for seed in seeds for variant in variants]
+        runs = [pool.submit(run_one, out, variant, seed, flags) for seed in seeds for variant in variants]
         try:
             for done, finished in enumerate(as_completed(runs), 1):
                 print(f"{done} of {len(runs)} done: {finished.result()}", flush=True)
@@ -65,15 +66,13 @@ def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[st
             raise
 
 
-def run(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
+def run_one(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
     folder = folder_of(out, variant, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(Path(__file__).parent.parent / "train.py"), *flags, *flags_of(variant)]
+    command = [sys.executable, TRAIN, *flags, *flags_of(variant), "--seed", seed, "--out", folder]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{folder}.log", "w") as log:
-        ended = subprocess.run(
-            [*command, "--seed", seed, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
+        ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     if ended.returncode:
         sys.exit(f"{folder} ended with {ended.returncode}; see {folder}.log. The same command goes on from here")
     return folder
@@ -82,7 +81,7 @@ def run(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
 # ---- Its table ----
 
 
-def read(out: Path, variants: list[Variant], seeds: list[str]) -> list[list[Lines]]:
+def read_runs(out: Path, variants: list[Variant], seeds: list[str]) -> list[list[Lines]]:
     """For each variant its runs, in the order of the seeds."""
     return [[read_run(folder_of(out, variant, seed)) for seed in seeds] for variant in variants]
 
@@ -101,11 +100,18 @@ def figure(lines: Lines, name: str) -> float:
     """entropy, entropy:21-40 or entropy:last -> its value for a run; NaN where it has none"""
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
-        sys.exit(f"--figures {name}: no such metric; there are {', '.join(dict.fromkeys(k for x in lines for k in x))}")
+        known = dict.fromkeys(name for line in lines for name in line)
+        sys.exit(f"--figures {name}: no such metric; there are {', '.join(known)}")
     end = lines[-1]["step"]
-    first, last = map(int, when.split("-")) if "-" in when else (0, end) if when == "last" else (end // 2 + 1, end)
+    first, last = end // 2 + 1, end
+    if when == "last":
+        first = 0
+    elif when:
+        first, last = map(int, when.split("-"))
     values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
-    return math.nan if not values else values[-1] if when == "last" else statistics.fmean(values)
+    if not values:
+        return math.nan
+    return values[-1] if when == "last" else statistics.fmean(values)
 
 
 def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) -> str:
@@ -119,9 +125,10 @@ def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) 
         values = [[figure(lines, name) for lines in its] for its in runs]
         digits = decimals(statistics.fmean(values[0]))
         for variant, its in zip(variants, values):
-            cells = ["" if its is not values[0] else name, ", ".join(variant.values())]
-            cells += [f"{statistics.fmean(its):.{digits}f} ± {spread(its):.{digits}f}"]
-            cells += ["", ""] if its is values[0] else compared(its, values[0], digits)
+            of_first = its is values[0]
+            cells = [name if of_first else "", ", ".join(variant.values())]
+            cells.append(f"{statistics.fmean(its):.{digits}f} ± {spread(its):.{digits}f}")
+            cells += ["", ""] if of_first else compared(its, values[0], digits)
             rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
     return "\n".join(rows)
 
@@ -130,7 +137,9 @@ def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
     """-> the paired difference with its interval, and what it says"""
     mean, half = interval([a - b for a, b in zip(values, with_, strict=True)])
     differs = mean - half > 0 or mean + half < 0
-    verdict = "too few seeds" if len(values) < 3 else "**differs**" if differs else "not told from noise"
+    verdict = "**differs**" if differs else "not told from noise"
+    if len(values) < 3:
+        verdict = "too few seeds"
     return [f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}", verdict]
 
 
@@ -165,7 +174,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="the table of finished runs; nothing is run")
     args = parser.parse_args(own)
     wrong = [name for name in args.figures if not re.fullmatch(r"[^:]+(:last|:\d+-\d+)?", name)]
-    if wrong := wrong + [given for given in args.vary if not re.fullmatch(r"\w+=[^,]+(,[^,]+)*", given)]:
+    wrong += [given for given in args.vary if not re.fullmatch(r"\w+=[^,]+(,[^,]+)*", given)]
+    if wrong:
         parser.error(f"cannot be read: {', '.join(wrong)}")
     args.flags, args.variants, args.seeds = words[len(own) + 1 :], grid(args.vary), args.seeds.split(",")
     return args
@@ -175,7 +185,8 @@ def main(words: list[str]) -> None:
     args = parse(words)
     if not args.table:
         run_all(args.variants, args.seeds, args.out, args.flags, args.jobs)
-    print(text := table(args.variants, read(args.out, args.variants, args.seeds), args.figures))
+    text = table(args.variants, read_runs(args.out, args.variants, args.seeds), args.figures)
+    print(text)
     (args.out / "table.md").write_text(text + "\n")
 
 

@@ -1,18 +1,20 @@
 """Metrics of one or many runs -> a picture.
 
-    python plot.py runs/addition-grpo-0
-    python plot.py runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
+    python -m tools.plot runs/addition-grpo-0
+    python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
 Runs that differ in the seed alone are drawn as one line, their mean, in a band from the lowest to the highest. The
 legend names the settings that differ. Written as PNG and SVG, 2.4 inches for each column of panels: three fill a page
 of a paper, and --columns 1 or 2 suit one of its columns. Colours are Okabe and Ito's, which colour-blind people can
-tell apart; each line has a dash pattern of its own as well.
+tell apart; each line has a dash pattern of its own as well. In each file stands a fingerprint of what it shows.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -43,31 +46,38 @@ PANELS = {
     "loss": ("loss", "loss"),
 }
 NOT_A_DIFFERENCE = ("seed", "out", "overwrite", "report_to")
-Run = tuple[dict, list[dict]]  # settings, lines of metrics.jsonl
 
 
-def read(folder: Path) -> Run:
+@dataclass
+class Log:
+    """Of a run."""
+
+    settings: dict
+    lines: list[dict]  # of metrics.jsonl
+
+
+def read_log(folder: Path) -> Log:
     settings = json.loads((folder / "config.json").read_text())["settings"]
-    return settings, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Log(settings, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
-def by_settings(runs: list[Run]) -> dict[str, list[Run]]:
+def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     """Runs that differ in the seed alone, under a label of the settings in which they differ from others."""
-    names = [name for name in runs[0][0] if name not in NOT_A_DIFFERENCE]
-    differ = [name for name in names if len({str(settings.get(name)) for settings, _ in runs}) > 1]
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        label = ", ".join(f"{name} {run[0].get(name)}" for name in differ) or run[0]["algorithm"]
-        groups.setdefault(label, []).append(run)
+    names = [name for name in logs[0].settings if name not in NOT_A_DIFFERENCE]
+    differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
+    groups: dict[str, list[Log]] = {}
+    for log in logs:
+        label = ", ".join(f"{name} {log.settings.get(name)}" for name in differ) or log.settings["algorithm"]
+        groups.setdefault(label, []).append(log)
     return groups
 
 
-def series(runs: list[Run], metric: str) -> tuple[np.ndarray, np.ndarray]:
+def series(logs: list[Log], metric: str) -> tuple[np.ndarray, np.ndarray]:
     """-> steps (T,), values (runs, T); NaN where a run has none."""
-    steps = sorted({line["step"] for _, lines in runs for line in lines if line.get(metric) is not None})
-    table = [{line["step"]: line.get(metric) for line in lines} for _, lines in runs]
-    values = [[np.nan if row.get(step) is None else row[step] for step in steps] for row in table]
-    return np.array(steps), np.array(values, dtype=float).reshape(len(runs), len(steps))
+    by_step = [{line["step"]: line[metric] for line in log.lines if line.get(metric) is not None} for log in logs]
+    steps = sorted({step for values in by_step for step in values})
+    values = [[its.get(step, np.nan) for step in steps] for its in by_step]
+    return np.array(steps), np.array(values, dtype=float).reshape(len(logs), len(steps))
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
@@ -83,16 +93,16 @@ def style(i: int) -> dict:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], "linewidth": 1.3}
 
 
-def draw(axes: Axes, groups: dict[str, list[Run]], panel: str, width: int) -> None:
+def draw_panel(axes: Axes, groups: dict[str, list[Log]], panel: str, width: int) -> None:
     title, metric = PANELS.get(panel, (panel, panel))
     evaluation = metric.startswith("eval/")
-    for i, runs in enumerate(groups.values()):
-        steps, values = series(runs, metric)
+    for i, logs in enumerate(groups.values()):
+        steps, values = series(logs, metric)
         if not len(steps):
             continue
         values = smooth(values, 1 if evaluation else width)
         axes.plot(steps, np.nanmean(values, axis=0), marker="o" if evaluation else None, markersize=3, **style(i))
-        if len(runs) > 1:
+        if len(logs) > 1:
             low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
             axes.fill_between(steps, low, high, color=style(i)["color"], alpha=0.15, linewidth=0)
     axes.set_title(title, fontsize=8)
@@ -101,52 +111,80 @@ def draw(axes: Axes, groups: dict[str, list[Run]], panel: str, width: int) -> No
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot(folders: list[Path], out: Path, panels: list[str], width: int = 5, columns: int = 3) -> None:
-    """Panels whose metric no run has are left out."""
-    plt.rcParams["svg.hashsalt"] = "grpo"  # the same picture is the same file
-    groups = by_settings([read(folder) for folder in folders])
-    has = {name for runs in groups.values() for _, lines in runs for x in lines for name in x if x[name] is not None}
-    shown = [panel for panel in panels if PANELS.get(panel, ("", panel))[1] in has]
-    if not shown:
-        raise SystemExit(f"no run has {', '.join(panels)}; there are {', '.join(sorted(has))}")
-    columns = min(columns, len(shown))
-    rows = -(-len(shown) // columns)
-    legend = [label if len(runs) == 1 else f"{label} ({len(runs)} seeds)" for label, runs in groups.items()]
-    notes = ["line: mean over seeds, band: lowest to highest"] * any(len(runs) > 1 for runs in groups.values())
-    notes += [f"running mean of {width} steps"] * (width > 1)
-    note = ("\n" if columns == 1 else "; ").join(notes)
+def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, columns: int) -> Figure:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    legend = [label if len(logs) == 1 else f"{label} ({len(logs)} seeds)" for label, logs in groups.items()]
+    notes = []
+    if any(len(logs) > 1 for logs in groups.values()):
+        notes.append("line: mean over seeds, band: lowest to highest")
+    if width > 1:
+        notes.append(f"running mean of {width} steps")
     above_note = 0.16 if columns > 1 else 0.26  # inches
     below = above_note + 0.14 * len(legend) + 0.04
     size = 2.4 * columns, 1.75 * rows + below
     figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of a step at which no run has the metric
-        for axes, panel in zip(grid.flat, shown):
-            draw(axes, groups, panel, width)
-    for axes in grid.flat[len(shown) :]:
+        for axes, panel in zip(grid.flat, panels):
+            draw_panel(axes, groups, panel, width)
+    for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes in grid.flat[max(0, len(shown) - columns) : len(shown)]:
+    for axes in grid.flat[max(0, len(panels) - columns) : len(panels)]:
         axes.set_xlabel("step", fontsize=8)
     handles = [Line2D([], [], **style(i)) for i in range(len(legend))]
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, above_note / size[1]), "borderpad": 0, "labelspacing": 0.2}
     figure.legend(handles, legend, fontsize=7, frameon=False, handlelength=3, **place)
+    note = ("\n" if columns == 1 else "; ").join(notes)
     figure.text(0.5, 0.05 / size[1], note, fontsize=6, ha="center", color="#444444")
     figure.tight_layout(pad=0.5, rect=(0, below / size[1], 1, 1))
-    for suffix in (".png", ".svg"):
-        figure.savefig(out.with_suffix(suffix), dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
+    return figure
+
+
+def fingerprint(shown: object) -> str:
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def save_picture(figure: Figure, out: Path, fingerprint: str) -> None:
+    """As PNG and SVG. The same picture is the same file."""
+    plt.rcParams["svg.hashsalt"] = "grpo"
+    figure.savefig(out.with_suffix(".png"), dpi=160, metadata={"Description": fingerprint})
+    figure.savefig(out.with_suffix(".svg"), metadata={"Description": fingerprint, "Date": None})
     plt.close(figure)
 
 
-def main(words: list[str]) -> None:
+def fingerprint_of(args: argparse.Namespace) -> str:
+    """Of the picture that these flags make."""
+    return fingerprint([[vars(log) for log in read_logs(args)], args.panels, args.smooth, args.columns])
+
+
+def read_logs(args: argparse.Namespace) -> list[Log]:
+    return [read_log(path) for path in args.runs if path.is_dir()]  # runs/* has the logs of a grid in it as well
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Panels whose metric no run has are left out."""
+    logs = read_logs(args)
+    has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
+    panels = [panel for panel in args.panels if PANELS.get(panel, ("", panel))[1] in has]
+    if not panels:
+        sys.exit(f"no run has {', '.join(args.panels)}; there are {', '.join(sorted(has))}")
+    save_picture(draw_picture(by_settings(logs), panels, args.smooth, args.columns), args.out, fingerprint_of(args))
+
+
+def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("plot.png"))
     parser.add_argument("--panels", nargs="+", default=list(PANELS), metavar="PANEL", help=f"{', '.join(PANELS)}, ...")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the running mean")
     parser.add_argument("--columns", type=int, default=3)
-    args = parser.parse_args(words)
-    folders = [path for path in args.runs if path.is_dir()]  # runs/* has the logs of a grid in it as well
-    plot(folders, args.out, args.panels, args.smooth, args.columns)
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> None:
+    args = parse(words)
+    plot(args)
     print(f"{args.out.with_suffix('.png')}, {args.out.with_suffix('.svg')}")
 
 

@@ -1,0 +1,265 @@
+"""The tables and pictures of README.md and docs/, made from the logs in results/.
+
+    python -m tools.evidence                    writes every table and draws every picture
+    python -m tools.evidence --check            changes nothing; names what is not that of the logs; exits with 1
+    python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
+
+A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one of TABLES, or
+that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/NAME/. The pictures
+are those of each `python -m tools.plot ... --out results/...` in a code block, and results/scaling.png. A picture has
+the fingerprint of what it shows in its file. Nothing is run or measured here.
+
+Left out: whether the code that drew a picture is still the same.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from tools import ablate, plot
+
+ROOT = Path(__file__).parent.parent
+BENCH_LOG = "results/bench.jsonl"
+BLOCK = re.compile(r"(<!-- made by tools\.evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass
+class Picture:
+    fingerprint: str  # of what it shows
+    draw: Callable[[], None]
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(tool: str) -> list[list[str]]:
+    """The words behind `python -m tools.TOOL` of each line of a page that begins with it."""
+    text = "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
+    return [shlex.split(words) for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
+
+
+# ---- Tables ----
+
+
+def tables() -> dict[str, str]:
+    made = {name: make() for name, make in TABLES.items()}
+    for args in map(ablate.parse, commands("ablate")):
+        logs = ROOT / "results" / args.out.name
+        if logs.is_dir():
+            made[logs.name] = ablate.table(
+                args.variants, ablate.read_runs(logs, args.variants, args.seeds), args.figures
+            )
+    return made
+
+
+def markdown(names: list[str], rows: list[list[str]]) -> str:
+    first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (names, *rows))
+    return "\n".join([first, "|" + "---|" * len(names), *others])
+
+
+def default_table() -> str:
+    rows = []
+    for folder in sorted((ROOT / "results" / "default").glob("seed-*")):
+        lines = plot.read_log(folder).lines
+        first, *_, last = (line for line in lines if "eval/accuracy" in line)
+        cells = [f"{end[name]:.3f}" for name in ("eval/accuracy", "eval/pass@1") for end in (first, last)]
+        cells += [f"{end['eval/completion_length']:.1f}" for end in (first, last)]
+        seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in lines if "reward" in line)
+        rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
+    names = ["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]
+    return markdown(names, rows)
+
+
+# ---- Tables of measurements ----
+
+
+def kind_of(measurement: dict) -> str:
+    """step, scaling or logprobs"""
+    return re.search(r"\bbench(\.py)? (\w+)", measurement["command"])[2]
+
+
+def measurements(kind: str) -> list[dict]:
+    """The newest of those that differ in what was measured, or on what machine."""
+    newest = {}
+    for measurement in map(json.loads, (ROOT / BENCH_LOG).read_text().splitlines()):
+        differ = [str(measurement.get(name)) for name in ("size", "lengths", "limit", "hardware")]
+        if kind_of(measurement) == kind:
+            newest[*differ, *measurement.get("results", [])] = measurement
+    return [newest[key] for key in sorted(newest)]
+
+
+def tables_of(kind: str) -> str:
+    return "\n\n".join(map(measurement_table, measurements(kind)))
+
+
+def measurement_table(measurement: dict) -> str:
+    made = {"step": step_table, "scaling": scaling_table, "logprobs": logprobs_table}[kind_of(measurement)](measurement)
+    return f"{made}\n\n({{hardware}}; threads: {{threads}}; commit `{{commit:.7}}`)".format(**measurement)
+
+
+def medians(its: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in its.items()}
+
+
+def unit(measurement: dict) -> str:
+    """On a CPU CPU-seconds are compared: other work on the machine hardly changes them."""
+    return "_cpu" if "CPU" in measurement["hardware"] else ""
+
+
+def step_table(measurement: dict) -> str:
+    phases = ("rollout", "forward", "backward", "update", "step")
+    names = [phase + unit(measurement) for phase in phases] + ["memory_gb"]
+    of = {way: medians(its) for way, its in measurement["results"].items()}
+    first, *others = of
+    rows = []
+    for way, its in of.items():
+        *seconds, memory = (f"{its[name]:.2f}" for name in names)
+        rows.append([way, *seconds, f"{measurement['tokens'] / its[names[-2]]:,.0f}", memory])
+    for way in others:
+        *seconds, memory = (f"{of[first][name] / of[way][name]:.2f}" for name in names)
+        rows.append([f"{first} / {way}", *seconds, f"{of[way][names[-2]] / of[first][names[-2]]:.1f}", memory])
+    shape = "{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step"
+    table = markdown(["", *phases, "tokens a second", "peak GB"], rows)
+    return f"**{shape.format(**measurement)}**\n\n{table}"
+
+
+def scaling_table(measurement: dict) -> str:
+    rows = []
+    for point in measurement["points"]:
+        cells = [str(point["completions"]), str(point["limit"])]
+        for phase in ("rollout", "update"):
+            tokens, seconds = point[f"tokens_{phase}"], point[phase + unit(measurement)]
+            cells += [str(tokens), f"{1e3 * seconds / tokens:.2f}", f"{point[f'memory_{phase}']:.2f}"]
+        rows.append(cells)
+    columns = [f"{phase}: {name}" for phase in ("rollout", "update") for name in ("tokens", "ms a token", "GB")]
+    return markdown(["completions", "limit", *columns], rows)
+
+
+def logprobs_table(measurement: dict) -> str:
+    digits = {"seconds": 1, "cpu_seconds": 1, "memory_gb": 2}
+    of = {way: medians(its) for way, its in measurement["results"].items()}
+    rows = [[way, *(f"{its[name]:.{n}f}" for name, n in digits.items())] for way, its in of.items()]
+    ours, full = of.values()
+    rows.append(["ratio", *(f"{ours[name] / full[name]:.2f}" for name in digits)])
+    return markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
+
+
+# ---- Pictures ----
+
+
+def pictures() -> dict[Path, Picture]:
+    made = {}
+    for words in commands("plot"):
+        args = plot.parse(words)
+        if args.out.parts[0] == "results":
+            args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
+            args.out = ROOT / args.out
+            made[args.out] = Picture(plot.fingerprint_of(args), partial(plot.plot, args))
+    *_, scaling = measurements("scaling")
+    out = ROOT / "results" / "scaling.png"
+    made[out] = Picture(plot.fingerprint(scaling["points"]), partial(plot_scaling, scaling, out))
+    return made
+
+
+def plot_scaling(measurement: dict, out: Path) -> None:
+    figure, (cost, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    points, seconds = measurement["points"], unit(measurement)
+    for marker, label, chosen in (
+        ("o", "8 to 512 completions up to 256", [point for point in points if point["limit"] == 256]),
+        ("s", "32 completions, up to 64 ... 1024", [point for point in points if point["completions"] == 32]),
+    ):
+        for colour, phase in zip(plot.COLOURS, ("rollout", "update")):
+            chosen = sorted(chosen, key=lambda point: point[f"tokens_{phase}"])
+            tokens = [point[f"tokens_{phase}"] for point in chosen]
+            style = {"color": colour, "marker": marker}
+            cost.loglog(tokens, [point[phase + seconds] for point in chosen], label=f"{phase}, {label}", **style)
+            memory.semilogx(tokens, [point[f"memory_{phase}"] for point in chosen], **style)
+    tokens = [min(point["tokens_update"] for point in points), max(point["tokens_update"] for point in points)]
+    rate = statistics.median(point["update" + seconds] / point["tokens_update"] for point in points)
+    cost.loglog(tokens, [rate * n for n in tokens], "k:", label="proportional")
+    cost.set(ylabel="CPU-seconds" if seconds else "seconds")
+    memory.set(ylabel="peak memory above the model, GB", ylim=(0, None))
+    for axes in (cost, memory):
+        axes.set_xlabel("tokens of the phase: prompts once in the rollout, in each row of the update", fontsize=8)
+    cost.legend(fontsize=7)
+    plot.save_picture(figure, out, plot.fingerprint(points))
+
+
+TABLES = {
+    "default": default_table,
+    "step": partial(tables_of, "step"),
+    "scaling": partial(tables_of, "scaling"),
+    "logprobs": partial(tables_of, "logprobs"),
+}
+
+
+# ---- What the pages say, against it ----
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """With its tables made anew; one that nothing makes is left empty."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n{made.get(block[2], '')}\n\n{block[3]}", text)
+
+
+def stale() -> list[str]:
+    made, drawn, found, placed = tables(), pictures(), [], set()
+    for page in pages():
+        text, name = page.read_text(), page.relative_to(ROOT)
+        for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(filled(text, made)), strict=True):
+            placed.add(old[2])
+            if old[0] != new[0]:
+                found.append(f"{name}: the table {old[2]} is not that of the logs")
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
+            if (page.parent / link).resolve() not in drawn:
+                found.append(f"{name}: no command on a page draws {link}")
+    found += [f"the table {name} is on no page" for name in made if name not in placed]
+    for out, picture in drawn.items():
+        if not out.exists() or picture.fingerprint.encode() not in out.read_bytes():
+            found.append(f"{out.relative_to(ROOT)} is not the picture of the logs")
+    return found
+
+
+def write() -> None:
+    made = tables()
+    for page in pages():
+        page.write_text(filled(page.read_text(), made))
+    for picture in pictures().values():
+        picture.draw()
+
+
+def keep(folder: Path) -> None:
+    for config in sorted(folder.glob("*/config.json")):
+        to = ROOT / "results" / folder.name / config.parent.name
+        to.mkdir(parents=True, exist_ok=True)
+        for log in (config, config.with_name("metrics.jsonl")):
+            shutil.copy(log, to)
+
+
+def main(words: list[str]) -> int:
+    if words == ["--check"]:
+        found = stale()
+        print("\n".join(found) or "the pages say what the logs say")
+        return 1 if found else 0
+    if words[:1] == ["--keep"] and len(words) > 1:
+        for folder in words[1:]:
+            keep(Path(folder))
+        return 0
+    if words:
+        print(__doc__)
+        return 2
+    write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

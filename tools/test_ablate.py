@@ -1,0 +1,101 @@
+"""A grid of runs, and its table."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from tools import ablate
+
+
+def test_the_t_values():
+    """Each is where the integral of Student's density reaches 0.975."""
+    for df, t in enumerate(ablate.T, 1):
+        x = torch.linspace(0, t, 20001, dtype=torch.float64)
+        scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+        mass = torch.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x)
+        assert float(mass) == pytest.approx(0.475, abs=3e-5), df
+
+
+def test_paired_differences():
+    mean, half = ablate.interval([1.0, 2.0, 3.0])
+    assert mean == 2.0 and half == pytest.approx(4.303 / math.sqrt(3))
+    assert ablate.interval([1.0, math.nan, 3.0])[1] == math.inf and ablate.interval([1.0])[1] == math.inf
+
+
+def test_the_steps_of_a_figure():
+    lines = [{"step": 0, "eval/accuracy": 0.1}]
+    lines += [{"step": s, "entropy": s * 1.0, "length_incorrect": None if s == 5 else 7.0} for s in range(1, 7)]
+    assert ablate.figure(lines, "entropy") == 5.0  # of 4, 5, 6
+    assert ablate.figure(lines, "entropy:2-3") == 2.5 and ablate.figure(lines, "entropy:last") == 6.0
+    assert ablate.figure(lines, "length_incorrect") == 7.0 and ablate.figure(lines, "eval/accuracy:last") == 0.1
+    assert math.isnan(ablate.figure(lines, "length_incorrect:5-5"))
+    with pytest.raises(SystemExit, match="entropie: no such metric; there are step, eval/accuracy, entropy"):
+        ablate.figure(lines, "entropie")
+
+
+def one_step(accuracy: float, length: float) -> list[dict]:
+    return [{"step": 0, "eval/accuracy": 0.0}, {"step": 1, "completion_length": length, "eval/accuracy": accuracy}]
+
+
+def test_the_table_says_what_can_be_told_from_noise():
+    a = [one_step(0.50, 10), one_step(0.60, 11), one_step(0.70, 12)]
+    b = [one_step(0.61, 10), one_step(0.70, 12), one_step(0.80, 11)]  # better for each seed; length as it happens
+    names = ["eval/accuracy:last", "completion_length"]
+    rows = ablate.table([{"beta": "0"}, {"beta": "1"}], [a, b], names).splitlines()
+    assert rows[0] == "| figure | beta | mean ± std of 3 seeds | minus 0, 95 % interval | |"
+    assert rows[2:] == [
+        "| eval/accuracy:last | 0 | 0.600 ± 0.100 | | |",
+        "| | 1 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **differs** |",
+        "| completion_length | 0 | 11.00 ± 1.00 | | |",
+        "| | 1 | 11.00 ± 1.00 | +0.00, -2.48 to +2.48 | not told from noise |",
+    ]
+    few = ablate.table([{"beta": "0"}, {"beta": "1"}], [a[:2], b[:2]], names)
+    assert few.count("too few seeds") == 2 and "differs" not in few
+
+
+def test_a_grid_is_every_combination_and_each_run_has_a_folder():
+    args = ablate.parse("--vary a=1,2 --vary b=x,y --out o --figures entropy reward:1-2 -- --steps 3".split())
+    assert args.flags == ["--steps", "3"] and args.figures == ["entropy", "reward:1-2"]
+    folders = [str(ablate.folder_of(args.out, v, seed)) for v in args.variants for seed in args.seeds]
+    assert folders[:4] == ["o/1-x-1", "o/1-x-2", "o/1-x-3", "o/1-y-1"] and len(set(folders)) == 12
+
+
+@pytest.mark.parametrize("words", ["--vary a=1,2 --figures entropy:late", "--vary a", "--vary a=1,,2"])
+def test_what_cannot_be_read_is_said_before_anything_runs(words, capsys):
+    with pytest.raises(SystemExit):
+        ablate.parse(f"--out o {words}".split())
+    assert f"cannot be read: {words.split()[-1]}" in capsys.readouterr().err
+
+
+def test_the_grid_repeats_nothing_and_its_table_runs_nothing(tmp_path, monkeypatch, capsys):
+    def words(seeds: str) -> list[str]:
+        given = f"--vary beta=0.0 --seeds {seeds} --jobs 1 --out {tmp_path} --figures completion_length --".split()
+        return given + "--task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
+
+    ablate.main(words("1"))
+    log = tmp_path / "0.0-1" / "metrics.jsonl"
+    before = log.read_text(), log.stat().st_mtime_ns
+    ablate.main(words("1,2"))
+    assert (log.read_text(), log.stat().st_mtime_ns) == before
+    (runs,) = ablate.read_runs(tmp_path, [{"beta": "0.0"}], ["1", "2"])
+    of_each = [statistics.fmean(line["completion_length"] for line in lines[1:]) for lines in runs]
+    made = (tmp_path / "table.md").read_text()
+    assert f"| 0.0 | {statistics.fmean(of_each):.2f} ± " in made
+
+    monkeypatch.setattr(ablate.subprocess, "run", None)  # whoever runs anything fails
+    capsys.readouterr()
+    ablate.main(["--table", *words("1,2")])
+    assert capsys.readouterr().out == made
+    with pytest.raises(SystemExit, match=r"0\.0-3: there is no such run"):
+        ablate.main(["--table", *words("1,2,3")])
+    log.write_text(before[0].splitlines()[0] + "\n")
+    with pytest.raises(SystemExit, match=r"0\.0-1: not finished, 1 of 2 steps"):
+        ablate.main(["--table", *words("1,2")])
+
+
+def test_a_run_that_fails_stops_the_grid_and_says_where_to_look(tmp_path):
+    with pytest.raises(SystemExit, match=r"0\.0-1 ended with 2; see .*0\.0-1\.log"):
+        ablate.main(f"--vary beta=0.0 --seeds 1 --out {tmp_path} -- --task nonsense".split())
+    assert "--task nonsense: must be one of" in (tmp_path / "0.0-1.log").read_text()
