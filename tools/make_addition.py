@@ -1,6 +1,6 @@
 """Make models/addition, the small checkpoint that `train.py` starts from by default. About six CPU-minutes.
 
-    python make_addition.py
+    python -m tools.make_addition
 
 A supervised warm-up teaches two ways to add: to answer at once, which is mostly wrong, and to think first, digit by
 digit from the right with the carry, which is mostly right. Both are shown for every kind of sum, but long sums are
@@ -16,17 +16,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from config import Config
-from tasks._characters import (
-    ADDITION_ALPHABET,
-    EOS,
-    EOS_ID,
-    addition,
-    char_tokenizer,
-    draw_addition,
-    exact_sum,
-    held_out,
-    small_config,
-)
+from tasks import addition
+from tasks._characters import EOS, EOS_ID, char_tokenizer, held_out, small_config
 
 DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of the lines, by digits of the longer operand; 0.6 in all
 FILLER = 0.2  # chance of a "." after a step, and of another one after that
@@ -48,9 +39,9 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
 
 def training_line(rng: random.Random) -> tuple[str, str]:
     """(prompt, completion) of a prompt that is not held out."""
-    row = draw_addition(rng)
+    row = addition.draw_row(rng)
     while held_out(row["prompt"]):
-        row = draw_addition(rng)
+        row = addition.draw_row(rng)
     a, b = map(int, row["prompt"].rstrip("=").split("+"))
     thought = "" if rng.random() < DIRECT_SHARE[len(str(max(a, b)))] else scratch_pad(a, b, rng)
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
@@ -94,19 +85,20 @@ def until_eos(ids: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def evaluate(
+def accuracy_and_length(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict], sample: bool, batch_size: int = 64
 ) -> tuple[float, float]:
-    """Accuracy and mean completion length (EOS included), at temperature 1 if `sample`, else greedy."""
+    """-> accuracy and mean completion length (EOS included), at temperature 1 if `sample`, else greedy"""
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
     rewards, lengths = [], []
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        inputs = tokenizer([row["prompt"] for row in part], padding=True, padding_side="left", return_tensors="pt")
+        prompts = [row["prompt"] for row in part]
+        inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
         output = model.generate(**inputs, **settings, max_new_tokens=64)
         ids = [until_eos(row) for row in output[:, inputs.input_ids.shape[1] :].tolist()]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards += exact_sum([row["prompt"] for row in part], texts, ids, answer=[row["answer"] for row in part])
+        rewards += addition.exact_sum(prompts, texts, ids, answer=[row["answer"] for row in part])
         lengths += map(len, ids)
     return sum(rewards) / len(rows), sum(lengths) / len(rows)
 
@@ -119,16 +111,16 @@ def main() -> None:
 
     torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
     torch.manual_seed(args.seed)
-    tokenizer = char_tokenizer(ADDITION_ALPHABET)
+    tokenizer = char_tokenizer(addition.ALPHABET)
     model = LlamaForCausalLM(small_config(tokenizer, hidden_size=128, intermediate_size=256))
     warm_up(model, tokenizer, random.Random(args.seed))
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
     model.eval()
-    rows = addition(Config()).eval
+    rows = addition.load(Config()).eval
     for name, sample in (("greedy", False), ("sampled", True)):
-        accuracy, length = evaluate(model, tokenizer, rows, sample)
+        accuracy, length = accuracy_and_length(model, tokenizer, rows, sample)
         print(f"held-out, {name}: accuracy {accuracy:.3f}, mean completion length {length:.1f}")
 
 
