@@ -15,14 +15,15 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
-from loss import kl_divergence, policy_loss, token_weights
+from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS, kl_divergence, policy_loss, token_weights
 
 F64 = torch.float64
 LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]  # |o_i|: two prompts, four completions each
 GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.0, 0.25]]
 REWARDS = GROUPS[0] + GROUPS[1]
+MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
+OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
 N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET: max_completion_length, more than the longest completion
-NORMALIZATIONS = ["sequence", "global", "constant", "sum"]
 every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
 seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -70,7 +71,7 @@ def close(ours, theirs, tolerance=1e-10):
 
 def check(b, J, A, normalization, advantages, **switches):
     """The paper's advantages, loss and gradient are ours."""
-    close(group_advantages(torch.tensor(REWARDS, dtype=F64), 4, eps=0.0, **advantages), A)
+    close(group_advantages(torch.tensor(GROUPS, dtype=F64), eps=0.0, **advantages).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
     loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
     paper_loss, paper_grad = minus_sum(b, J)
@@ -84,7 +85,7 @@ def check(b, J, A, normalization, advantages, **switches):
 @seeds
 def test_grpo(seed):
     """GRPO, arXiv 2402.03300: J = 1/G Σ_i 1/|o_i| Σ_t [S(ρ_it, A_i) − β (e^Δ − Δ − 1)], A = (r − mean r)/std r."""
-    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+    A = OVER_STD
 
     def J(i, t, logp, old, ref):
         (surrogate, slope), delta = clipped(math.exp(logp - old), A[i]), ref - logp
@@ -98,7 +99,7 @@ def test_grpo(seed):
 @seeds
 def test_dr_grpo(seed):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    A = [r - fmean(group) for group in GROUPS for r in group]
+    A = MINUS_MEAN
 
     def J(i, t, logp, old, ref):
         surrogate, slope = clipped(math.exp(logp - old), A[i])
@@ -110,7 +111,7 @@ def test_dr_grpo(seed):
 @seeds
 def test_dapo(seed):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
-    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+    A = OVER_STD
 
     def J(i, t, logp, old, ref):
         surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
@@ -123,7 +124,7 @@ def test_dapo(seed):
 def test_gspo(seed):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
     b = draw(seed)
-    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+    A = OVER_STD
     s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
 
     def J(i, t, logp, old, ref):  # as a sum over tokens, each with 1/|o_i| of S; d s_i / d log π_θ(o_it) = s_i / |o_i|
@@ -138,7 +139,7 @@ def test_gspo(seed):
 @seeds
 def test_cispo(seed):
     """CISPO, arXiv 2506.13585: J = 1/Σ_i|o_i| Σ_i Σ_t sg(min(ρ_it, cap)) A_i log π_θ, A = (r − mean r)/std r."""
-    A = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+    A = OVER_STD
 
     def J(i, t, logp, old, ref):
         coefficient = min(math.exp(logp - old), 5.0)  # sg, stop gradient: a number
@@ -176,13 +177,6 @@ def test_reinforce_plus_plus(seed):
 # ---- facts that hold for any policy
 
 
-@pytest.mark.parametrize("k", [2, 3, 8])
-def test_leave_one_out_is_the_mean_baseline_times_k_over_k_minus_1(k):
-    R = draw(k, [k, k, k]).logp
-    expected = k / (k - 1) * (R - R.mean(1, keepdim=True)).flatten()
-    close(group_advantages(R.flatten(), k, scale="none", baseline="leave_one_out"), expected, 1e-12)
-
-
 def distributions(seed):
     """Logits of π_θ that want a gradient, and log-probs of π_θ, π_ref, π_old over a vocabulary of six tokens."""
     logits = torch.randn(3, 6, 1, generator=torch.Generator().manual_seed(seed), dtype=F64)
@@ -195,7 +189,7 @@ def gradients(theta, *scalars):
 
 
 @seeds
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_estimators_on_policy(seed, estimator):
     """Σ_x π_θ(x) k(x) = KL(π_θ ‖ π_ref) for k1 and k3; k2 is biased.
     Σ_x π_θ(x) ∇k(x) is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, ∇KL(π_ref ‖ π_θ) for k3."""
@@ -236,7 +230,7 @@ def test_on_policy_every_gradient_is_that_of_reinforce(normalization, switches):
 
 def test_the_loss_is_zero_and_its_gradient_is_not():
     """One update a rollout, β = 0, mean over each completion: what is left of the loss is −Σ_i A_i / N = 0."""
-    b, A = draw(0), group_advantages(torch.tensor(REWARDS, dtype=F64), 4)
+    b, A = draw(0), group_advantages(torch.tensor(GROUPS, dtype=F64)).flatten()
     loss, grad, _ = run(b.logp, b.logp, A, token_weights(b.mask, "sequence"), b.mask)
     assert abs(loss) < 1e-12 and grad.abs().max() > 0.01
     loss, _, _ = run(b.logp, b.logp, A, token_weights(b.mask, "global"), b.mask)
@@ -247,19 +241,23 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
 
 
 @pytest.mark.parametrize(
-    "ratio, A, loss, grad, low, high",
+    "objective, ratio, A, loss, grad, low, high",
     [
-        (1.3, 1.0, -1.3, -1.3, 0, 0),
-        (1.5, 1.0, -1.4, 0.0, 0, 1),  # far enough up: cut at 1 + 0.4
-        (1.5, -1.0, 1.5, 1.5, 0, 0),
-        (0.9, -1.0, 0.9, 0.9, 0, 0),
-        (0.7, -1.0, 0.8, 0.0, 1, 0),  # far enough down: cut at 1 − 0.2
-        (0.7, 1.0, -0.7, -0.7, 0, 0),
+        ("clip", 1.3, 1.0, -1.3, -1.3, 0, 0),
+        ("clip", 1.5, 1.0, -1.4, 0.0, 0, 1),  # far enough up: cut at 1 + 0.4
+        ("clip", 1.5, -1.0, 1.5, 1.5, 0, 0),
+        ("clip", 0.9, -1.0, 0.9, 0.9, 0, 0),
+        ("clip", 0.7, -1.0, 0.8, 0.0, 1, 0),  # far enough down: cut at 1 − 0.2
+        ("clip", 0.7, 1.0, -0.7, -0.7, 0, 0),
+        ("clip", 1.5, 0.0, 0.0, 0.0, 0, 0),  # nothing to cut
+        ("clip", 0.7, 0.0, 0.0, 0.0, 0, 0),
+        ("cispo", 1.5, 0.0, 0.0, 0.0, 0, 0),
     ],
 )
-def test_clipping_of_one_token(ratio, A, loss, grad, low, high):
+def test_clipping_of_one_token(objective, ratio, A, loss, grad, low, high):
     old, one = torch.tensor([[-1.0]], dtype=F64), torch.ones(1, 1, dtype=F64)
-    ours = run(old + math.log(ratio), old, A * one[0], one, one.bool(), epsilon_low=0.2, epsilon_high=0.4)
+    switches = {"objective": objective, "epsilon_low": 0.2, "epsilon_high": 0.4}
+    ours = run(old + math.log(ratio), old, A * one[0], one, one.bool(), **switches)
     close(ours[0], loss)
     close(ours[1], [[grad]])
     assert ours[2]["clip_low"] == (low, 1) and ours[2]["clip_high"] == (high, 1)
@@ -277,7 +275,7 @@ def test_two_sided_clipping(seed, delta):
 
 
 @pytest.mark.parametrize("importance", [False, True])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_term(estimator, importance):
     """S(ρ, A) − β k, or S(ρ, A) − β ρ k, whose derivative is ρ (k + k'). k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
     b, A, beta = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 0.3
@@ -399,7 +397,7 @@ def test_fully_masked_batch(normalization, switches):
 
 @every_switch
 @every_normalization
-@pytest.mark.parametrize("parts", [[1] * 9, [2, 2, 2, 2, 1], [3, 3, 3], [1, 5, 2, 1]], ids=str)
+@pytest.mark.parametrize("parts", [[1] * 9, [1, 5, 2, 1]], ids=str)
 def test_any_split_of_the_step(parts, normalization, switches):
     """Rows in any order, cut into micro-batches of any size, each padded to a width of its own: the parts add up."""
     whole = step(0, normalization)
@@ -444,15 +442,6 @@ def test_token_weights(normalization, dtype):
 
 
 @every_normalization
-def test_token_weights_of_a_part_of_the_step(normalization):
-    """With the step's totals a part has the weights that it has in the whole, however long its own completions are."""
-    whole = token_weights(RAGGED, normalization, max_completion_length=100)
-    for rows in ([0], [1], [2, 3], [3, 1]):
-        totals = {"num_sequences": 3, "num_tokens": 8, "max_completion_length": 100}
-        close(token_weights(RAGGED[rows], normalization, **totals), whole[rows], 1e-15)
-
-
-@every_normalization
 def test_token_weights_of_nothing(normalization):
     close(token_weights(torch.zeros(2, 3), normalization, max_completion_length=100), torch.zeros(2, 3), 0)
 
@@ -470,10 +459,10 @@ def test_the_loss_has_the_dtype_of_logp():
     "call, values",
     [
         (lambda b: token_weights(b.mask, "k9"), NORMALIZATIONS),
-        (lambda b: kl_divergence(b.logp, b.ref, "k9"), ["k1", "k2", "k3"]),
-        (lambda b: run_all(b, {"kl_estimator": "k9"}), ["k1", "k2", "k3"]),
-        (lambda b: run_all(b, {"objective": "k9"}), ["clip", "cispo", "reinforce"]),
-        (lambda b: run_all(b, {"ratio": "k9"}), ["token", "sequence"]),
+        (lambda b: kl_divergence(b.logp, b.ref, "k9"), KL_ESTIMATORS),
+        (lambda b: run_all(b, {"kl_estimator": "k9"}), KL_ESTIMATORS),
+        (lambda b: run_all(b, {"objective": "k9"}), OBJECTIVES),
+        (lambda b: run_all(b, {"ratio": "k9"}), RATIOS),
         (lambda b: token_weights(b.mask, "constant"), ["max_completion_length"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
