@@ -1,280 +1,236 @@
-"""However a step is split, over micro-batches, row orders, paddings and processes, its gradient is the same one."""
+"""The completions of a step as tensors, and in pieces: however a step is split, over micro-batches and ranks, it is the
+same step, in loss, gradient, statistics and weights afterwards."""
 
-import random
-from collections.abc import Iterable, Sequence
+import math
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor
 
+import train
 from advantage import group_advantages
-from logprob import token_logprobs
-from loss import NORMALIZATIONS, policy_loss, token_weights
+from batch import Batch, Group, Limits, collate, micro_batches, minibatches
+from config import Config
+from conftest import VOCAB, distance, flat_gradient, tiny_model
+from infra import ranks
+from loss import NORMALIZATIONS, token_weights
+from rollout import Completion
 
-NUM_GENERATIONS, VOCAB, BUDGET = 4, 31, 10
-PROMPTS = ([5, 9, 7], [4, 2, 6, 6, 11], [3])
-LENGTHS = (4, 10, 1, 6, 3, 0, 8, 2, 5, 5, 1, 9)  # of 3 x 4 completions; 0 is one that is masked as a whole
-ROWS = range(len(LENGTHS))
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+CPU = torch.device("cpu")
+WHOLE = Limits(rows=None, tokens=None)
+every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
 
-
-def make_model(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
-    return model.to(dtype).train()
+# ---- Completions as tensors ----
 
 
-def make_rows(dtype: torch.dtype) -> list[dict]:
-    """One dict for each completion; log-probs of old policy and reference stand beside its tokens."""
-    r = random.Random(0)
-    rows = []
-    for i, length in enumerate(LENGTHS):
-        tokens = [r.randrange(2, VOCAB) for _ in range(length or 4)]
-        old_logp, ref_logp = (torch.tensor([r.gauss(-4, 1.5) for _ in tokens], dtype=dtype) for _ in "or")
-        prompt = PROMPTS[i // NUM_GENERATIONS]
-        mask = [int(length > 0)] * len(tokens)
-        rows.append(dict(prompt=prompt, tokens=tokens, mask=mask, old_logp=old_logp, ref_logp=ref_logp))
-    return rows
+def test_collate():
+    eos, nan = 2, math.nan
+    long, cut = Completion([7, 8, eos], [-0.1, -0.2, -0.3], False), Completion([9, 9], [-0.4, -0.5], True)
+    short, unscored = Completion([eos], [-0.6], False), Completion([5, eos], [-0.7, -0.8], False)
+    advantages = torch.tensor([1.5, -1.5], dtype=torch.float64)
+    groups = [
+        Group({}, [3, 4], [long, cut], torch.tensor([1.0, 0.0]), torch.zeros(2, 1), advantages),
+        Group({}, [eos, 0, 6], [short, unscored], torch.tensor([1.0, nan]), torch.zeros(2, 1), 2 * advantages),
+    ]
+    batch = collate(groups, mask_truncated=False, device=CPU)
+    assert len(batch) == 4
+    assert batch.ids.tolist() == [[3, 4, 7, 8, eos], [3, 4, 9, 9, 0], [eos, 0, 6, eos, 0], [eos, 0, 6, 5, eos]]
+    assert batch.attention.tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
+    assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
+    assert batch.advantages.tolist() == [1.5, -1.5, 3.0, -3.0]
+    logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
+    torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
+
+    masked = collate(groups, mask_truncated=True, device=CPU)
+    assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
+    assert torch.equal(masked.attention, batch.attention)
 
 
-def rewards(dtype: torch.dtype) -> Tensor:
-    return torch.tensor([0.0, 1.0, 0.5, 1.0, 0.2, 0.9, 0.0, 0.0, 2.0, 1.0, 1.0, 0.3], dtype=dtype)
-
-
-def pad(rows: list[dict], left: int, right: int) -> dict[str, Tensor]:
-    """-> (B, T) tensors: prompts padded on the left, completions on the right, by so many more than needed."""
-    before = max(len(row["prompt"]) for row in rows) + left
-    width = before + max(len(row["tokens"]) for row in rows) + right
-    dtype = rows[0]["old_logp"].dtype
-    batch = {name: torch.zeros(len(rows), width, dtype=torch.long) for name in ("input_ids", "attention", "mask")}
-    batch |= {name: torch.full((len(rows), width), torch.nan, dtype=dtype) for name in ("old_logp", "ref_logp")}
-    for b, row in enumerate(rows):
-        prompt, completion = slice(before - len(row["prompt"]), before), slice(before, before + len(row["tokens"]))
-        batch["input_ids"][b, prompt] = torch.tensor(row["prompt"])
-        batch["input_ids"][b, completion] = torch.tensor(row["tokens"])
-        batch["attention"][b, prompt.start : completion.stop] = 1
-        batch["mask"][b, completion] = torch.tensor(row["mask"])
-        for name in ("old_logp", "ref_logp"):
-            batch[name][b, completion] = row[name]
+def make_batch() -> Batch:
+    """3 x 4 completions, one of them without a reward, and log-probs of an old policy and a reference."""
+    r = np.random.default_rng(0)
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.2, math.nan, 0.9, 0.0], [2.0, 1.0, 1.0, 0.3]])
+    lengths = [[4, 10, 1, 6], [3, 5, 8, 2], [5, 5, 1, 9]]
+    prompts = [5, 9, 7], [4, 2, 6, 6, 11], [3]
+    groups = [
+        Group(
+            {},
+            list(prompt),
+            [Completion(r.integers(2, VOCAB, n).tolist(), r.normal(-4, 0.5, n).tolist(), False) for n in of_prompt],
+            rewards[p],
+            rewards[p, :, None],
+            group_advantages(rewards)[p],
+        )
+        for p, (prompt, of_prompt) in enumerate(zip(prompts, lengths))
+    ]
+    batch = collate(groups, mask_truncated=False, device=CPU)
+    batch.old_logp, batch.ref_logp = torch.tensor(r.normal(-4, 0.5, (2, *batch.mask.shape)))
     return batch
 
 
-def totals(rows: list[dict]) -> tuple[int, int]:
-    lengths = [sum(row["mask"]) for row in rows]
-    return sum(n > 0 for n in lengths), sum(lengths)
+def test_rows_of_a_batch_are_a_batch():
+    batch = make_batch()
+    part = batch[[7, 2]]
+    assert len(part) == 2 and part.weights is None
+    for name, tensor in vars(batch).items():
+        assert tensor is None or torch.equal(getattr(part, name), torch.stack([tensor[7], tensor[2]])), name
 
 
-def backward(
-    model: nn.Module,
-    rows: list[dict],
-    advantages: Tensor,
-    parts: Iterable[Sequence[int]],
-    normalization: str,
-    step_totals: tuple[int | None, int | None],
-    padding: Sequence[tuple[int, int]] = ((0, 0),),
-) -> float:
-    """Adds up the gradients of these parts of the step, lists of row numbers. -> the loss, added up too"""
-    loss = 0.0
-    for i, part in enumerate(parts):
-        batch = pad([rows[b] for b in part], *padding[i % len(padding)])
-        mask = batch["mask"]
-        logp, entropy = token_logprobs(
-            model, batch["input_ids"], batch["attention"], mask, temperature=0.8, chunk_tokens=7, entropy_grad=True
-        )
-        weights = token_weights(
-            mask,
-            normalization,
-            num_sequences=step_totals[0],
-            num_tokens=step_totals[1],
-            max_completion_length=BUDGET,
-        )
-        partial, _ = policy_loss(
-            logp, batch["old_logp"], advantages[list(part)], weights, mask, ref_logp=batch["ref_logp"], beta=0.1
-        )
-        partial = partial - 0.01 * (weights.to(logp.dtype) * entropy).sum()
-        partial.backward()
-        loss += partial.item()
-    return loss
+# ---- Which rows are in which piece ----
 
 
-def flat_gradient(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
-    )
+@pytest.mark.parametrize("parts", [1, 2, 3, 12, 40])
+def test_every_row_is_in_one_minibatch_of_a_pass(parts):
+    updates = minibatches(12, parts, seed=(0, 1, 0))
+    assert len(updates) == min(12, parts) and max(map(len, updates)) - min(map(len, updates)) <= 1
+    assert sorted(row for rows in updates for row in rows) == list(range(12))
+    assert all(rows == sorted(rows) for rows in updates)
+    assert len(minibatches(11, 3, seed=(0, 1, 0))[0]) == 4
 
 
-def undivided(dtype: torch.dtype, normalization: str) -> tuple[Tensor, float]:
-    """The whole step as one batch, whose totals are its own."""
-    model, advantages = make_model(dtype), group_advantages(rewards(dtype), NUM_GENERATIONS)
-    loss = backward(model, make_rows(dtype), advantages, [ROWS], normalization, (None, None))
-    return flat_gradient(model), loss
+def test_minibatches_are_a_function_of_seed_step_and_pass():
+    np.random.seed(0)
+    expected = minibatches(12, 3, seed=(0, 1, 0))
+    np.random.seed(1)
+    assert minibatches(12, 3, seed=(0, 1, 0)) == expected
+    for other in ((5, 1, 0), (0, 2, 0), (0, 1, 1), (1, 0, 0)):
+        assert minibatches(12, 3, seed=other) != expected
 
 
-def assert_same(gradient: Tensor, expected: Tensor) -> None:
-    assert expected.norm() > 1e-3
-    assert (gradient - expected).norm() <= TOLERANCE[expected.dtype] * expected.norm()
+def of_lengths(lengths: list[int]) -> Batch:
+    """Rows that are known by their number."""
+    attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    number = torch.arange(len(lengths))
+    return Batch(attention * number[:, None], attention, attention.clone(), number.float(), attention.float())
 
 
-def chunks(rows: Sequence[int], sizes: Iterable[int]) -> list[Sequence[int]]:
-    """Cut to these sizes, the last of them repeated while rows are left."""
-    sizes, parts = list(sizes), []
-    while rows:
-        n = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        parts.append(rows[:n])
-        rows = rows[n:]
-    return parts
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("world", [1, 2, 7])
+@pytest.mark.parametrize("rows, tokens", [(None, None), (1, None), (3, None), (None, 1), (None, 60), (4, 60)])
+def test_micro_batches(n, world, rows, tokens):
+    lengths = np.random.default_rng(n).integers(1, 30, n).tolist()
+    batch, limits = of_lengths(lengths), Limits(rows, tokens)
+    by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
+
+    def fits(piece: list[int]) -> bool:
+        padded = len(piece) * max(lengths[row] for row in piece)
+        return (rows is None or len(piece) <= rows) and (tokens is None or padded <= tokens)
+
+    shares = [[row for piece, _ in pieces for row in piece] for pieces in by_rank]
+    assert sorted(row for share in shares for row in share) == list(range(n)), "every row once"
+    work = [sum(lengths[row] for row in share) for share in shares]
+    assert max(work) - min(work) <= max(lengths), "no rank has much more to do than another"
+    for share, pieces in zip(shares, by_rank):
+        assert [lengths[row] for row in share] == sorted((lengths[row] for row in share), reverse=True)
+        assert all(len(piece) == 1 or fits(piece) for piece, _ in pieces), "the limits are kept"
+        assert not any(fits([*piece, after[0]]) for (piece, _), (after, _) in pairwise(pieces)), "and made use of"
+        assert all(torch.equal(part.advantages, batch.advantages[piece]) for piece, part in pieces)
+
+    most = max(map(len, by_rank))
+    for rank, pieces in enumerate(by_rank):
+        filled = list(micro_batches(batch, limits, rank, world, as_many_on_every_rank=True))
+        assert len(filled) == most and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
+        assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
+    assert torch.equal(batch.mask, batch.attention), "rows of others are not masked with them"
 
 
-# One process
-
-SPLITS = {
-    "1 each": chunks(ROWS, [1]),
-    "2 each": chunks(ROWS, [2]),
-    "3 each": chunks(ROWS, [3]),
-    "unequal": chunks(ROWS, [1, 7, 4]),
-    "any order": chunks(random.Random(1).sample(ROWS, len(ROWS)), [5, 1, 3]),
-    "by length": chunks(sorted(ROWS, key=LENGTHS.__getitem__), [4]),
-}
+# ---- The same step however it is split ----
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_micro_batches(normalization: str, dtype: torch.dtype):
-    expected, expected_loss = undivided(dtype, normalization)
-    rows, advantages = make_rows(dtype), group_advantages(rewards(dtype), NUM_GENERATIONS)
-    for parts in SPLITS.values():
-        model = make_model(dtype)
-        loss = backward(model, rows, advantages, parts, normalization, totals(rows), [(0, 0), (3, 0), (0, 4), (1, 2)])
-        assert_same(flat_gradient(model), expected)
-        assert loss == pytest.approx(expected_loss, rel=10 * TOLERANCE[dtype], abs=10 * TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_a_masked_completion_changes_nothing(normalization: str):
-    rows, advantages = make_rows(torch.float64), group_advantages(rewards(torch.float64), NUM_GENERATIONS)
-    expected, _ = undivided(torch.float64, normalization)
-    model = make_model(torch.float64)
-    scored = [b for b in ROWS if LENGTHS[b]]
-    backward(model, rows, advantages, [scored], normalization, (None, None))
-    assert_same(flat_gradient(model), expected)
-
-    alone = make_model(torch.float64)
-    backward(alone, rows, advantages, [[LENGTHS.index(0)]], normalization, totals(rows))
-    assert (flat_gradient(alone) == 0).all()
-
-
-def take_step(model: nn.Module) -> None:
-    """Clipped, then AdamW."""
+def make_run(normalization: str, limits: Limits, shard: bool = False) -> train.Run:
+    cfg = Config(
+        normalization=normalization, objective="clip", ratio="token", epsilon_low=0.2, epsilon_high=0.2, beta=0.1,
+        entropy_coef=0.01, temperature=0.8, max_completion_length=10, max_grad_norm=0.05, dtype="float32", shard=shard,
+    )  # fmt: skip
+    model = tiny_model(spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    assert norm > 0.05
-    optimizer.step()
+    return train.Run(cfg, CPU, None, None, model, None, optimizer, None, limits)
 
 
-def flat_parameters(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+def accumulated(monkeypatch, normalization: str, limits: Limits, world: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """-> the gradient, the loss and the statistics of a step, summed over ranks that come one after the other"""
+    run, batch = make_run(normalization, limits, shard=True), make_batch()
+    batch.weights = token_weights(batch.mask, normalization, run.config.max_completion_length)
+    monkeypatch.setattr(ranks, "world", lambda: world)
+    gradient, loss, totals = 0.0, 0.0, 0.0
+    for rank in range(world):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        of_rank = train.accumulate(run, batch)
+        gradient, loss, totals = gradient + flat_gradient(run.model), loss + of_rank[0], totals + of_rank[1]
+    return gradient, loss, totals
 
 
-def parameters_after_a_step(normalization: str) -> Tensor:
-    model = make_model(torch.float64)
-    advantages = group_advantages(rewards(torch.float64), NUM_GENERATIONS)
-    backward(model, make_rows(torch.float64), advantages, [ROWS], normalization, (None, None))
-    take_step(model)
-    return flat_parameters(model)
+SPLITS = [
+    (1, Limits(1, None)),
+    (1, Limits(5, None)),
+    (1, Limits(None, 30)),
+    (2, Limits(None, None)),
+    (3, Limits(3, 40)),
+    (5, Limits(2, None)),
+    (13, Limits(None, None)),  # one rank has no row
+]
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("size", [4, 2, 1])
-def test_a_group_in_parts_takes_the_same_optimizer_step(size: int, normalization: str):
-    """num_generations=4 as 4 x 1, 2 x 2 and 1 x 4: completions at a time, times parts."""
-    rows, advantages = make_rows(torch.float64), group_advantages(rewards(torch.float64), NUM_GENERATIONS)
-    model = make_model(torch.float64)
-    before = flat_parameters(model)
-    backward(model, rows, advantages, chunks(ROWS, [size]), normalization, totals(rows))
-    take_step(model)
-    expected = parameters_after_a_step(normalization)
-    assert (expected - before).abs().max() > 1e-3
-    torch.testing.assert_close(flat_parameters(model), expected, rtol=0, atol=1e-10)
+@every_normalization
+def test_any_split_gives_the_same_loss_and_gradient(monkeypatch, normalization):
+    gradient, loss, totals = accumulated(monkeypatch, normalization, WHOLE)
+    assert gradient.norm() > 1e-3 and (totals[:4, 0] > 0).all()
+    for world, limits in SPLITS:
+        split = accumulated(monkeypatch, normalization, limits, world)
+        assert distance(split[0], gradient) < 1e-12
+        torch.testing.assert_close(split[1:], (loss, totals), rtol=1e-12, atol=1e-12)
 
 
-# Several processes
-
-SHARES = {  # rows of each process; no count divides the groups of 4, so that groups straddle processes
-    1: [ROWS],
-    2: [ROWS[:5], ROWS[5:]],
-    3: [ROWS[:3], ROWS[3:9], ROWS[9:]],
-}
-PARTS = ([2, 1], [3], [1, 2])  # sizes of the micro-batches on each process
-
-
-def step_on_processes(size: int, group: dist.ProcessGroup, dtype: torch.dtype, normalization: str) -> nn.Module:
-    """One process's part of a step: it knows its own rows, and everything else by sums over the processes."""
-    rank = dist.get_rank()
-    rows, own = make_rows(dtype), list(SHARES[size][rank])
-    all_rewards = torch.zeros(len(rows), dtype=dtype)
-    all_rewards[own] = rewards(dtype)[own]
-    step_totals = torch.tensor(totals([rows[b] for b in own]))
-    dist.all_reduce(all_rewards, dist.ReduceOp.SUM, group)
-    dist.all_reduce(step_totals, dist.ReduceOp.SUM, group)
-
-    model, advantages = make_model(dtype), group_advantages(all_rewards, NUM_GENERATIONS)
-    padding = [(rank, 0), (0, 2)]
-    backward(model, rows, advantages, chunks(own, PARTS[rank]), normalization, tuple(step_totals.tolist()), padding)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, dist.ReduceOp.SUM, group)
-    return model
+def test_a_rank_without_rows_adds_exactly_nothing(monkeypatch):
+    run, batch = make_run("sequence", WHOLE, shard=True), make_batch()
+    batch.weights = token_weights(batch.mask, "sequence")
+    monkeypatch.setattr(ranks, "rank", lambda: 12)
+    monkeypatch.setattr(ranks, "world", lambda: 13)
+    loss, totals = train.accumulate(run, batch)
+    assert all(p.grad is not None for p in run.model.parameters()), "it took part in the backward pass"
+    assert loss == 0 and not totals.any() and not flat_gradient(run.model).any()
 
 
-def work(rank: int, folder: str) -> None:
+@every_normalization
+def test_a_masked_completion_changes_nothing(normalization):
+    batch = make_batch()
+    scored = batch.mask.any(1).nonzero().flatten().tolist()
+    assert len(scored) == len(batch) - 1
+    expected, without = (one_step(make_run(normalization, WHOLE), part) for part in (batch, batch[scored]))
+    torch.testing.assert_close(without, expected, rtol=1e-12, atol=1e-12)
+
+
+# ---- On several processes ----
+
+
+def one_step(run: train.Run, batch: Batch) -> list[Tensor]:
+    """Loss, gradient norm and statistics of an update, and the weights after it: clipped, then AdamW."""
+    figures = train.update(run, batch, step=1)
+    assert figures[1] > run.config.max_grad_norm
+    return [*figures, torch.cat([p.detach().flatten() for p in run.model.parameters()])]
+
+
+def steps() -> dict[str, list[Tensor]]:
+    """The step with each normalization, and one with fewer completions than ranks."""
+    made = {name: one_step(make_run(name, Limits(2, None)), make_batch()) for name in NORMALIZATIONS}
+    return made | {"two completions": one_step(make_run("global", WHOLE), make_batch()[[1, 6]])}
+
+
+def work(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(SHARES))
-    results = {}
-    for size in SHARES:
-        group = dist.new_group(range(size))
-        if rank < size:
-            for dtype in TOLERANCE:
-                for normalization in NORMALIZATIONS:
-                    model = step_on_processes(size, group, dtype, normalization)
-                    gradient = flat_gradient(model)
-                    take_step(model)
-                    results[size, dtype, normalization] = gradient, flat_parameters(model)
-    torch.save(results, f"{folder}/{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.save(steps(), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Of each process; the steps of fewer processes run on the first few of them."""
-    folder: Path = tmp_path_factory.mktemp("processes")
+def test_three_processes_take_the_same_step(tmp_path):
     torch.multiprocessing.set_forkserver_preload([__name__])  # imported once, by the server that forks the processes
-    torch.multiprocessing.start_processes(work, args=(str(folder),), nprocs=max(SHARES), start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(max(SHARES))]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("size", SHARES)
-def test_processes(results: list[dict], size: int, normalization: str, dtype: torch.dtype):
-    expected, _ = undivided(dtype, normalization)
-    for rank in range(size):
-        assert_same(results[rank][size, dtype, normalization][0], expected)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("size", SHARES)
-def test_processes_take_the_same_optimizer_step(results: list[dict], size: int, normalization: str):
-    expected = parameters_after_a_step(normalization)
-    for rank in range(size):
-        parameters = results[rank][size, torch.float64, normalization][1]
-        torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-10)
+    torch.multiprocessing.start_processes(work, args=(3, tmp_path), nprocs=3, start_method="forkserver")
+    expected = steps()
+    for rank in range(3):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected, rtol=1e-10, atol=1e-10)
