@@ -84,7 +84,7 @@ def policy_loss(
     """The loss of these rows, a partial sum of the step's, and its statistics as name: (sum, count), detached.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask (B, T); advantages (B,) or (B, T).
-    It computes and does not judge: which switches make sense together is settled in checks.py.
+    It computes and does not judge: which switches make sense together is settled in infra/command_line.py.
     """
     mask = mask.bool()
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
