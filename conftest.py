@@ -1,11 +1,28 @@
 """What several tests share. One thread for each process: the tests start several, and more threads than cores would
-wait for each other."""
+wait for each other. And no GPU, which they would share."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import json
+import math
+import multiprocessing
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,3 +96,234 @@ def flat_gradient(model: nn.Module) -> Tensor:
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Relative to the length of what is expected."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+# ---- Whole runs ----
+
+ROOT = Path(__file__).parent
+TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
+
+# Processes are forked from a server that has imported everything, so that one starts in milliseconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting"])
+
+
+@pytest.fixture(scope="session")
+def sorting(tmp_path_factory) -> dict:
+    """Settings of a small run; it sorts forty words."""
+    path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
+    words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
+    path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
+    return dict(
+        task="sorting", data=path, prompts_per_step=3, num_generations=4, steps=2, warmup_steps=0, eval_every=0,
+        samples_per_step=-1, max_grad_norm=1e6,
+    )  # fmt: skip
+
+
+def flags(settings: dict, out: Path) -> list[str]:
+    words = []
+    for name, value in (settings | {"out": out}).items():
+        given = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, given)]
+    return words
+
+
+def work(before: list[Callable], args: list[str]) -> None:
+    """A rank of a run. Functions that are called before it may arrange that something goes wrong."""
+    for arrange in before:
+        arrange()
+    code = resolve_name("train:main")(args)
+    resolve_name("infra.faults:leave")(code)
+
+
+def forked(args: list[str], before: list[Callable], screen: Path, env: dict[str, str]) -> None:
+    os.environ.update(env)
+    with screen.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    work(before, args)
+
+
+def screen(out: Path) -> Path:
+    """What the processes of the last run showed."""
+    return out.with_name(f"{out.name}.screen")
+
+
+def start(settings: dict, out: Path, *before: Callable, world: int = 1, **env: str) -> list:
+    """A process for each rank."""
+    screen(out).write_text("")
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    processes = []
+    for rank in range(world):
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        args = flags(settings, out), before, screen(out), own
+        processes.append(PROCESSES.Process(target=forked, args=args))
+        processes[-1].start()
+    return processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def exit_codes(processes: list, seconds: float = 200) -> list[int]:
+    """Waits for all; one that hangs is killed."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    hanging = [process for process in processes if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+    assert not hanging, f"{len(hanging)} of {len(processes)} processes went on after {seconds} seconds"
+    return [process.exitcode for process in processes]
+
+
+def run(settings: dict, out: Path, *before: Callable, code: int | None = 0, **how) -> str:
+    """A whole run that ends with this exit code on every rank (None: with any). -> what it showed"""
+    codes = exit_codes(start(settings, out, *before, **how))
+    shown = screen(out).read_text()
+    assert code is None or set(codes) == {code}, (codes, shown)
+    return shown
+
+
+def torchrun(settings: dict, out: Path, *before: Callable, options: tuple[str, ...] = ("--standalone",)):
+    """Two ranks and the torchrun that has started them."""
+    given = pickle.dumps((before, flags(settings, out))).hex()
+    program = "import conftest, pickle, sys; conftest.work(*pickle.loads(bytes.fromhex(sys.argv[1])))"
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc_per_node=2", "--no-python"]
+    return subprocess.Popen(
+        [*command, sys.executable, "-c", program, given],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(*agents: subprocess.Popen, seconds: float = 200) -> list[str]:
+    """What each torchrun and its ranks showed: the pipe closes when the last of them is gone."""
+    try:
+        return [agent.communicate(timeout=seconds)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+
+
+# What goes wrong in a run
+
+POINTS = {
+    "rollout": "train.rollout",
+    "reward": "train.score",
+    "loss": "train.policy_loss",
+    "update": "torch.optim.AdamW.step",
+    "evaluate": "train.evaluate",
+    "step": "train.training_step",
+    "open_run": "infra.checkpoint.open_run",
+    "append": "infra.report.append",
+    "save": "infra.checkpoint.save",
+    "save_model": "infra.checkpoint.save_model",
+    "write_data": "infra.checkpoint.HuggingFaceStorageWriter.write_data",
+    "fsync": "os.fsync",
+    "rename": "pathlib.Path.rename",
+    "rmtree": "shutil.rmtree",
+}
+
+
+def replace(name: str, make: Callable[[Callable], Callable]) -> None:
+    """The function of this name becomes what is made of it, in this process."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(resolve_name(owner), attribute, make(resolve_name(name)))
+
+
+def at(point: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
+    """`action` happens before (or after) the n-th call whose first argument ends so; "any": the calls of all points."""
+    if not on_rank(rank):
+        return
+    count = 0
+
+    def watched(call: Callable) -> Callable:
+        def calling(*args, **kwargs):
+            nonlocal count
+            meant = str(args[0] if args else "").endswith(of)
+            count += meant
+            now = meant and count == n
+            if now and not after:
+                action()
+            result = call(*args, **kwargs)
+            if now and after:
+                action()
+            return result
+
+        return calling
+
+    for name in POINTS.values() if point == "any" else [POINTS[point]]:
+        replace(name, watched)
+
+
+def on_rank(rank: int | None) -> bool:
+    return rank is None or os.environ.get("RANK", "0") == str(rank)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+# What a run leaves
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(out: Path) -> list[dict]:
+    """Without what depends on how and where it was run."""
+    return [{name: x for name, x in line.items() if name not in TIMINGS} for line in lines(out / "metrics.jsonl")]
+
+
+def samples(out: Path, kind: str = "train") -> list[dict]:
+    return [line for line in lines(out / "samples.jsonl") if line["kind"] == kind]
+
+
+def saved(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoint").iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def errors(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if line.startswith("error: ")]
+
+
+def assert_same_files(out: Path, whole: Path) -> None:
+    """Bit for bit, timings aside."""
+    assert metrics(out) == metrics(whole)
+    assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert contents(out / "model") == contents(whole / "model")
+    assert not list(out.rglob("*.partial"))
+
+
+def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
+    """The very same completions; advantages, metrics and weights up to rounding."""
+    for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
+        assert ours == theirs | {"advantage": near(theirs["advantage"], abs=tolerance)}
+    for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
+        assert max(ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)) < 1e-5
+        assert ours == {name: near(x, rel=tolerance, abs=1e-6) for name, x in theirs.items()}
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (out, whole))
+    assert ours.keys() == theirs.keys()
+    far = math.hypot(*((ours[name] - weights).norm() for name, weights in theirs.items()))
+    assert far <= tolerance * math.hypot(*(weights.norm() for weights in theirs.values()))
+
+
+def near(value: float | None, **tolerance: float):
+    return None if value is None else pytest.approx(value, **tolerance)
