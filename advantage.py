@@ -7,34 +7,53 @@ for the G completions of one prompt:
     GRPO         2402.03300   b = mean of the group            s = std of the group + eps
     Dr. GRPO     2503.20783   b = mean of the group            s = 1
     RLOO         2402.14740   b = mean of the group's others   s = 1
-    REINFORCE++  2501.03262   b = mean of the batch            s = std of the batch + eps
+    OPO          2505.23585   b = mean of the group by length  s = 1
+    MaxRL        2602.02710   b = mean of the group            s = mean of the group
+    GDPO         2601.05242   each reward function by its group, then b = mean and s = std of the batch + eps
+    REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
 The batch is every reward of the step, over all ranks. Left out: running means over steps, value functions.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-SCALES = ("group", "batch", "none")
-BASELINES = ("mean", "leave_one_out", "batch", "none")
+SCALES = ("group", "batch", "mean", "whiten", "none")
+BASELINES = ("mean", "leave_one_out", "length", "batch", "none")
+OF_THE_GROUP = ("mean", "leave_one_out", "length")  # baselines
+COMBINATIONS = ("sum", "gdpo")
 
 
-def combine_rewards(parts: Tensor, weights: Sequence[float]) -> Tensor:
-    """parts (P, G, K), the values of K reward functions, NaN where one gave none -> their weighted sum (P, G)"""
+def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
+    """parts (P, G, K), the values of K reward functions, NaN where one gave none -> their weighted sum (P, G). With
+    "gdpo" each function is first brought to mean 0 and std 1 in its group, so that none drowns another."""
+    if how not in COMBINATIONS:
+        raise ValueError(f"how is {how!r}; it must be one of {', '.join(COMBINATIONS)}")
+    values = parts
+    if how == "gdpo":
+        values = torch.stack([group_advantages(part) for part in parts.unbind(-1)], dim=-1)
     weights = torch.tensor(weights, dtype=parts.dtype)
-    return (parts * weights).nansum(-1).masked_fill(parts.isnan().all(-1), torch.nan)
+    return (values * weights).nansum(-1).masked_fill(parts.isnan().all(-1), torch.nan)
 
 
-def group_advantages(rewards: Tensor, scale: str = "group", baseline: str = "mean", eps: float = 1e-4) -> Tensor:
-    """rewards (P, G), a row for each prompt -> advantages (P, G).
+def group_advantages(
+    rewards: Tensor,
+    scale: str = "group",
+    baseline: str = "mean",
+    eps: float = 1e-4,
+    *,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) are the tokens that are trained on.
 
     NaN stands for a completion without a reward: it gets advantage 0 and is in no mean and no std. A group (or batch)
     whose rewards are all equal, or fewer than two, does not tell better from worse: where its mean or std is asked for,
     the advantages are exactly 0.
     """
-    _check(rewards, scale, baseline)
+    _check(rewards, scale, baseline, lengths)
     r = rewards.double()
     batch = r.reshape(1, -1)  # (1, P * G)
 
@@ -42,6 +61,9 @@ def group_advantages(rewards: Tensor, scale: str = "group", baseline: str = "mea
         b = r.nanmean(1, keepdim=True)  # (P, 1)
     elif baseline == "leave_one_out":
         b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the others
+    elif baseline == "length":
+        tokens = lengths.double().masked_fill(r.isnan(), 0.0)
+        b = (tokens * r).nansum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     elif baseline == "batch":
         b = batch.nanmean(1, keepdim=True)
     else:
@@ -51,16 +73,30 @@ def group_advantages(rewards: Tensor, scale: str = "group", baseline: str = "mea
         s = _std(r) + eps
     elif scale == "batch":
         s = _std(batch) + eps
+    elif scale == "mean":
+        s = r.nanmean(1, keepdim=True)
     else:
         s = 1.0
 
     no_signal = r.isnan()
-    if scale == "group" or baseline in ("mean", "leave_one_out"):
+    if scale in ("group", "mean") or baseline in OF_THE_GROUP:
         no_signal = no_signal | all_equal(r)
-    if scale == "batch" or baseline == "batch":
+    if scale == "mean":
+        no_signal = no_signal | (s <= 0)
+    if scale in ("batch", "whiten") or baseline == "batch":
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
+    if scale == "whiten":
+        tokens = lengths.double().masked_fill(r.isnan(), 0.0)
+        advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
+
+
+def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T): 0 but for this share of its
+    tokens, those of the highest entropy. 2506.01939"""
+    threshold = float(np.quantile(entropy[mask.bool()].cpu().numpy(), 1 - share)) if mask.any() else 0.0
+    return advantages[:, None] * (entropy >= threshold)
 
 
 def all_equal(rewards: Tensor) -> Tensor:
@@ -69,6 +105,13 @@ def all_equal(rewards: Tensor) -> Tensor:
     low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
     return low >= high
+
+
+def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
+    """Minus the mean, over the std of the batch, both over tokens: a completion counts as often as it has tokens."""
+    total = tokens.sum().clamp(min=2)
+    centred = x - (tokens * x).sum() / total
+    return centred / (((tokens * centred.square()).sum() / (total - 1)).sqrt() + eps)
 
 
 def _std(r: Tensor) -> Tensor:
@@ -82,14 +125,16 @@ def _count(r: Tensor) -> Tensor:
     return (~r.isnan()).sum(1, keepdim=True)
 
 
-def _check(rewards: Tensor, scale: str, baseline: str) -> None:
+def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -> None:
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(SCALES)}")
     if baseline not in BASELINES:
         raise ValueError(f"baseline is {baseline!r}; it must be one of {', '.join(BASELINES)}")
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be (P, G), a row for each prompt, not {tuple(rewards.shape)}")
-    if rewards.shape[1] == 1 and (scale == "group" or baseline in ("mean", "leave_one_out")):
+    if lengths is None and (scale == "whiten" or baseline == "length"):
+        raise ValueError(f"baseline={baseline!r} and scale={scale!r} need lengths (P, G)")
+    if rewards.shape[1] == 1 and (scale in ("group", "mean") or baseline in OF_THE_GROUP):
         raise ValueError(
             f"a group of one has nothing to compare with for baseline={baseline!r}, scale={scale!r}: "
             "use at least 2 completions of a prompt, or the batch's baseline and scale"

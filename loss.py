@@ -5,30 +5,36 @@ Every objective of the GRPO family is one weighted sum over the completions i of
     loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it )
 
     w_it       token_weights    the normalization, computed once for the whole step before the step is split
-    policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO or REINFORCE
-    kl_it      kl_divergence    Schulman's estimators of KL(policy || reference)
+    policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO or REINFORCE
+    kl_it      kl_divergence    estimates of KL(policy || reference)
 
 The weights know the totals of the step. So the loss of a micro-batch is a partial sum, and partial sums over any
 split (micro-batches, ranks, any order, any padding) add up to the same loss and the same gradient. Policy term and KL
 share the weights, so they cannot be normalized differently.
 
 Tokens are those of `mask`, (B, T); what stands elsewhere, garbage included, reaches neither loss nor gradient.
-Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form).
+Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form), VESPO,
+Clip-Cov and KL-Cov.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-NORMALIZATIONS = ("sequence", "global", "constant", "sum")
-OBJECTIVES = ("clip", "cispo", "reinforce")
-RATIOS = ("token", "sequence")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
+OBJECTIVES = ("clip", "cispo", "sapo", "dppo", "reinforce")
+RATIOS = ("token", "sequence", "geometric")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def token_weights(mask: Tensor, normalization: str, max_completion_length: int | None = None) -> Tensor:
+def token_weights(
+    mask: Tensor, normalization: str, max_completion_length: int | None = None, prompts: Tensor | None = None
+) -> Tensor:
     """mask (N, T) of a whole optimizer update, over all ranks -> w (N, T), float64, 0 where masked.
 
-    A completion without any token is not counted in N.
+    prompts (N,) says which prompt each completion answers. A completion without any token is not counted in N.
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
@@ -39,6 +45,12 @@ def token_weights(mask: Tensor, normalization: str, max_completion_length: int |
         w = one / (N * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the step counts the same
         w = one / lengths.sum()
+    elif normalization == "prompt":  # DAPO as printed, eq. 8: mean over the tokens of a prompt, then over prompts
+        if prompts is None:
+            raise ValueError("normalization='prompt' needs prompts: the prompt that each completion answers")
+        same_prompt = prompts[:, None] == prompts  # (N, N)
+        tokens = same_prompt.double() @ lengths.double()  # (N, 1), of all completions of the prompt
+        w = one / (prompts[lengths[:, 0] > 0].unique().numel() * tokens)
     elif normalization == "constant":  # Dr. GRPO 2503.20783: by the budget L, not by the longest completion seen
         if max_completion_length is None:
             raise ValueError("normalization='constant' divides by max_completion_length: give it")
@@ -51,7 +63,9 @@ def token_weights(mask: Tensor, normalization: str, max_completion_length: int |
 
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
-    """Per-token estimates of KL(policy || reference) at tokens the policy sampled. http://joschu.net/blog/kl-approx.html"""
+    """Per-token estimates of KL(policy || reference) at tokens the policy sampled, http://joschu.net/blog/kl-approx.html.
+    On-policy, the gradient of k1 and k3 is not that of the KL but k2's is: "k1+" and "k3+" have their value and k2's
+    gradient."""
     log_r = ref_logp - logp  # mind the sign: reference over policy
     if estimator == "k1":
         return -log_r
@@ -59,6 +73,11 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tens
         return log_r.square() / 2
     if estimator == "k3":
         return torch.expm1(log_r) - log_r
+    if estimator == "abs":
+        return log_r.abs()
+    if estimator in ("k1+", "k3+"):
+        k2 = kl_divergence(logp, ref_logp, "k2")
+        return kl_divergence(logp, ref_logp, estimator[:2]).detach() + k2 - k2.detach()
     raise _unknown("kl_estimator", estimator, KL_ESTIMATORS)
 
 
@@ -79,7 +98,12 @@ def policy_loss(
     kl_estimator: str = "k3",
     kl_importance: bool = False,
     sampler_logp: Tensor | None = None,
+    tis_mode: str = "token_truncate",
     tis_cap: float | None = None,
+    tis_floor: float | None = None,
+    off_policy_mask: float | None = None,
+    sapo_tau_pos: float = 1.0,
+    sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """The loss of these rows, a partial sum of the step's, and its statistics as name: (sum, count), detached.
 
@@ -92,36 +116,57 @@ def policy_loss(
     w = _clean(weights, mask).to(logp.dtype)
 
     # The ratio of new to old policy.
+    too_low = too_high = torch.zeros_like(mask)  # beyond a bound, where the advantage pushes further
     log_rho = logp - old_logp  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
-        log_rho = (log_rho.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
+        log_rho = _mean_over_tokens(log_rho, mask)
+    elif ratio == "geometric":  # GMPO 2507.20673: the same, of tokens that are clipped in the log by the sign of A
+        too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
+        log_rho = torch.where(too_low, -epsilon_low, torch.where(too_high, epsilon_high, log_rho))
+        log_rho = _mean_over_tokens(log_rho, mask)
+        epsilon_low, epsilon_high = 1.0, math.inf  # nothing is clipped twice
     elif ratio != "token":
         raise _unknown("ratio", ratio, RATIOS)
     rho = log_rho.exp()
 
     # The policy term, to be minimised.
-    too_low = too_high = torch.zeros_like(mask)  # beyond a bound, where the advantage pushes further
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(1 - epsilon_low, 1 + epsilon_high)
         unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided: bounds the loss where A < 0
         policy = -torch.min(unclipped * A, clipped * A)
-        too_low = (rho < 1 - epsilon_low) & (A < 0)
-        too_high = (rho > 1 + epsilon_high) & (A > 0)
+        too_low = too_low | (rho < 1 - epsilon_low) & (A < 0)
+        too_high = too_high | (rho > 1 + epsilon_high) & (A > 0)
     elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant factor, no token is cut off
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp
         too_high = (rho > epsilon_high) & (A > 0)
+    elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, sooner where the advantage is negative
+        tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
+        policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
+    elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
+        change = logp.exp() - old_logp.exp()
+        too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
+        policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
     elif objective == "reinforce":
         policy = -A * logp
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    if tis_cap is not None:  # truncated importance sampling: pi_old over the sampler's own policy
-        if sampler_logp is None:
-            raise ValueError("tis_cap needs sampler_logp")
-        policy = policy * (old_logp - sampler_logp).exp().clamp(max=tis_cap).detach()
+    # Corrections for a sampler that was not the old policy: constant factors.
+    stats, tokens = {}, mask.sum()
+    if sampler_logp is not None:
+        gap = (old_logp - sampler_logp).detach()
+        stats["sampler_gap"] = (gap.abs().sum(), tokens)
+        if tis_cap is not None or tis_floor is not None:
+            policy = policy * _sampler_correction(gap, tis_mode, tis_cap, tis_floor)
+        if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: bad answers that it would hardly give now
+            far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
+            policy = policy.masked_fill(far & (A < 0), 0.0)
+            stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
+    elif tis_cap is not None or tis_floor is not None or off_policy_mask is not None:
+        raise ValueError("tis_cap, tis_floor and off_policy_mask need sampler_logp")
 
     # The KL term, under the same weights.
-    loss, stats, tokens = policy, {}, mask.sum()
+    loss = policy
     if ref_logp is not None:
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = (kl.detach().sum(), tokens)
@@ -130,12 +175,28 @@ def policy_loss(
             raise ValueError(f"beta={beta} needs ref_logp")
         loss = policy + beta * (rho * kl if kl_importance else kl)
 
-    if objective != "reinforce":
+    if objective in ("clip", "cispo", "dppo"):
         stats["clip_low"] = ((too_low & mask).sum(), tokens)
         stats["clip_high"] = ((too_high & mask).sum(), tokens)
-    if sampler_logp is not None:
-        stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
     return (w * loss).sum(), stats
+
+
+def _sampler_correction(log_w: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
+    """w = pi_old / pi_sampler of a token, or their product over a completion: truncated (TIS), or 0 outside
+    [floor, cap] (IcePop, MIS)"""
+    if mode not in TIS_MODES:
+        raise _unknown("tis_mode", mode, TIS_MODES)
+    level, action = mode.split("_")
+    if level == "sequence":
+        log_w = log_w.sum(1, keepdim=True).expand_as(log_w)
+    w = log_w.exp()
+    bounded = w.clamp(floor, cap)
+    return bounded if action == "truncate" else w.masked_fill(bounded != w, 0.0)
+
+
+def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) -> (B, T), the same at every token of a completion"""
+    return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
 
 
 def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:

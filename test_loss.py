@@ -15,7 +15,16 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
-from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS, kl_divergence, policy_loss, token_weights
+from loss import (
+    KL_ESTIMATORS,
+    NORMALIZATIONS,
+    OBJECTIVES,
+    RATIOS,
+    TIS_MODES,
+    kl_divergence,
+    policy_loss,
+    token_weights,
+)
 
 F64 = torch.float64
 LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]  # |o_i|: two prompts, four completions each
@@ -23,6 +32,7 @@ GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.0, 0.25]]
 REWARDS = GROUPS[0] + GROUPS[1]
 MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
 OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
+PROMPTS = torch.tensor([5] * 4 + [3] * 4)  # that the completions answer; any numbers
 N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET: max_completion_length, more than the longest completion
 every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
 seeds = pytest.mark.parametrize("seed", range(3))
@@ -71,8 +81,9 @@ def close(ours, theirs, tolerance=1e-10):
 
 def check(b, J, A, normalization, advantages, **switches):
     """The paper's advantages, loss and gradient are ours."""
-    close(group_advantages(torch.tensor(GROUPS, dtype=F64), eps=0.0, **advantages).flatten(), A)
-    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    lengths = torch.tensor(LENGTHS).reshape(2, 4)
+    close(group_advantages(torch.tensor(GROUPS, dtype=F64), eps=0.0, lengths=lengths, **advantages).flatten(), A)
+    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
     loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
     paper_loss, paper_grad = minus_sum(b, J)
     close(loss, paper_loss)
@@ -164,14 +175,131 @@ def test_rloo(seed):
 
 @seeds
 def test_reinforce_plus_plus(seed):
-    """REINFORCE++, arXiv 2501.03262: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), A = (r − mean)/std, both of the batch."""
-    A = [(r - fmean(REWARDS)) / stdev(REWARDS) for r in REWARDS]
+    """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std, where mean
+    and std are those of the batch's tokens: a reward counts as often as its completion has tokens."""
+    of_tokens = [r for r, length in zip(REWARDS, LENGTHS) for _ in range(length)]
+    A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in REWARDS]
 
     def J(i, t, logp, old, ref):
         surrogate, slope = clipped(math.exp(logp - old), A[i])
         return surrogate / TOKENS, slope / TOKENS
 
-    check(draw(seed), J, A, "global", {"scale": "batch", "baseline": "batch"})
+    check(draw(seed), J, A, "global", {"scale": "whiten", "baseline": "none"})
+
+
+@seeds
+def test_reinforce_plus_plus_baseline(seed):
+    """The same of r − mean of the group."""
+    of_tokens = [r for r, length in zip(MINUS_MEAN, LENGTHS) for _ in range(length)]
+    A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in MINUS_MEAN]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i])
+        return surrogate / TOKENS, slope / TOKENS
+
+    check(draw(seed), J, A, "global", {"scale": "whiten"})
+
+
+@seeds
+def test_dapo_as_printed(seed):
+    """DAPO, arXiv 2503.14476, eq. 8: E over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), the sums over one prompt's."""
+    A, of_prompt = OVER_STD, [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
+        return surrogate / of_prompt[i // 4] / 2, slope / of_prompt[i // 4] / 2
+
+    check(draw(seed), J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
+
+
+@seeds
+def test_luspo(seed):
+    """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
+    b, A = draw(seed), OVER_STD
+    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
+
+    def J(i, t, logp, old, ref):  # |o_i| S is S at each token; each token moves s_i by 1/|o_i|, and so |o_i| terms
+        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
+        return surrogate / N, slope / N
+
+    check(b, J, A, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+
+
+@seeds
+def test_gmpo(seed):
+    """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
+    b, A, low, high = draw(seed), OVER_STD, 0.3, 0.4
+    logs = [[(b.logp - b.old)[i, t].item() for t in range(length)] for i, length in enumerate(LENGTHS)]
+    cut = [[x > high if A[i] > 0 else x < -low for x in of] for i, of in enumerate(logs)]
+    bound = [high if a > 0 else -low for a in A]
+    s = [math.exp(fmean(bound[i] if c else x for x, c in zip(of, cut[i]))) for i, of in enumerate(logs)]
+
+    def J(i, t, logp, old, ref):  # a clipped token does not move the mean
+        return s[i] * A[i] / LENGTHS[i] / N, 0.0 if cut[i][t] else s[i] * A[i] / LENGTHS[i] / N
+
+    switches = {"ratio": "geometric", "epsilon_low": low, "epsilon_high": high}
+    stats = check(b, J, A, "sequence", {}, **switches)
+    clipped_tokens = [sum(sum(c) for i, c in enumerate(cut) if (A[i] > 0) == up) for up in (False, True)]
+    assert [stats["clip_low"][0], stats["clip_high"][0]] == clipped_tokens
+
+
+@seeds
+def test_sapo(seed):
+    """SAPO, arXiv 2511.20347: J = 1/G Σ_i 1/|o_i| Σ_t (4/τ) σ(τ (ρ_it − 1)) A_i, τ 1 where A > 0, 1.05 elsewhere."""
+    A = OVER_STD
+
+    def J(i, t, logp, old, ref):
+        ratio, tau = math.exp(logp - old), 1.0 if A[i] > 0 else 1.05
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        value, slope = 4 / tau * gate * A[i], 4 * gate * (1 - gate) * ratio * A[i]
+        return value / LENGTHS[i] / N, slope / LENGTHS[i] / N
+
+    stats = check(draw(seed), J, A, "sequence", {}, objective="sapo")
+    assert "clip_low" not in stats  # nothing is cut off
+
+
+@seeds
+def test_dppo(seed):
+    """DPPO-TV, arXiv 2602.04879: J = 1/Σ_i|o_i| Σ_i Σ_t M_it sg(ρ_it) A_i log π_θ, where M_it is 0 for a token whose
+    probability has changed by more than δ in the direction of A_i."""
+    A = OVER_STD
+    seen = []
+
+    def J(i, t, logp, old, ref):
+        change, ratio = math.exp(logp) - math.exp(old), math.exp(logp - old)
+        dropped = change > 0.1 if A[i] > 0 else change < -0.05
+        seen.append(dropped)
+        return (0.0, 0.0) if dropped else (ratio * A[i] * logp / TOKENS, ratio * A[i] / TOKENS)
+
+    switches = {"objective": "dppo", "epsilon_low": 0.05, "epsilon_high": 0.1}
+    stats = check(draw(seed), J, A, "global", {}, **switches)
+    assert 0 < stats["clip_low"][0] + stats["clip_high"][0] == sum(seen) < TOKENS
+
+
+@seeds
+def test_maxrl(seed):
+    """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
+    A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i])
+        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
+
+    check(draw(seed), J, A, "sequence", {"scale": "mean"})
+
+
+@seeds
+def test_opo(seed):
+    """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, sums over the group."""
+    halves = [LENGTHS[:4], LENGTHS[4:]]
+    b = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
+    A = [r - b[p] for p, group in enumerate(GROUPS) for r in group]
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i])
+        return surrogate / TOKENS, slope / TOKENS
+
+    check(draw(seed), J, A, "global", {"scale": "none", "baseline": "length"})
 
 
 # ---- facts that hold for any policy
@@ -191,13 +319,15 @@ def gradients(theta, *scalars):
 @seeds
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_estimators_on_policy(seed, estimator):
-    """Σ_x π_θ(x) k(x) = KL(π_θ ‖ π_ref) for k1 and k3; k2 is biased.
-    Σ_x π_θ(x) ∇k(x) is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, ∇KL(π_ref ‖ π_θ) for k3."""
+    """Σ_x π_θ(x) k(x) = KL(π_θ ‖ π_ref) for k1 and k3, with a plus or not; k2 and abs are biased. Σ_x π_θ(x) ∇k(x) is 0
+    for k1, ∇KL(π_θ ‖ π_ref) for k2 and with a plus, ∇KL(π_ref ‖ π_θ) for k3, ∇Σ_x |π_θ − π_ref| ... for abs."""
     theta, logp, ref, _ = distributions(seed)
     kl, reverse_kl = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
+    absolute = (logp.exp() * (logp - ref).sign().detach()).sum()  # π_θ ∇|log π_θ − log π_ref| = ± ∇π_θ
     mean = (logp.detach().exp() * kl_divergence(logp, ref, estimator)).sum()
-    assert (abs(mean - kl) < 1e-12) == (estimator != "k2")
-    close(*gradients(theta, mean, {"k1": 0 * kl, "k2": kl, "k3": reverse_kl}[estimator]), 1e-12)
+    assert (abs(mean - kl) < 1e-12) == (estimator not in ("k2", "abs"))
+    expected = {"k1": 0 * kl, "k2": kl, "k3": reverse_kl, "abs": absolute, "k1+": kl, "k3+": kl}[estimator]
+    close(*gradients(theta, mean, expected), 1e-12)
 
 
 @seeds
@@ -212,7 +342,15 @@ def test_kl_importance_gives_the_kl_and_its_gradient_off_policy(seed, estimator)
     close(*gradients(theta, loss, kl), 1e-12)
 
 
-ON_POLICY = [{}, {"delta": 4.0}, {"ratio": "sequence"}, {"objective": "cispo", "epsilon_high": 5.0}]
+ON_POLICY = [
+    {},
+    {"delta": 4.0},
+    {"ratio": "sequence"},
+    {"ratio": "geometric"},
+    {"objective": "cispo", "epsilon_high": 5.0},
+    {"objective": "sapo"},
+    {"objective": "dppo"},
+]
 
 
 @pytest.mark.parametrize("switches", ON_POLICY, ids=str)
@@ -220,10 +358,13 @@ ON_POLICY = [{}, {"delta": 4.0}, {"ratio": "sequence"}, {"objective": "cispo", "
 def test_on_policy_every_gradient_is_that_of_reinforce(normalization, switches):
     """The ratio is 1, nothing is clipped, and ∇ρ = ∇log π_θ."""
     b, A = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3
-    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
+    if switches.get("ratio") == "geometric":
+        weights = token_weights(b.mask, "sequence")  # any other weights differ within a completion's mean
     loss, grad, stats = run(b.logp, b.logp, A, weights, b.mask, **switches)
     close(grad, run(b.logp, b.logp, A, weights, b.mask, objective="reinforce")[1], 1e-12)
-    assert stats["clip_low"] == stats["clip_high"] == (0, TOKENS)
+    clips = [stats[name] for name in ("clip_low", "clip_high") if name in stats]
+    assert clips == [(0, TOKENS)] * (0 if switches.get("objective") == "sapo" else 2)
     if "objective" not in switches:
         close(loss, -(weights * A[:, None]).sum(), 1e-12)
 
@@ -282,8 +423,9 @@ def test_kl_term(estimator, importance):
 
     def k(logp, ref):
         d = ref - logp
-        value = {"k1": -d, "k2": d**2 / 2, "k3": math.exp(d) - d - 1}[estimator]
-        return value, {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[estimator]
+        value = {"k1": -d, "k2": d**2 / 2, "k3": math.exp(d) - d - 1, "abs": abs(d)}[estimator.rstrip("+")]
+        slopes = {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d), "abs": math.copysign(1, -d), "k1+": -d, "k3+": -d}
+        return value, slopes[estimator]
 
     def J(i, t, logp, old, ref):
         ratio, (kl, slope) = math.exp(logp - old), k(logp, ref)
@@ -304,18 +446,43 @@ def test_kl_term(estimator, importance):
     assert torch.equal(watched[1], without[1]) and "kl" in watched[2] and "kl" not in without[2]
 
 
+SAMPLER_CORRECTIONS = {  # mode: cap, floor; on these data each bound is met by some and not by all
+    "token_truncate": (1.1, 0.8),
+    "token_mask": (1.2, 0.7),
+    "sequence_truncate": (1.5, 0.5),
+    "sequence_mask": (2.5, 0.3),
+}
+
+
+def correction(b, mode, cap, floor):
+    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds."""
+    w = torch.zeros_like(b.logp)
+    for i, length in enumerate(b.mask.sum(1).tolist()):
+        logs = [(b.old - b.sampler)[i, t].item() for t in range(length)]
+        for t in range(length):
+            ratio = math.exp(logs[t] if mode.startswith("token") else sum(logs))
+            if mode.endswith("truncate"):
+                w[i, t] = max(min(ratio, cap), floor)
+            else:
+                w[i, t] = ratio if floor <= ratio <= cap else 0.0
+    return w
+
+
+@pytest.mark.parametrize("mode", TIS_MODES)
 @pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"objective": "reinforce"}])
-def test_truncated_importance_sampling(switches):
-    """The policy term of each token times min(π_old/π_sampler, cap), a constant; the KL term is left alone."""
-    b, A, cap = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 1.1
+def test_sampler_correction(switches, mode):
+    """A constant factor of the policy term; the KL term is left alone."""
+    b, A, (cap, floor) = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, SAMPLER_CORRECTIONS[mode]
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
-    coefficient = (b.old - b.sampler).exp().clamp(max=cap)
-    assert 0 < (coefficient == cap)[b.mask].sum() < TOKENS
-    policy = run(b.logp, b.old, A, weights * coefficient, b.mask, **switches)
+    factor = correction(b, mode, cap, floor)
+    free = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)
+    assert (free[b.mask] > cap).any() and (free[b.mask] < floor).any() and (factor == free)[b.mask].any()
+    policy = run(b.logp, b.old, A, weights * factor, b.mask, **switches)
     penalty = run(b.logp, b.old, 0 * A, weights, b.mask, **kl)
 
     sampler = b.sampler.clone().requires_grad_()
-    loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, sampler_logp=sampler, tis_cap=cap, **kl, **switches)
+    bounds = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor, "sampler_logp": sampler}
+    loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, **bounds, **kl, **switches)
     close(loss, policy[0] + penalty[0])
     close(grad, policy[1] + penalty[1])
     assert sampler.grad is None or (sampler.grad == 0).all()
@@ -323,6 +490,30 @@ def test_truncated_importance_sampling(switches):
     watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
     without = run(b.logp, b.old, A, weights, b.mask, **switches)
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
+
+
+def test_one_bound_of_the_sampler_correction_is_enough():
+    b, A = draw(0), torch.tensor(REWARDS, dtype=F64)
+    for bounds, whole in (({"tis_cap": 1.1}, (1.1, 0.0)), ({"tis_floor": 0.8}, (math.inf, 0.8))):
+        weights = token_weights(b.mask, "global")
+        expected = run(b.logp, b.old, A, weights * correction(b, "token_truncate", *whole), b.mask)
+        close(run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **bounds)[1], expected[1])
+
+
+@seeds
+def test_off_policy_sequence_masking(seed):
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 9: M_i = 0 where A_i < 0 and 1/|o_i| Σ_t log(π_sampler/π_θ) > δ."""
+    b, A = draw(seed), torch.tensor([1.0, -1.0] * 4, dtype=F64)
+    drift = [fmean((b.sampler - b.logp)[i, :length].tolist()) for i, length in enumerate(LENGTHS)]
+    threshold = sorted(drift[1::2])[1] + 1e-6  # two of the four bad ones stay
+    keep = torch.tensor([1.0 if a > 0 or d <= threshold else 0.0 for a, d in zip(A, drift)], dtype=F64)
+    assert keep.sum() == 6
+    weights, kl = token_weights(b.mask, "sequence"), {"ref_logp": b.ref, "beta": 0.1}
+    kept = run(b.logp, b.old, A * keep, weights, b.mask, **kl)  # denominators and KL stay those of all
+    loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, off_policy_mask=threshold, **kl)
+    close(loss, kept[0])
+    close(grad, kept[1])
+    assert stats["off_policy"] == (sum(n for n, k in zip(LENGTHS, keep) if k == 0), TOKENS)
 
 
 @seeds
@@ -349,6 +540,10 @@ SWITCHES = {  # with KL and truncated importance sampling
     "sequence": {"ratio": "sequence", "kl_estimator": "k2", "kl_importance": True},
     "cispo": {"objective": "cispo", "epsilon_high": 1.3},
     "reinforce": {"objective": "reinforce", "kl_estimator": "k2"},
+    "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate"},
+    "sapo": {"objective": "sapo", "kl_estimator": "k1+", "tis_mode": "sequence_mask"},
+    "dppo": {"objective": "dppo", "epsilon_low": 0.05, "kl_estimator": "k3+", "off_policy_mask": 0.05},
+    "masked by the sampler": {"tis_mode": "token_mask", "tis_floor": 0.8, "off_policy_mask": -0.05},
 }
 every_switch = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
 
@@ -357,7 +552,8 @@ def step(seed, normalization):
     """Nine completions; one of them is masked as a whole."""
     b = draw(seed, [*LENGTHS[:4], 0, *LENGTHS[4:]])
     b.advantages = torch.tensor([1.0, -2.0, 0.5, 1.0, 3.0, 1.5, -1.0, 3.0, -0.5], dtype=F64)
-    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    b.prompts = torch.tensor([0] * 4 + [1] * 5)
+    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=b.prompts)
     return b
 
 
@@ -389,7 +585,7 @@ def test_garbage_where_masked(name, switches):
 def test_fully_masked_batch(normalization, switches):
     b = step(0, normalization)
     b.mask = torch.zeros_like(b.mask)
-    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET)
+    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=b.prompts)
     b.logp[0], b.old[1] = math.nan, -math.inf
     loss, grad, stats = run_all(b, switches)
     assert loss == 0 and (grad == 0).all() and set(stats.values()) == {(0, 0)}
@@ -429,21 +625,32 @@ RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0,
 @every_normalization
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_token_weights(normalization, dtype):
-    """sequence 1/(N |o_i|), global 1/Σ_j |o_j|, constant 1/(N L), sum 1/N; N = 3 rows have a token, Σ_j |o_j| = 8."""
+    """sequence 1/(N |o_i|), global 1/Σ_j |o_j|, constant 1/(N L), sum 1/N; N = 3 rows have a token, Σ_j |o_j| = 8.
+    prompt 1/(P tokens of the prompt): the masked row is the only one of its prompt, so P = 2."""
     expected = torch.zeros(4, 5, dtype=F64)
     for i, row in enumerate(RAGGED.tolist()):
         for t in range(5):
             if row[t]:
-                divisor = {"sequence": 3 * sum(row), "global": 8, "constant": 3 * 100, "sum": 3}[normalization]
-                expected[i, t] = 1 / divisor
-    weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100)
+                of_prompt = {0: 4, 2: 4, 3: 4}[i]
+                divisors = {
+                    "sequence": 3 * sum(row),
+                    "global": 8,
+                    "constant": 3 * 100,
+                    "sum": 3,
+                    "prompt": 2 * of_prompt,
+                }
+                expected[i, t] = 1 / divisors[normalization]
+    prompts = torch.tensor([7, 0, 2, 2])
+    weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100, prompts=prompts)
     assert weights.dtype == F64
     close(weights, expected, 1e-15)
 
 
 @every_normalization
 def test_token_weights_of_nothing(normalization):
-    close(token_weights(torch.zeros(2, 3), normalization, max_completion_length=100), torch.zeros(2, 3), 0)
+    prompts = torch.zeros(2, dtype=torch.long)
+    weights = token_weights(torch.zeros(2, 3), normalization, max_completion_length=100, prompts=prompts)
+    close(weights, torch.zeros(2, 3), 0)
 
 
 def test_the_loss_has_the_dtype_of_logp():
@@ -463,7 +670,10 @@ def test_the_loss_has_the_dtype_of_logp():
         (lambda b: run_all(b, {"kl_estimator": "k9"}), KL_ESTIMATORS),
         (lambda b: run_all(b, {"objective": "k9"}), OBJECTIVES),
         (lambda b: run_all(b, {"ratio": "k9"}), RATIOS),
+        (lambda b: run_all(b, {"tis_mode": "k9"}), TIS_MODES),
         (lambda b: token_weights(b.mask, "constant"), ["max_completion_length"]),
+        (lambda b: token_weights(b.mask, "prompt"), ["prompts"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, off_policy_mask=0.1), ["sampler_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
     ],
