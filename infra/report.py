@@ -29,28 +29,36 @@ def of_groups(groups: list[Group], task: Task) -> dict:
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
     lengths = [len(completion.ids) for group in groups for completion in group.completions]
-    right = is_right(rewards, task).tolist()
+    right = task.is_right(parts)
+    by_rightness = (
+        {} if right is None else {ok: [n for n, r in zip(lengths, right) if bool(r) == ok] for ok in (True, False)}
+    )
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
         "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
         **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(task.reward_names)},
         "completion_length": mean(lengths),
-        "length_correct": mean(n for n, ok in zip(lengths, right, strict=True) if ok),
-        "length_incorrect": mean(n for n, ok in zip(lengths, right, strict=True) if not ok),
+        "length_correct": mean(by_rightness.get(True, [])),
+        "length_incorrect": mean(by_rightness.get(False, [])),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
-        "advantage_easy": share_of_advantage(groups, 0.75 * task.full_reward, math.inf),
-        "advantage_hard": share_of_advantage(groups, -math.inf, 0.25 * task.full_reward),
+        "advantage_easy": share_of_advantage(groups, task, 0.75, math.inf),
+        "advantage_hard": share_of_advantage(groups, task, -math.inf, 0.25),
         "tokens": sum(lengths),
     }
 
 
-def share_of_advantage(groups: list[Group], low: float, high: float) -> float | None:
-    """How much of the step's sum of |advantage| falls on groups whose mean reward is between these, bounds left out."""
+def share_of_advantage(groups: list[Group], task: Task, low: float, high: float) -> float | None:
+    """How much of the step's sum of |advantage| falls on groups whose mean of the reward that says what is right is
+    between these shares of a right answer's, bounds left out."""
+    if task.correct is None:
+        return None
+    k = task.reward_names.index(task.correct)
     trained = [group for group in groups if group.advantages is not None]
     sizes = [float(group.advantages.abs().sum()) for group in trained]
-    inside = [low < float(group.rewards.nanmean()) < high for group in trained]
+    means = [float(group.reward_parts[:, k].nanmean()) for group in trained]
+    inside = [low * task.correct_at < mean < high * task.correct_at for mean in means]
     return sum(s for s, ok in zip(sizes, inside, strict=True) if ok) / sum(sizes) if sum(sizes) else None
 
 
@@ -76,22 +84,23 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict:
-    correct = [int(is_right(group.rewards, task).sum()) for group in sampled]
+    """Rewards and lengths are those of the greedy completions."""
     n = len(sampled[0].rewards)
+    greedy_parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
+    right = task.is_right(greedy_parts)
+    correct = [] if right is None else [int(task.is_right(group.reward_parts).sum()) for group in sampled]
     return {
-        "eval/accuracy": mean(is_right(torch.cat([group.rewards for group in greedy]), task).tolist()),
+        "eval/accuracy": None if right is None else mean(right.tolist()),
         **{f"eval/pass@{k}": mean(pass_at_k(n, c, k) for c in correct) for k in sorted({1, n})},
         "eval/completion_length": mean(len(group.completions[0].ids) for group in greedy),
+        "eval/reward": mean(torch.cat([group.rewards for group in greedy])),
+        **{f"eval/reward/{name}": mean(greedy_parts[:, i]) for i, name in enumerate(task.reward_names)},
     }
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that k of n samples, drawn without replacement, hold a right one: unbiased for k fresh ones. 2107.03374"""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def is_right(rewards: Tensor, task: Task) -> Tensor:
-    return rewards >= task.full_reward - 1e-9  # NaN is not right
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -168,7 +177,9 @@ class RunLog:
         if "reward" in metrics:
             self.draw_status(metrics)
         if "eval/accuracy" in metrics:
-            figures = "  ".join(f"{k.removeprefix('eval/')} {text(v)}" for k, v in metrics.items() if "eval/" in k)
+            figures = "  ".join(
+                f"{name.removeprefix('eval/')} {text(metrics[name])}" for name in worth_showing(metrics)
+            )
             self.say(f"step {metrics['step']}, held out: {figures}")
 
     def draw_status(self, metrics: dict) -> None:
@@ -269,15 +280,17 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
         raise UserError(f"step {step}: {found}: {cause}. The update was not made; its completions are in {file}")
 
 
-def finished(out: Path) -> int:
+def finished(out: Path, note: str = "") -> int:
     """The run's result, from its files: figures before and after, and two held-out prompts answered then and now.
     -> exit code"""
     if ranks.rank() > 0:
         return 0
+    if note:
+        print(note)
     lines = read_lines(out / "metrics.jsonl")
     evaluations = [line for line in lines if "eval/accuracy" in line]
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
-    names = [name for name in after if name.startswith("eval/")] or ["reward", "completion_length", "entropy"]
+    names = worth_showing(after) or ["reward", "completion_length", "entropy"]
     print(f"\n{'':24}{'before':>10}{'after':>10}")
     for name in names:
         print(f"{name.removeprefix('eval/'):24}{text(before[name]):>10}{text(after[name]):>10}")
@@ -287,6 +300,12 @@ def finished(out: Path) -> int:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
     print(f"\nin {out}/: model/, metrics.jsonl, samples.jsonl, config.json")
     return 0
+
+
+def worth_showing(metrics: dict) -> list[str]:
+    """The figures of an evaluation; rewards only where nothing says which answers are right."""
+    names = [name for name in metrics if name.startswith("eval/") and metrics[name] is not None]
+    return [name for name in names if metrics["eval/accuracy"] is None or "reward" not in name]
 
 
 def as_text(prompt: str | list[dict]) -> str:

@@ -1,5 +1,6 @@
-"""The figures of a step."""
+"""The figures of a step and of an evaluation."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,16 @@ import torch
 
 from advantage import group_advantages
 from batch import Group
-from infra.report import share_of_advantage
+from infra.report import of_evaluation, of_groups, pass_at_k, share_of_advantage
+from rollout import Completion
+from tasks import Task
+
+
+def right(**columns) -> list[float]:
+    raise NotImplementedError
+
+
+TASK = Task([], [], [right], [1.0], correct="right")
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -16,21 +26,50 @@ def test_the_share_of_the_advantages_on_easy_and_hard_groups(scale):
     G, right = 8, [1, 4, 6, 7, 8, 0]  # the last two are dead; 6 of 8 is the bound itself
     rewards = torch.tensor([[1.0] * n + [0.0] * (G - n) for n in right])
     advantages = group_advantages(rewards, scale, "mean", eps=0.0)
-    groups = [Group({}, [], [], r, r[:, None], a) for r, a in zip(rewards, advantages)]
-    never_trained_on = Group({}, [], [], torch.ones(G), torch.ones(G, 1))  # as dynamic sampling leaves behind
+    groups = [Group([], [], r, r[:, None], a) for r, a in zip(rewards, advantages)]
+    never_trained_on = Group([], [], torch.ones(G), torch.ones(G, 1))  # as dynamic sampling leaves behind
     p = torch.tensor(right) / G
     sizes = 2 * G * p * (1 - p)
     if scale == "group":
         sizes = sizes / (p * (1 - p) * G / (G - 1)).sqrt().clamp(min=1e-9)
     shares = (sizes / sizes.sum()).tolist()
-    assert share_of_advantage([*groups, never_trained_on], 0.75, math.inf) == pytest.approx(shares[3])
-    assert share_of_advantage([*groups, never_trained_on], -math.inf, 0.25) == pytest.approx(shares[0])
+    assert share_of_advantage([*groups, never_trained_on], TASK, 0.75, math.inf) == pytest.approx(shares[3])
+    assert share_of_advantage([*groups, never_trained_on], TASK, -math.inf, 0.25) == pytest.approx(shares[0])
     assert shares[3] == pytest.approx(0.2075 if scale == "group" else 1 / 6, abs=1e-4)
-    assert share_of_advantage(groups[4:], 0.75, math.inf) is None
+    assert share_of_advantage(groups[4:], TASK, 0.75, math.inf) is None
 
 
 def test_a_completion_without_a_reward_counts_for_nothing_in_them():
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, math.nan])  # 4 of 5 is easy, 4 of 6 would not be
     (advantages,) = group_advantages(rewards[None])
-    group = Group({}, [], [], rewards, rewards[:, None], advantages)
-    assert share_of_advantage([group], 0.75, math.inf) == 1.0
+    group = Group([], [], rewards, rewards[:, None], advantages)
+    assert share_of_advantage([group], TASK, 0.75, math.inf) == 1.0
+
+
+@pytest.mark.parametrize("n", [1, 4, 6])
+def test_pass_at_k_against_enumeration(n):
+    for correct in range(n + 1):
+        for k in range(1, n + 1):
+            draws = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(max, draws)) / len(draws))
+
+
+def test_one_reward_says_what_is_right_and_where_none_does_there_is_no_figure():
+    """Of two rewards the first counts; the second, a penalty, makes the totals differ."""
+    parts = torch.tensor([[1.0, -0.5], [0.0, 0.0], [1.0, -1.0], [math.nan, 0.0]], dtype=torch.float64)  # (G, K)
+    completions = [Completion([7] * n, [0.0] * n, False) for n in (1, 2, 3, 4)]
+    group = Group([1], completions, parts.nansum(1), parts, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    task = Task([], [], [right, max], [1.0, 1.0], correct="right")
+    figures = of_groups([group], task)
+    assert (figures["length_correct"], figures["length_incorrect"]) == (2.0, 3.0)
+    greedy = [Group([1], completions[i : i + 1], parts[i].nansum()[None], parts[i : i + 1]) for i in range(4)]
+    evaluated = of_evaluation(greedy, [group], task)
+    assert (evaluated["eval/accuracy"], evaluated["eval/pass@1"], evaluated["eval/pass@4"]) == (0.5, 0.5, 1.0)
+    assert (evaluated["eval/reward/right"], evaluated["eval/reward/max"]) == (pytest.approx(2 / 3), -0.375)
+
+    task.correct = None
+    figures, evaluated = of_groups([group], task), of_evaluation(greedy, [group], task)
+    names = ["length_correct", "length_incorrect", "advantage_easy", "advantage_hard"]
+    assert [figures[name] for name in names] == [None] * 4
+    assert [evaluated[f"eval/{name}"] for name in ("accuracy", "pass@1", "pass@4")] == [None] * 3
+    assert evaluated["eval/reward"] == 0.125

@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from config import Config, UserError
 from rollout import Completion
@@ -49,7 +50,8 @@ class Task:
     eval: list[dict]  # rows that are never trained on
     rewards: list[Callable]
     weights: list[float]  # one for each reward
-    full_reward: float  # the weighted reward of a fully right completion
+    correct: str | None = None  # the reward that says whether an answer is right; None: nothing does
+    correct_at: float = 1.0  # its value, or more, for a right answer
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     time_limit: Callable[[str], AbstractContextManager] = nullcontext  # entered with a reward's name around each call
 
@@ -59,6 +61,12 @@ class Task:
         names = [reward.__name__ for reward in self.rewards]
         earlier = [names[:i].count(name) for i, name in enumerate(names)]
         return [f"{name}_{n + 1}" if n else name for name, n in zip(names, earlier, strict=True)]
+
+    def is_right(self, reward_parts: Tensor) -> Tensor | None:
+        """(..., K), the values of each reward -> (...); None where nothing says what is right"""
+        if self.correct is None:
+            return None
+        return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9  # NaN is not right
 
     def draw(self, index: int, seed: int) -> dict:
         """The index-th prompt of the run: every row once an epoch, in an order of its own for each epoch."""
@@ -117,7 +125,10 @@ def load_task(config: Config) -> Task:
     if config.data:
         task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
     if config.reward:
-        task.rewards, task.weights, task.full_reward = rewards, config.reward_weights, sum(config.reward_weights)
+        task.rewards, task.weights, task.correct, task.correct_at = rewards, config.reward_weights, None, 1.0
+    task.correct = config.correct or task.correct
+    if task.correct is not None and task.correct not in task.reward_names:
+        raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     if config.eval_every and not task.eval:
         raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task

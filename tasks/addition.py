@@ -32,7 +32,7 @@ def exact_sum(prompts, completions, completion_ids, answer: list[str], **columns
 
 def load(config: Config) -> Task:
     train, evaluation = split(draw_row)
-    return Task(train, evaluation, [exact_sum], [1.0], full_reward=1.0, eos_id=EOS_ID)
+    return Task(train, evaluation, [exact_sum], [1.0], correct="exact_sum", eos_id=EOS_ID)
 
 
 def model(config: Config) -> str:

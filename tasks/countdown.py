@@ -115,4 +115,4 @@ def _factor(tokens: list[str], unused: list[str], depth: int) -> Fraction:
 
 def load(config: Config) -> Task:
     rows = [] if config.data else problems(TRAIN_ROWS + config.eval_prompts)
-    return Task(rows[:TRAIN_ROWS], rows[TRAIN_ROWS:], [equation, well_formed], [1.0, 0.1], full_reward=1.1)
+    return Task(rows[:TRAIN_ROWS], rows[TRAIN_ROWS:], [equation, well_formed], [1.0, 0.1], correct="equation")

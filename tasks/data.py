@@ -8,4 +8,4 @@ DEFAULTS = REAL_MODEL_DEFAULTS
 
 def load(config: Config) -> Task:
     """Nothing of its own: load_task puts in what the files hold."""
-    return Task(train=[], eval=[], rewards=[], weights=[], full_reward=1.0)
+    return Task(train=[], eval=[], rewards=[], weights=[])

@@ -61,4 +61,5 @@ def numbers_in(text: str) -> list[Decimal]:
 
 def load(config: Config) -> Task:
     train, test = hub_splits(config, "openai/gsm8k", "main")
-    return Task([to_row(row) for row in train], [to_row(row) for row in test], [right_number], [1.0], full_reward=1.0)
+    train, test = ([to_row(row) for row in rows] for rows in (train, test))
+    return Task(train, test, [right_number], [1.0], correct="right_number")

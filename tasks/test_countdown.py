@@ -124,7 +124,7 @@ def test_rows_without_their_columns_are_a_mistake(numbers, target):
         call_reward(equation, [""], ["<answer>2 +</answer>"], [[1]], {"numbers": [numbers], "target": [target]})
 
 
-def test_solutions_earn_the_full_reward():
+def test_solutions_earn_every_reward():
     task = load(Config(eval_prompts=64))
     assert (len(task.train), len(task.eval)) == (8192, 64)
     rows = task.train[:1000] + task.eval
@@ -132,7 +132,7 @@ def test_solutions_earn_the_full_reward():
     columns = {name: [row[name] for row in rows] for name in ("numbers", "target")}
     for reward in task.rewards:
         assert reward([""] * len(rows), completions, [[1]] * len(rows), **columns) == [1.0] * len(rows)
-    assert sum(task.weights) == pytest.approx(task.full_reward)
+    assert task.correct == "equation"
 
 
 def test_problems_are_as_described():

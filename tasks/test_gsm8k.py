@@ -82,7 +82,7 @@ def test_rows_come_from_the_hub(monkeypatch):
     assert row["answer"] == "1,072"
     assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].startswith("How many in test?")
     assert task.train[0]["prompt"][0]["content"].startswith("How many in train?")
-    assert task.rewards[0]([""], ["\\boxed{1072}"], [[1]], answer=[row["answer"]]) == [task.full_reward]
+    assert task.rewards[0]([""], ["\\boxed{1072}"], [[1]], answer=[row["answer"]]) == [task.correct_at]
 
 
 @pytest.mark.parametrize("text", ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$"])

@@ -12,7 +12,6 @@ import torch
 
 import tasks
 from config import Config, UserError
-from infra.command_line import check_prompts, notes
 from rollout import Completion
 from tasks import Task, call_reward, encode_prompt, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
@@ -34,7 +33,7 @@ def chat_tokenizer():
 
 
 def task_of(*prompts, held_out=()) -> Task:
-    return Task([{"prompt": p} for p in prompts], [{"prompt": p} for p in held_out], [], [], 1.0)
+    return Task([{"prompt": p} for p in prompts], [{"prompt": p} for p in held_out], [], [])
 
 
 def completion(tokenizer, text: str) -> Completion:
@@ -59,7 +58,7 @@ def in_capitals(prompts, completions, completion_ids, word, **columns):
 def load(config):
     words = ["red", "green", "blue", "white", "black", "brown"]
     rows = [{"prompt": [{"role": "user", "content": f"Shout: {word}"}], "word": word} for word in words]
-    return Task(train=rows[2:], eval=rows[:2], rewards=[in_capitals], weights=[1.0], full_reward=1.0)
+    return Task(train=rows[2:], eval=rows[:2], rewards=[in_capitals], weights=[1.0], correct="in_capitals")
 '''
 
 
@@ -176,7 +175,10 @@ def test_rows_and_rewards_from_files(tmp_path):
     files = dict(data=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/mine.py:good"] * 2, reward_weights=[0.5, 2.0])
     task = load_task(Config(task="data", **files, eval_prompts=5))
     assert len(task.train) == 15 and len(task.eval) == 5
-    assert task.weights == [0.5, 2.0] and task.full_reward == 2.5
+    assert task.weights == [0.5, 2.0] and task.correct is None
+    assert load_task(Config(**files, task="data", correct="good_2", eval_prompts=5)).correct == "good_2"
+    with pytest.raises(UserError, match="--correct better: must be one of the rewards, good, good_2"):
+        load_task(Config(**files, task="data", correct="better", eval_prompts=5))
     assert task.reward_names == ["good", "good_2"]
     assert len(load_task(Config(task="data", **files, eval_prompts=5, eval_every=0)).train) == 20
 
@@ -367,43 +369,3 @@ def test_the_time_limit_is_around_each_call(tokenizer):
 
 def test_nothing_to_score_calls_nothing(tokenizer):
     assert score(Task([], [], [None], [1.0], 1.0), [], [], tokenizer) == []
-
-
-# ---- Prompts that cannot be used ----
-
-
-def test_prompts_that_are_fine_need_no_note(tokenizer, chat_tokenizer):
-    assert check_prompts(task_of("1+1=", held_out=["12+2="]), tokenizer, context=11, max_completion_length=6) == 5
-    assert check_prompts(task_of(CHAT), chat_tokenizer, None, 10**6) > 0
-    assert notes(task_of(CHAT), chat_tokenizer) == []
-
-
-def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
-    (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
-    assert "chat template is not applied" in note and "\n" not in note
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (task_of("1", CHAT), ["no chat template", "string prompts"]),
-        (task_of("1", ""), ["no tokens", "''"]),
-        (
-            task_of("1", "1" * 8),
-            ["8 tokens", "a completion of 3", "context of 10", "--max_completion_length", "'11111111'"],
-        ),
-        (task_of("1", held_out=["2" * 8]), ["8 tokens", "'22222222'"]),
-        (task_of("1", "what?"), ["'what?'"]),  # the tokenizer cannot encode it
-    ],
-)
-def test_a_prompt_that_cannot_be_used_is_named(tokenizer, task, words):
-    with pytest.raises(UserError) as told:
-        check_prompts(task, tokenizer, context=10, max_completion_length=3)
-    assert all(word in str(told.value) for word in words)
-
-
-def test_a_template_that_refuses_a_prompt_is_a_mistake():
-    tokenizer = char_tokenizer("abc")
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="roles must alternate"):
-        check_prompts(task_of(CHAT), tokenizer, None, 10)

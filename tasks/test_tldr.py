@@ -20,4 +20,4 @@ def test_rows_come_from_the_hub(monkeypatch):
     task = load(Config())
     assert task.train == [{"prompt": "SUBREDDIT: train TL;DR:"}]
     assert task.eval == [{"prompt": "SUBREDDIT: test TL;DR:"}]
-    assert task.rewards[0]([""], ["x" * 20], [[1]]) == [task.full_reward]
+    assert task.rewards[0]([""], ["x" * 20], [[1]]) == [task.correct_at]
