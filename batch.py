@@ -5,8 +5,9 @@ Which completions form a minibatch is a function of (seed, step, pass). Micro-ba
 result depends on them. Left out: packing several completions in a row.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from rollout import Completion
 class Group:
     """One prompt and its completions."""
 
-    row: dict
     prompt_ids: list[int]
     completions: list[Completion]
     rewards: Tensor  # (G,), NaN: no reward
-    reward_parts: Tensor  # (G, K), of each reward function
+    reward_parts: Tensor | None = None  # (G, K), of each reward function
     advantages: Tensor | None = None  # (G,)
+    row: dict = field(default_factory=dict)  # of the task
 
 
 @dataclass
@@ -34,8 +35,10 @@ class Batch:
     ids: Tensor  # (N, T)
     attention: Tensor  # (N, T)
     mask: Tensor  # (N, T), the completion tokens that are trained on
-    advantages: Tensor  # (N,)
+    advantages: Tensor  # (N,) or (N, T)
+    prompts: Tensor  # (N,), the number of the prompt that each row answers
     sampler_logp: Tensor  # (N, T)
+    sampler_entropy: Tensor  # (N, T), 0 where it was not asked for
     old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), of the update that these rows are a part of
@@ -57,20 +60,36 @@ class Limits:
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
     """Completions without a reward, and truncated ones where asked, stay in the batch with all their tokens masked."""
-    pairs = [(group, i) for group in groups for i in range(len(group.completions))]
-    N, T = len(pairs), max(len(group.prompt_ids) + len(group.completions[i].ids) for group, i in pairs)
+    rows = [(p, group, i) for p, group in enumerate(groups) for i in range(len(group.completions))]
+    N, T = len(rows), max(len(group.prompt_ids) + len(group.completions[i].ids) for _, group, i in rows)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
-    sampler_logp = torch.zeros(N, T)
-    for n, (group, i) in enumerate(pairs):
+    sampler_logp, sampler_entropy = (torch.zeros(N, T) for _ in range(2))
+    for n, (_, group, i) in enumerate(rows):
         completion, start = group.completions[i], len(group.prompt_ids)
         end = start + len(completion.ids)
         ids[n, :end] = torch.tensor(group.prompt_ids + completion.ids)
         attention[n, :end] = 1
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
-        trained = not group.rewards[i].isnan() and not (mask_truncated and completion.truncated)
-        mask[n, start:end] = int(trained)
-    advantages = torch.cat([group.advantages for group in groups]).float()
-    return Batch(*(x.to(device) for x in (ids, attention, mask, advantages, sampler_logp)))
+        if completion.entropy is not None:
+            sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
+        mask[n, start:end] = int(is_trained_on(group, i, mask_truncated))
+    advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
+    prompts = torch.tensor([p for p, _, _ in rows])
+    return Batch(*(x.to(device) for x in (ids, attention, mask, advantages, prompts, sampler_logp, sampler_entropy)))
+
+
+def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
+    return not math.isnan(group.rewards[i]) and not (mask_truncated and group.completions[i].truncated)
+
+
+def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
+    """-> (P, G), the tokens of each completion that are trained on"""
+    return torch.tensor(
+        [
+            [len(one.ids) * is_trained_on(group, i, mask_truncated) for i, one in enumerate(group.completions)]
+            for group in groups
+        ]
+    )
 
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:

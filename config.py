@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from advantage import BASELINES, SCALES
-from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS
+from advantage import BASELINES, COMBINATIONS, SCALES
+from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS, TIS_MODES
 
 
 class UserError(Exception):
@@ -31,6 +31,7 @@ GRPO = dict(
     ratio="token",
     epsilon_low=0.2,
     epsilon_high=0.2,
+    combine_rewards="sum",
     dynamic_sampling=0,
 )
 ALGORITHMS = {
@@ -39,8 +40,16 @@ ALGORITHMS = {
     "dapo": GRPO | dict(normalization="global", epsilon_high=0.28, dynamic_sampling=3),
     "gspo": GRPO | dict(ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
     "cispo": GRPO | dict(normalization="global", objective="cispo", epsilon_high=5.0),
+    "sapo": GRPO | dict(objective="sapo"),
+    "gmpo": GRPO | dict(ratio="geometric", epsilon_low=0.4, epsilon_high=0.4),
+    "luspo": GRPO | dict(normalization="sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "dppo": GRPO | dict(normalization="global", objective="dppo"),
+    "maxrl": GRPO | dict(scale_rewards="mean"),
+    "opo": GRPO | dict(normalization="global", scale_rewards="none", baseline="length"),
+    "gdpo": GRPO | dict(combine_rewards="gdpo", scale_rewards="batch", baseline="batch"),
     "rloo": GRPO | dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce"),
-    "reinforce++": GRPO | dict(normalization="global", scale_rewards="batch", baseline="batch"),
+    "reinforce++": GRPO | dict(normalization="global", scale_rewards="whiten", baseline="none"),
+    "reinforce++-baseline": GRPO | dict(normalization="global", scale_rewards="whiten"),
 }
 
 
@@ -75,6 +84,7 @@ class Config:
     data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set if `datasets` is installed")
     reward: list[str] = setting([], "rewards of your own, each as file.py:function")
     reward_weights: list[float] = setting([], "a weight for each reward; if left out, 1 each")
+    correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
     reward_timeout: float = setting(600.0, "seconds that one call of a reward may take", above=0, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
@@ -89,18 +99,30 @@ class Config:
     heading("The objective")
     algorithm: str = setting("grpo", "preset of the switches", names=ALGORITHMS)
     normalization: str | None = setting(None, "weight of a token", names=NORMALIZATIONS)
-    scale_rewards: str | None = setting(None, "advantages are divided by the std of", names=SCALES)
+    combine_rewards: str | None = setting(None, "of several rewards: sum, or each normalized first", names=COMBINATIONS)
+    scale_rewards: str | None = setting(None, "advantages are divided by", names=SCALES)
     baseline: str | None = setting(None, "subtracted from a reward", names=BASELINES)
     objective: str | None = setting(None, "policy term", names=OBJECTIVES)
-    ratio: str | None = setting(None, "importance ratio of each token, or one of a sequence, as in GSPO", names=RATIOS)
+    ratio: str | None = setting(None, "importance ratio of a token, or one for a whole sequence", names=RATIOS)
+    old_policy: str = setting("policy", "what the ratio compares with, before the updates", names=("policy", "sampler"))
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
+    sapo_tau_pos: float = setting(1.0, "sapo: temperature where the advantage is positive", above=0)
+    sapo_tau_neg: float = setting(1.05, "sapo: temperature where it is negative", above=0)
     delta: float | None = setting(None, "two-sided clipping: cap of the ratio where the advantage is negative", above=0)
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
     kl_estimator: str = setting("k3", "estimator of the KL", names=KL_ESTIMATORS)
     kl_importance: bool = setting(False, "KL term times the importance ratio, so that it is right off-policy")
     ref_sync_every: int = setting(0, "steps after which the reference becomes the policy; 0: never", at_least=0)
-    tis_cap: float | None = setting(None, "policy term times min(pi_old / pi_sampler, cap)", above=0)
+    tis_mode: str = setting(
+        "token_truncate", "how the policy term is corrected by pi_old / pi_sampler", names=TIS_MODES
+    )
+    tis_cap: float | None = setting(None, "upper bound of that ratio; none: there is no correction", above=0)
+    tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
+    off_policy_mask: float | None = setting(
+        None, "drop bad answers of a mean log(pi_sampler / pi) above it", at_least=0
+    )
+    top_entropy: float = setting(1.0, "train this share of tokens, of the highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")
     dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal", at_least=0)

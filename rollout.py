@@ -39,6 +39,7 @@ class Sampling:
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     tokens_at_once: int = 1 << 19  # of the cache, completions at full length; halved where memory runs out
+    with_entropy: bool = False  # that of each token's distribution is recorded
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Completion:
     ids: list[int]  # as sampled, the end-of-sequence token included
     logp: list[float]  # the sampler's, of the distribution at this temperature before top-k and top-p
     truncated: bool  # it reached the length limit without an end-of-sequence token
+    entropy: list[float] | None = None  # where it was asked for
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
@@ -110,11 +112,11 @@ def _generate(
     model.generation_config = GenerationConfig()  # the model's own fields would fill in what is not set here
     model.eval()  # in train(), gradient checkpointing would silently switch the cache off
     try:
-        tokens, logp = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        tokens, *figures = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
         model.generation_config = own
         model.train(was_training)
-    return _completions(tokens, logp, sampling)
+    return _completions(tokens, *figures, sampling)
 
 
 def _decode(
@@ -129,11 +131,11 @@ def _decode(
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> tuple[Tensor, Tensor]:
-    """The decoding loop: prompts (P, T), left-padded, and rows (N,) -> tokens (N, L) and their log-probs (N, L)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The decoding loop: prompts (P, T), left-padded, and rows (N,) -> tokens, log-probs and entropies, (N, L) each."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    logps = torch.zeros(N, L, device=rows.device)
+    logps, entropies = (torch.zeros(N, L, device=rows.device) for _ in range(2))
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
 
     # Prefill: each prompt once, then its state and cache are repeated for its samples.
@@ -147,6 +149,8 @@ def _decode(
     for t in range(L):
         token, logp = sample(logits, None if uniform is None else uniform[live, t], sampling)
         tokens[live, t], logps[live, t] = token, logp
+        if sampling.with_entropy:
+            entropies[live, t] = entropy(logits, sampling.temperature)
         done = done | torch.isin(token, eos_ids)
         finished = int(done.sum())
         if progress is not None:
@@ -161,7 +165,7 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
-    return tokens, logps
+    return tokens, logps, entropies
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -179,6 +183,12 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
         token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
     return token.squeeze(1), whole.gather(1, token).log().squeeze(1)
+
+
+def entropy(logits: Tensor, temperature: float) -> Tensor:
+    """(B, V) -> (B,), that of the whole distribution, before top-k and top-p"""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
@@ -203,13 +213,18 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
             kwargs[name] = kwargs[name][rows]
 
 
-def _completions(tokens: Tensor, logp: Tensor, sampling: Sampling) -> list[Completion]:
+def _completions(tokens: Tensor, logp: Tensor, entropies: Tensor, sampling: Sampling) -> list[Completion]:
     if not logp.isfinite().all():
         raise UserError("the model's logits are not finite during the rollout: its weights hold NaN or inf")
-    tokens, logp = tokens.cpu(), logp.cpu()
+    tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
     ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
     lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
     return [
-        Completion(tokens[i, :n].tolist(), logp[i, :n].tolist(), truncated=not bool(ended[i].any()))
+        Completion(
+            ids=tokens[i, :n].tolist(),
+            logp=logp[i, :n].tolist(),
+            truncated=not bool(ended[i].any()),
+            entropy=entropies[i, :n].tolist() if sampling.with_entropy else None,
+        )
         for i, n in enumerate(lengths.tolist())
     ]

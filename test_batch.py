@@ -13,8 +13,8 @@ from torch import Tensor
 
 import train
 from advantage import group_advantages
-from batch import Batch, Group, Limits, collate, micro_batches, minibatches
-from config import Config
+from batch import Batch, Group, Limits, collate, micro_batches, minibatches, trained_lengths
+from config import ALGORITHMS, GRPO, Config
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra import ranks
 from loss import NORMALIZATIONS, token_weights
@@ -33,21 +33,28 @@ def test_collate():
     short, unscored = Completion([eos], [-0.6], False), Completion([5, eos], [-0.7, -0.8], False)
     advantages = torch.tensor([1.5, -1.5], dtype=torch.float64)
     groups = [
-        Group({}, [3, 4], [long, cut], torch.tensor([1.0, 0.0]), torch.zeros(2, 1), advantages),
-        Group({}, [eos, 0, 6], [short, unscored], torch.tensor([1.0, nan]), torch.zeros(2, 1), 2 * advantages),
+        Group([3, 4], [long, cut], torch.tensor([1.0, 0.0]), advantages=advantages),
+        Group([eos, 0, 6], [short, unscored], [1.0, nan], advantages=[3.0, -3.0]),  # plain lists will do
     ]
     batch = collate(groups, mask_truncated=False, device=CPU)
     assert len(batch) == 4
     assert batch.ids.tolist() == [[3, 4, 7, 8, eos], [3, 4, 9, 9, 0], [eos, 0, 6, eos, 0], [eos, 0, 6, 5, eos]]
     assert batch.attention.tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
     assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
-    assert batch.advantages.tolist() == [1.5, -1.5, 3.0, -3.0]
+    assert batch.advantages.tolist() == [1.5, -1.5, 3.0, -3.0] and batch.prompts.tolist() == [0, 0, 1, 1]
+    assert trained_lengths(groups, mask_truncated=False).tolist() == [[3, 2], [1, 0]]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
 
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
     assert torch.equal(masked.attention, batch.attention)
+    assert trained_lengths(groups, mask_truncated=True).tolist() == [[3, 0], [1, 0]]
+    assert (batch.sampler_entropy == 0).all()
+    for completion in (long, cut, short, unscored):
+        completion.entropy = [0.5 * token for token in completion.ids]
+    entropy = collate(groups, mask_truncated=False, device=CPU).sampler_entropy
+    assert entropy.tolist() == [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0, 0, 0, 2.5, 1]]
 
 
 def make_batch() -> Batch:
@@ -58,17 +65,16 @@ def make_batch() -> Batch:
     prompts = [5, 9, 7], [4, 2, 6, 6, 11], [3]
     groups = [
         Group(
-            {},
             list(prompt),
             [Completion(r.integers(2, VOCAB, n).tolist(), r.normal(-4, 0.5, n).tolist(), False) for n in of_prompt],
             rewards[p],
-            rewards[p, :, None],
-            group_advantages(rewards)[p],
+            advantages=group_advantages(rewards)[p],
         )
         for p, (prompt, of_prompt) in enumerate(zip(prompts, lengths))
     ]
     batch = collate(groups, mask_truncated=False, device=CPU)
     batch.old_logp, batch.ref_logp = torch.tensor(r.normal(-4, 0.5, (2, *batch.mask.shape)))
+    batch.sampler_entropy = torch.tensor(r.random(batch.mask.shape))
     return batch
 
 
@@ -105,7 +111,8 @@ def of_lengths(lengths: list[int]) -> Batch:
     """Rows that are known by their number."""
     attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     number = torch.arange(len(lengths))
-    return Batch(attention * number[:, None], attention, attention.clone(), number.float(), attention.float())
+    zeros = torch.zeros(attention.shape)
+    return Batch(attention * number[:, None], attention, attention.clone(), number.float(), number, zeros, zeros)
 
 
 @pytest.mark.parametrize("n", [1, 5, 40])
@@ -141,11 +148,12 @@ def test_micro_batches(n, world, rows, tokens):
 # ---- The same step however it is split ----
 
 
-def make_run(normalization: str, limits: Limits, shard: bool = False) -> train.Run:
-    cfg = Config(
-        normalization=normalization, objective="clip", ratio="token", epsilon_low=0.2, epsilon_high=0.2, beta=0.1,
-        entropy_coef=0.01, temperature=0.8, max_completion_length=10, max_grad_norm=0.05, dtype="float32", shard=shard,
+def make_run(normalization: str, limits: Limits, shard: bool = False, **switches) -> train.Run:
+    settings = GRPO | dict(
+        beta=0.1, entropy_coef=0.01, temperature=0.8, max_completion_length=10,
+        max_grad_norm=0.05, dtype="float32", shard=shard,
     )  # fmt: skip
+    cfg = Config(**settings | switches | dict(normalization=normalization))
     model = tiny_model(spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     return train.Run(cfg, CPU, None, None, model, None, optimizer, None, limits)
@@ -154,7 +162,7 @@ def make_run(normalization: str, limits: Limits, shard: bool = False) -> train.R
 def accumulated(monkeypatch, normalization: str, limits: Limits, world: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """-> the gradient, the loss and the statistics of a step, summed over ranks that come one after the other"""
     run, batch = make_run(normalization, limits, shard=True), make_batch()
-    batch.weights = token_weights(batch.mask, normalization, run.config.max_completion_length)
+    batch.weights = token_weights(batch.mask, normalization, run.config.max_completion_length, batch.prompts)
     monkeypatch.setattr(ranks, "world", lambda: world)
     gradient, loss, totals = 0.0, 0.0, 0.0
     for rank in range(world):
@@ -183,6 +191,20 @@ def test_any_split_gives_the_same_loss_and_gradient(monkeypatch, normalization):
         split = accumulated(monkeypatch, normalization, limits, world)
         assert distance(split[0], gradient) < 1e-12
         torch.testing.assert_close(split[1:], (loss, totals), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
+    """With what is chosen once for the whole update: the tokens of the highest entropy, the sampler's corrections."""
+    chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
+    switches = ALGORITHMS[algorithm] | chosen
+    normalization = switches.pop("normalization")
+    whole, *split = (
+        one_step(make_run(normalization, limits, **switches), make_batch())
+        for limits in (WHOLE, Limits(1, None), Limits(5, 40))
+    )
+    for figures in split:
+        torch.testing.assert_close(figures, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rank_without_rows_adds_exactly_nothing(monkeypatch):

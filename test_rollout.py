@@ -232,3 +232,16 @@ def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
 
 def test_nothing_to_do():
     assert rollout(build(), [], np.zeros((0, 12)), SAMPLING) == []
+
+
+@torch.no_grad()
+def test_entropies_are_those_of_the_sampled_distributions_and_cost_nothing_unasked():
+    """H = −Σ_v p_v log p_v at the temperature, from a pass over the whole sequence; the samples stay the same."""
+    model = build()
+    plain = rollout(model, PROMPTS, streams(), SAMPLING)
+    completions = rollout(model, PROMPTS, streams(), replace(SAMPLING, with_entropy=True))
+    for prompt, without, completion in zip(PROMPTS, plain, completions, strict=True):
+        assert without.entropy is None and (without.ids, without.logp) == (completion.ids, completion.logp)
+        logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
+        p = logits.softmax(-1)
+        torch.testing.assert_close(torch.tensor(completion.entropy), -(p * p.log()).sum(-1), rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import train
-from advantage import group_advantages
+from advantage import combine_rewards, group_advantages
 from batch import minibatches
 from config import ALGORITHMS, Config
 from conftest import ROOT, assert_same_run, flags, lines, metrics, near, run, samples
@@ -341,7 +341,8 @@ def test_a_step_without_any_reward_changes_nothing(go):
 def test_every_switch_of_an_algorithm_reaches_the_step(go, monkeypatch, algorithm):
     given, policy_loss = {}, train.policy_loss
     monkeypatch.setattr(train, "policy_loss", lambda *args, **kw: given.update(kw) or policy_loss(*args, **kw))
-    others = dict(beta=0.1, kl_estimator="k2", kl_importance=True, tis_cap=3.0)
+    others = dict(beta=0.1, kl_estimator="k2", kl_importance=True, tis_cap=3.0, tis_floor=0.5, tis_mode="token_mask")
+    others |= dict(off_policy_mask=2.5, sapo_tau_pos=1.5, sapo_tau_neg=2.0)
     if ALGORITHMS[algorithm]["objective"] == "clip":
         others["delta"] = 7.0
     out = go(steps=1, algorithm=algorithm, **others)
@@ -350,7 +351,9 @@ def test_every_switch_of_an_algorithm_reaches_the_step(go, monkeypatch, algorith
     assert {name: given[name] for name in in_the_loss} == {name: settings[name] for name in in_the_loss}
     assert settings | others | ALGORITHMS[algorithm] == settings and metrics(out)[0]["grad_norm"] > 0.01
     rewards, advantages = (torch.tensor([line[x] for line in samples(out)]) for x in ("reward", "advantage"))
-    expected = group_advantages(rewards.reshape(-1, G), settings["scale_rewards"], settings["baseline"])
+    lengths = torch.tensor([line["length"] for line in samples(out)]).reshape(-1, G)
+    combined = combine_rewards(rewards.reshape(-1, G, 1), [1.0], settings["combine_rewards"])
+    expected = group_advantages(combined, settings["scale_rewards"], settings["baseline"], lengths=lengths)
     torch.testing.assert_close(advantages.reshape(-1, G), expected)
 
 
@@ -491,7 +494,7 @@ def test_what_a_run_leaves(go):
 
 def test_evaluation_against_counting(go, rewards):
     rewards.with_suffix(".jsonl").unlink(missing_ok=True)
-    settings = dict(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward="lucky")
+    settings = dict(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward="lucky", correct="lucky")
     out = go(**settings)
     calls = lines(rewards.with_suffix(".jsonl"))
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]

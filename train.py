@@ -14,7 +14,8 @@ before the work is split, and gradients are summed.
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from advantage import all_equal, combine_rewards, group_advantages
-from batch import Batch, Group, Limits, collate, micro_batches, minibatches
+from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
+from batch import Batch, Group, Limits, collate, micro_batches, minibatches, trained_lengths
 from config import Config
 from infra import checkpoint, command_line, faults, memory, ranks, report
 from infra.decoding import decoding
@@ -33,7 +34,8 @@ from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
 from tasks import Task, encode_prompt, load_task, score, task_file
 
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap")  # means over tokens
+LOSS_SWITCHES = [setting.name for setting in fields(Config) if setting.name in signature(policy_loss).parameters]
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
 
 
 @dataclass
@@ -64,8 +66,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages, over whole groups.
     groups, drawn = sample_groups(run, step)
-    rewards = torch.stack([group.rewards for group in groups])  # (P, G)
-    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline)
+    reward_parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
+    rewards = combine_rewards(reward_parts, run.task.weights, cfg.combine_rewards)  # (P, G)
+    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
+    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     for group, of_group in zip(groups, advantages, strict=True):
         group.advantages = of_group
     batch = collate(groups, cfg.mask_truncated, run.device)
@@ -73,7 +77,9 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
     # log-probs come with the gradient's: no second forward pass.
-    if cfg.num_iterations * cfg.minibatches > 1:
+    if cfg.old_policy == "sampler":
+        batch.old_logp = batch.sampler_logp
+    elif cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = fixed_logprobs(run, batch, run.model)
     if run.reference is not None:
         batch.ref_logp = fixed_logprobs(run, batch, run.reference)
@@ -98,7 +104,9 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     # The weight of every token is settled here, from all completions of the update on all ranks. So the loss of a
     # micro-batch is a partial sum: partial sums add up to the update's loss however it is split, and their gradients,
     # summed (not averaged) over micro-batches and ranks, to its gradient.
-    batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length)
+    batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
+    if cfg.top_entropy < 1.0:
+        batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
     loss, totals = accumulate(run, batch)
     ranks.sum_gradients(run.model)
     ranks.sum_(loss, totals)
@@ -114,6 +122,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the STATS"""
     cfg = run.config
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
     run.optimizer.zero_grad()
@@ -125,17 +134,9 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
             part.advantages,
             part.weights,
             part.mask,
-            objective=cfg.objective,
-            ratio=cfg.ratio,
-            epsilon_low=cfg.epsilon_low,
-            epsilon_high=cfg.epsilon_high,
-            delta=cfg.delta,
             ref_logp=part.ref_logp,
-            beta=cfg.beta,
-            kl_estimator=cfg.kl_estimator,
-            kl_importance=cfg.kl_importance,
             sampler_logp=part.sampler_logp,
-            tis_cap=cfg.tis_cap,
+            **switches,
         )
         if cfg.entropy_coef:
             partial = partial - cfg.entropy_coef * (part.weights * entropy).sum()
@@ -179,8 +180,8 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def sample_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups whose rewards are all equal are
-    replaced by further prompts, for so many rounds; every rank sees all rewards and so decides the same."""
+    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
+    by further prompts, for so many rounds; every rank sees all rewards and so decides the same."""
     cfg = run.config
     drawn: list[Group] = []
     alive: list[Group] = []
@@ -188,10 +189,17 @@ def sample_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         rows = [run.task.draw(run.cursor + i, cfg.seed) for i in range(cfg.prompts_per_step - len(alive))]
         run.cursor += len(rows)
         drawn += complete(run, rows, len(drawn), step, cfg.num_generations, run.sampling)
-        alive = [group for group in drawn if not (cfg.dynamic_sampling and all_equal(group.rewards[None]))]
+        alive = [group for group in drawn if not cfg.dynamic_sampling or has_signal(group, run.task)]
         if len(alive) == cfg.prompts_per_step:
             break
     return alive or drawn[: cfg.prompts_per_step], drawn
+
+
+def has_signal(group: Group, task: Task) -> bool:
+    """0 < #correct < G; where nothing says what is correct, rewards that differ."""
+    right = task.is_right(group.reward_parts)
+    values = group.rewards if right is None else right.double().masked_fill(group.rewards.isnan(), math.nan)
+    return not bool(all_equal(values[None]))
 
 
 def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling: Sampling) -> list[Group]:
@@ -210,14 +218,14 @@ def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling
         scores = score(run.task, [rows[i] for i in own], [groups[i] for i in own], run.tokenizer)
     reward_parts = torch.tensor(ranks.gather(scores), dtype=torch.float64)  # (P, n, K), of K reward functions
     rewards = combine_rewards(reward_parts, run.task.weights)  # (P, n)
-    return [Group(*of_prompt) for of_prompt in zip(rows, prompts, groups, rewards, reward_parts, strict=True)]
+    return [Group(prompts[p], groups[p], rewards[p], reward_parts[p], row=rows[p]) for p in range(len(rows))]
 
 
 def evaluate(run: Run) -> tuple[dict, list[Group]]:
     """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
     that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
-    greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, top_k=0, top_p=1.0))
+    greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, with_entropy=False))
     sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)
     return report.of_evaluation(greedy, sampled, run.task), sampled
 
@@ -246,7 +254,15 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     model, reference = load(opened, cfg, device)
     with ranks.together():
         ends = eos_ids(model, opened.tokenizer)
-    sampling = Sampling(cfg.max_completion_length, ends, cfg.temperature, cfg.top_k, cfg.top_p, cfg.rollout_tokens)
+    sampling = Sampling(
+        max_completion_length=cfg.max_completion_length,
+        eos_ids=ends,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        with_entropy=cfg.top_entropy < 1.0,
+        tokens_at_once=cfg.rollout_tokens,
+    )
     limits = Limits(rows=cfg.micro_batch_size, tokens=cfg.micro_batch_tokens)
     if cfg.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=device)):
         limits = Limits(rows=1, tokens=None)  # it is called once for each row, which must be as often on every rank
@@ -268,7 +284,7 @@ def train(cfg: Config) -> int:
         done = checkpoint.open_run(cfg) if ranks.rank() == 0 else 0
     done = ranks.gather([done])[0]
     if done is None:
-        return report.finished(out)
+        return report.finished(out, f"the run in {out}/ is finished")
     run, log, notes = set_up(cfg, device)
     log.plan(run.model, run.task, device, notes, done)
     refreshed = run.reference if cfg.ref_sync_every else None

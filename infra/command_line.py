@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import Field
 from typing import Any, get_args, get_origin
 
+from advantage import OF_THE_GROUP
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra.faults import report_failure
 from infra.model import Opened
@@ -307,15 +308,17 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high = {1 + config.epsilon_high:g}"
     if config.delta is not None and config.objective != "clip":
         yield f"--delta {config.delta:g}: is part of --objective clip, not of {config.objective}; leave it out"
-    if config.ratio == "sequence" and config.normalization in ("global", "sum"):
+    if config.ratio == "geometric" and config.objective != "clip":
+        yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
+    if config.tis_cap and config.tis_floor and config.tis_floor > config.tis_cap:
+        yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
+    of_sampler = ["tis_cap", "tis_floor", "off_policy_mask"]
+    of_sampler = [f"--{name}" for name in of_sampler if getattr(config, name) is not None]
+    of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
+    if of_sampler and (config.top_p < 1.0 or config.top_k > 0):
         yield (
-            f"--ratio sequence with --normalization {config.normalization}: counts a completion's one ratio once for "
-            "each of its tokens; use --normalization sequence"
-        )
-    if config.tis_cap is not None and (config.top_p < 1.0 or config.top_k > 0):
-        yield (
-            "--tis_cap with --top_p or --top_k: the sampler's recorded log-probs are of the whole distribution, so the "
-            "correction would be wrong; set --top_p 1 --top_k 0"
+            f"{of_sampler[0]} with --top_p or --top_k: the sampler's recorded log-probs are of the whole distribution, "
+            "so the correction would be wrong; set --top_p 1 --top_k 0"
         )
     if config.ref_sync_every and config.beta == 0.0:
         yield "--ref_sync_every: there is no reference model without --beta above 0"
@@ -325,7 +328,7 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
 
 def _contradictions_of_step(config: Config) -> Iterator[str]:
     completions = config.prompts_per_step * config.num_generations
-    compares_in_group = config.scale_rewards == "group" or config.baseline in ("mean", "leave_one_out")
+    compares_in_group = config.scale_rewards in ("group", "mean") or config.baseline in OF_THE_GROUP
     if config.num_generations == 1 and compares_in_group:
         yield (
             "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
@@ -349,8 +352,18 @@ def warnings(config: Config) -> list[str]:
             "top_p or top_k: completions come from a truncated distribution, log-probs are of the whole one, so the "
             "update is slightly off-policy"
         )
-    if config.ratio == "sequence" and config.normalization == "constant":
-        notes.append("ratio sequence with normalization constant: long completions weigh more than in GSPO")
+    if config.ratio != "token" and config.normalization != "sequence":
+        notes.append(
+            f"ratio {config.ratio} with normalization {config.normalization}: a completion's ratio counts for each "
+            "of its tokens, so long ones weigh more (LUSPO wants this, GSPO and GMPO do not)"
+        )
+    if config.objective == "dppo" and config.ratio == "sequence":
+        notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
+    if config.dynamic_sampling and config.reward and not config.correct:
+        notes.append(
+            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
+            "their total rewards are all equal"
+        )
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
     if config.temperature != 1.0 and config.eval_every:

@@ -115,9 +115,11 @@ def in_smaller_pieces(compute: Callable) -> Callable:
                 pass  # what it held is free from here on
             torch.cuda.empty_cache()
             if run.config.shard:
+                now = {"--micro_batch_size": run.limits.rows, "--micro_batch_tokens": run.limits.tokens}
+                given = " or ".join(f"{flag} (now {limit})" for flag, limit in now.items() if limit)
                 raise UserError(
                     "out of memory in an update, and with --shard no rank can go back without the others: lower "
-                    f"--micro_batch_tokens (now {run.limits.tokens}), or --gradient_checkpointing"
+                    f"{given}, or try --gradient_checkpointing"
                 )
             halve(run.limits, batch)
 

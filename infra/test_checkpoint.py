@@ -62,7 +62,7 @@ def quiet(sorting) -> dict:
 def small(quiet, tmp_path_factory) -> dict:
     """With a reward that throws dice, which each rank has of its own: for one rank."""
     (file := tmp_path_factory.mktemp("rewards") / "rewards.py").write_text(NOISY)
-    return quiet | dict(reward=f"{file}:noisy", steps=7)
+    return quiet | dict(reward=f"{file}:noisy", correct="noisy", steps=7)
 
 
 @pytest.fixture(scope="module")

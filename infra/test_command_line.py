@@ -2,13 +2,15 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from config import ALGORITHMS, Config, UserError
-from infra.command_line import OTHER_NAMES, SETTINGS, parse, ready, warnings, wrong_values
+from infra.command_line import OTHER_NAMES, SETTINGS, check_prompts, notes, parse, ready, warnings, wrong_values
 from loss import NORMALIZATIONS
-from tasks import task_names
+from tasks import Task, task_names
+from tasks._characters import char_tokenizer
 
 
 def read(line: str) -> Config:
@@ -37,7 +39,8 @@ def test_without_flags():
 @pytest.mark.parametrize("task", task_names())
 def test_nothing_stays_open(task):
     config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"]), on_gpu=False)
-    may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to", "tis_cap"}
+    may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
+    may_be_none |= {"correct", "tis_cap", "tis_floor", "off_policy_mask"}
     assert {name for name, value in vars(config).items() if value is None} == may_be_none
 
 
@@ -147,8 +150,10 @@ CONTRADICTIONS = [
     ("--epsilon_low 1.5", "--epsilon_low 1.5: ... at most 1"),
     ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high = 1.2"),
     ("--algorithm cispo --delta 3", "--delta 3: ... not of cispo"),
-    ("--algorithm gspo --normalization global", "--ratio sequence ... --normalization sequence"),
-    ("--ratio sequence --normalization sum", "--ratio sequence ... --normalization sequence"),
+    ("--algorithm gmpo --objective cispo", "--ratio geometric: ... part of --objective clip, not of cispo"),
+    ("--tis_cap 2 --tis_floor 3", "--tis_floor 3: must not be above --tis_cap 2"),
+    ("--off_policy_mask 1 --top_p 0.9", "--off_policy_mask with --top_p ... --top_p 1 --top_k 0"),
+    ("--old_policy sampler --top_k 9", "--old_policy sampler with --top_p ... --top_p 1 --top_k 0"),
     ("--tis_cap 2 --top_p 0.9", "--tis_cap with --top_p ... --top_p 1 --top_k 0"),
     ("--tis_cap 2 --top_k 9", "--tis_cap with --top_p ... --top_p 1 --top_k 0"),
     ("--algorithm reinforce++ --dynamic_sampling 2", "--dynamic_sampling: groups of equal rewards"),
@@ -174,12 +179,14 @@ BOUNDS = [  # a value, the numbers that refuse it; they take the second value
         "prompts_per_step num_generations max_completion_length steps num_iterations minibatches eval_prompts eval_k",
     ),
     (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
-    (0, 1e-9, "reward_timeout temperature tis_cap delta max_grad_norm learning_rate top_p"),
+    (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
+    (0, 1e-9, "sapo_tau_pos sapo_tau_neg"),
     (-1, 0, "top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1e-9, 0, "off_policy_mask"),
     (-1e-9, 0, "beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
-    (1.001, 1, "top_p"),
+    (1.001, 1, "top_p top_entropy"),
     (
         math.inf,
         1e9,
@@ -257,7 +264,10 @@ def test_a_program_is_told_as_well():
     [
         (dict(top_p=0.9), "slightly off-policy"),
         (dict(top_k=5), "slightly off-policy"),
-        (dict(ratio="sequence", normalization="constant"), "long completions weigh more"),
+        (dict(ratio="sequence", normalization="constant"), "so long ones weigh more"),
+        (dict(algorithm="luspo"), "LUSPO wants this"),
+        (dict(algorithm="dppo", ratio="sequence", normalization="sequence"), "by their own probability"),
+        (dict(algorithm="dapo", reward=["r.py:f"]), "nothing says which answers are right"),
         (dict(beta=0.1, kl_estimator="k1"), "adds noise alone"),
         (dict(temperature=0.7), "pass@k is sampled at temperature 0.7"),
     ],
@@ -326,3 +336,70 @@ def test_help_is_grouped_as_the_settings_are_and_fits_the_screen(capsys, monkeyp
     headings = dict(found)
     assert len(set(headings.values())) == 6 and headings["beta"] == headings["ratio"] == "The objective"
     assert headings["model"] != headings["top_p"] != headings["steps"] != headings["dtype"] != headings["seed"]
+
+
+# ---- Prompts that cannot be used ----
+
+LETTERS = "0123456789+=[]: abc"
+CHAT = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = char_tokenizer(LETTERS)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    return tokenizer
+
+
+def task_of(*prompts, held_out=()) -> Task:
+    return Task([{"prompt": p} for p in prompts], [{"prompt": p} for p in held_out], [], [])
+
+
+def checked(task: Task, tokenizer, context: int | None, limit: int) -> int:
+    return check_prompts(
+        task, SimpleNamespace(tokenizer=tokenizer, context=context), Config(max_completion_length=limit)
+    )
+
+
+def test_prompts_that_are_fine_need_no_note(chat_tokenizer):
+    assert checked(task_of("1+1=", held_out=["12+2="]), char_tokenizer(LETTERS), context=11, limit=6) == 5
+    assert checked(task_of(CHAT), chat_tokenizer, None, 10**6) > 0
+    assert notes(task_of(CHAT), chat_tokenizer) == []
+
+
+def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
+    (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
+    assert "chat template is not applied" in note and "\n" not in note
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (task_of("1", CHAT), ["no chat template", "string prompts"]),
+        (task_of("1", ""), ["no tokens", "''"]),
+        (
+            task_of("1", "1" * 8),
+            ["8 tokens", "a completion of 3", "context of 10", "--max_completion_length", "'11111111'"],
+        ),
+        (task_of("1", held_out=["2" * 8]), ["8 tokens", "'22222222'"]),
+        (task_of("1", "what?"), ["'what?'"]),  # the tokenizer cannot encode it
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_named(task, words):
+    with pytest.raises(UserError) as told:
+        checked(task, char_tokenizer(LETTERS), context=10, limit=3)
+    assert all(word in str(told.value) for word in words)
+
+
+def test_a_template_that_refuses_a_prompt_is_a_mistake():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="roles must alternate"):
+        checked(task_of(CHAT), tokenizer, None, 10)
+
+
+def test_a_model_with_another_end_token_does_not_suit_a_small_task(chat_tokenizer):
+    task = task_of("1+1=")
+    task.eos_id = 5
+    with pytest.raises(UserError, match="is for its own small model, or one trained from it"):
+        checked(task, chat_tokenizer, None, 4)

@@ -198,7 +198,7 @@ def memory(kind: str) -> int:
 
 def our_run(work: Work, args: argparse.Namespace, micro_batch_tokens: int | None = None) -> train.Run:
     rows = [{"prompt": prompt} for prompt in work.prompts]
-    task = Task(rows, [], [reward], [1.0], full_reward=1.0)
+    task = Task(rows, [], [reward], [1.0])
     task.draw = lambda index, seed: rows[index % len(rows)]  # in order, as for TRL
     shape = dict(prompts_per_step=args.prompts, num_generations=args.group, max_completion_length=args.limit)
     config = Config(**shape, learning_rate=1e-6, warmup_steps=0, steps=1, micro_batch_tokens=micro_batch_tokens)
