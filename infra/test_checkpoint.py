@@ -179,6 +179,7 @@ def test_resumed_on_another_number_of_ranks(quiet, quiet_whole, tmp_path):
 
 # ---- Checkpoints: whole or not at all ----
 
+
 class OfOnesOwn(torch.optim.SGD):
     """Slower with each step; it keeps a plain number."""
 
