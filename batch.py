@@ -52,10 +52,15 @@ class Batch:
 
 @dataclass
 class Limits:
-    """Of a micro-batch; it is full when either is reached."""
+    """Of a micro-batch: it is full when either is reached."""
 
     rows: int | None
     tokens: int | None  # padding included; halved where memory runs out
+
+    def allow(self, rows: int, length: int) -> bool:
+        allowed_rows = self.rows is None or rows <= self.rows
+        allowed_tokens = self.tokens is None or rows * length <= self.tokens
+        return allowed_rows and allowed_tokens
 
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
@@ -122,11 +127,8 @@ def micro_batches(
 def _pieces(rows: list[int], lengths: list[int], limits: Limits) -> list[list[int]]:
     pieces: list[list[int]] = []
     for row in rows:
-        size = len(pieces[-1]) + 1 if pieces else 0
-        full = not pieces or (limits.rows is not None and size > limits.rows)
-        full = full or (limits.tokens is not None and size * lengths[pieces[-1][0]] > limits.tokens)
-        if full:
-            pieces.append([row])
-        else:
+        if pieces and limits.allow(len(pieces[-1]) + 1, lengths[pieces[-1][0]]):
             pieces[-1].append(row)
+        else:
+            pieces.append([row])
     return pieces
