@@ -1,5 +1,6 @@
 """The pages against the repository: what they show runs, and every test, flag, file and link they name is there."""
 
+import ast
 import dataclasses
 import itertools
 import json
@@ -102,6 +103,35 @@ def test_every_command_is_understood(page):
         parse(words, on_gpu=True)
     for name in re.findall(r"python -m tools\.(\w+)", PAGES[page]):
         assert (HERE / "tools" / f"{name}.py").exists()
+
+
+def test_imports_run_one_way():
+    """As docs/contributing.md says: tools -> train -> infra -> tasks -> the other files at the top; no circle."""
+    order = ["tools", "train", "infra", "tasks", "concepts"]
+    imports = {}
+    for path in [file for file in HERE.rglob("*.py") if "test" not in file.name and ".venv" not in file.parts]:
+        name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        imports[name] = found
+
+    def room(name: str) -> int:
+        top = name.split(".")[0]
+        return order.index(top if top in order else "concepts")
+
+    own = {name: {other for other in found if other in imports} for name, found in imports.items()}
+    assert own["loss"] == own["advantage"] == set()
+    for name, others in own.items():
+        assert all(room(name) <= room(other) for other in others), (name, others)
+    left = own
+    while left:
+        free = {name for name, others in left.items() if not others & left.keys()}
+        assert free, f"a circle among {sorted(left)}"
+        left = {name: others for name, others in left.items() if name not in free}
 
 
 # ---- What the logs say ----
