@@ -23,7 +23,6 @@ from torch import Tensor
 
 SCALES = ("group", "batch", "mean", "whiten", "none")
 BASELINES = ("mean", "leave_one_out", "length", "batch", "none")
-OF_THE_GROUP = ("mean", "leave_one_out", "length")  # baselines
 COMBINATIONS = ("sum", "gdpo")
 
 
@@ -49,9 +48,9 @@ def group_advantages(
 ) -> Tensor:
     """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) are the tokens that are trained on.
 
-    NaN stands for a completion without a reward: it gets advantage 0 and is in no mean and no std. A group (or batch)
-    whose rewards are all equal, or fewer than two, does not tell better from worse: where its mean or std is asked for,
-    the advantages are exactly 0.
+    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. A group whose
+    rewards are all equal, or fewer than two, does not tell better from worse: if the baseline or the scale is the
+    group's, its advantages are exactly 0. Likewise for the batch.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
@@ -79,7 +78,7 @@ def group_advantages(
         s = 1.0
 
     no_signal = r.isnan()
-    if scale in ("group", "mean") or baseline in OF_THE_GROUP:
+    if compares_in_group(scale, baseline):
         no_signal = no_signal | all_equal(r)
     if scale == "mean":
         no_signal = no_signal | (s <= 0)
@@ -92,9 +91,13 @@ def group_advantages(
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 
+def compares_in_group(scale: str, baseline: str) -> bool:
+    return scale not in ("batch", "whiten", "none") or baseline not in ("batch", "none")
+
+
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T): 0 but for this share of its
-    tokens, those of the highest entropy. 2506.01939"""
+    """advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T), kept at this share of its
+    tokens, those with the highest entropy, and 0 elsewhere. 2506.01939"""
     threshold = float(np.quantile(entropy[mask.bool()].cpu().numpy(), 1 - share)) if mask.any() else 0.0
     return advantages[:, None] * (entropy >= threshold)
 
@@ -134,7 +137,7 @@ def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -
         raise ValueError(f"rewards must be (P, G), a row for each prompt, not {tuple(rewards.shape)}")
     if lengths is None and (scale == "whiten" or baseline == "length"):
         raise ValueError(f"baseline={baseline!r} and scale={scale!r} need lengths (P, G)")
-    if rewards.shape[1] == 1 and (scale in ("group", "mean") or baseline in OF_THE_GROUP):
+    if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
         raise ValueError(
             f"a group of one has nothing to compare with for baseline={baseline!r}, scale={scale!r}: "
             "use at least 2 completions of a prompt, or the batch's baseline and scale"

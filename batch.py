@@ -39,9 +39,9 @@ class Batch:
     prompts: Tensor  # (N,), the number of the prompt that each row answers
     sampler_logp: Tensor  # (N, T)
     sampler_entropy: Tensor  # (N, T), 0 where it was not asked for
-    old_logp: Tensor | None = None  # (N, T); None: the policy that is about to be updated
+    old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
-    weights: Tensor | None = None  # (N, T), of the update that these rows are a part of
+    weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -109,8 +109,8 @@ def micro_batches(
     batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
 ) -> Iterator[tuple[list[int], Batch]]:
     """This rank's rows and the part of the batch that they are, piece by piece: every n-th row in the order of length,
-    so that little is padding. A rank that has fewer pieces than another is given fully masked ones if they must be as
-    many: sharded weights come together only where all ranks take part."""
+    so that little is padding. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones,
+    because sharded weights come together only where all ranks take part."""
     lengths = batch.attention.sum(1).tolist()
     order = sorted(range(len(batch)), key=lambda row: -lengths[row])
     pieces = _pieces(order[rank::world], lengths, limits)

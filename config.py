@@ -104,7 +104,7 @@ class Config:
     baseline: str | None = setting(None, "subtracted from a reward", names=BASELINES)
     objective: str | None = setting(None, "policy term", names=OBJECTIVES)
     ratio: str | None = setting(None, "importance ratio of a token, or one for a whole sequence", names=RATIOS)
-    old_policy: str = setting("policy", "what the ratio compares with, before the updates", names=("policy", "sampler"))
+    old_policy: str = setting("policy", "denominator of the ratio, before the updates", names=("policy", "sampler"))
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
     sapo_tau_pos: float = setting(1.0, "sapo: temperature where the advantage is positive", above=0)
@@ -119,9 +119,7 @@ class Config:
     )
     tis_cap: float | None = setting(None, "upper bound of that ratio; none: there is no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
-    off_policy_mask: float | None = setting(
-        None, "drop bad answers of a mean log(pi_sampler / pi) above it", at_least=0
-    )
+    off_policy_mask: float | None = setting(None, "mask A < 0 with mean log(pi_sampler / pi) above this", at_least=0)
     top_entropy: float = setting(1.0, "train this share of tokens, of the highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")

@@ -8,8 +8,8 @@ head, and they go through it a chunk at a time, in the forward pass and again in
 forward runs as ever; for this one call its output head returns (logp, H) where it would return logits.
 
 That is right only if what the head returns is what the model returns: some models cap or scale the logits afterwards.
-Which kind a model is, is found out by comparing the two on a short input, once. If they differ, the log-probs come from
-the model's logits, one row at a time, computed again in the backward pass: correct, slower, one row's logits held.
+The two are compared once, on a short input. If they differ, the log-probs come from the model's logits, one row at a
+time, computed again in the backward pass: correct, slower, one row's logits held.
 
 Left out: packing several completions in one row; a head split over devices.
 """

@@ -1,14 +1,14 @@
 """The equations: importance ratio, clipping, KL, token weights. Tensors in, tensors out; no model, no ranks.
 
-Every objective of the GRPO family is one weighted sum over the completions i of an optimizer step and their tokens t:
+Every objective of the GRPO family is one weighted sum over the completions i of an optimizer update and their tokens t:
 
     loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it )
 
-    w_it       token_weights    the normalization, computed once for the whole step before the step is split
+    w_it       token_weights    the normalization, computed once for the whole update before it is split
     policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO or REINFORCE
     kl_it      kl_divergence    estimates of KL(policy || reference)
 
-The weights know the totals of the step. So the loss of a micro-batch is a partial sum, and partial sums over any
+The weights know the totals of the update. So the loss of a micro-batch is a partial sum, and partial sums over any
 split (micro-batches, ranks, any order, any padding) add up to the same loss and the same gradient. Policy term and KL
 share the weights, so they cannot be normalized differently.
 
@@ -43,7 +43,7 @@ def token_weights(
 
     if normalization == "sequence":  # GRPO 2402.03300: mean over each completion, then over completions
         w = one / (N * lengths)
-    elif normalization == "global":  # DAPO 2503.14476: every token of the step counts the same
+    elif normalization == "global":  # DAPO 2503.14476: every token of the update counts the same
         w = one / lengths.sum()
     elif normalization == "prompt":  # DAPO as printed, eq. 8: mean over the tokens of a prompt, then over prompts
         if prompts is None:
@@ -64,8 +64,7 @@ def token_weights(
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
     """Per-token estimates of KL(policy || reference) at tokens the policy sampled, http://joschu.net/blog/kl-approx.html.
-    On-policy, the gradient of k1 and k3 is not that of the KL but k2's is: "k1+" and "k3+" have their value and k2's
-    gradient."""
+    On-policy only k2 has the gradient of the KL. "k1+" has the value of k1 and the gradient of k2; "k3+" likewise."""
     log_r = ref_logp - logp  # mind the sign: reference over policy
     if estimator == "k1":
         return -log_r
@@ -105,7 +104,7 @@ def policy_loss(
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The loss of these rows, a partial sum of the step's, and its statistics as name: (sum, count), detached.
+    """The loss of these rows, a partial sum of the update's, and its statistics as name: (sum, count), detached.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask (B, T); advantages (B,) or (B, T).
     It computes and does not judge: which switches make sense together is settled in infra/command_line.py.
@@ -158,7 +157,9 @@ def policy_loss(
         stats["sampler_gap"] = (gap.abs().sum(), tokens)
         if tis_cap is not None or tis_floor is not None:
             policy = policy * _sampler_correction(gap, tis_mode, tis_cap, tis_floor)
-        if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: bad answers that it would hardly give now
+        if (
+            off_policy_mask is not None
+        ):  # DeepSeek-V3.2 2512.02556, eq. 9: A < 0, and the policy would hardly give it now
             far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
             policy = policy.masked_fill(far & (A < 0), 0.0)
             stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
@@ -200,7 +201,7 @@ def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
-    """0 where masked: a where, because 0 * NaN is NaN, in the gradient too."""
+    """0 where masked; torch.where, because in a product 0 * NaN is NaN, in the gradient too."""
     return None if x is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -65,8 +65,8 @@ def rollout(
     *,
     progress: Progress | None = None,
 ) -> list[Completion]:
-    """One completion of each prompt, at its row of the numbers uniform (N, max_completion_length), which are None where
-    it is greedy. Equal prompts are read once."""
+    """One completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion i;
+    greedy sampling needs none. Equal prompts are read once."""
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
     while len(done) < len(prompts):
@@ -150,7 +150,7 @@ def _decode(
         token, logp = sample(logits, None if uniform is None else uniform[live, t], sampling)
         tokens[live, t], logps[live, t] = token, logp
         if sampling.with_entropy:
-            entropies[live, t] = entropy(logits, sampling.temperature)
+            entropies[live, t] = entropy_of(logits, sampling.temperature)
         done = done | torch.isin(token, eos_ids)
         finished = int(done.sum())
         if progress is not None:
@@ -185,7 +185,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     return token.squeeze(1), whole.gather(1, token).log().squeeze(1)
 
 
-def entropy(logits: Tensor, temperature: float) -> Tensor:
+def entropy_of(logits: Tensor, temperature: float) -> Tensor:
     """(B, V) -> (B,), that of the whole distribution, before top-k and top-p"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.special.entr((logits / temperature).softmax(-1)).sum(-1)

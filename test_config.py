@@ -9,22 +9,27 @@ from config import ALGORITHMS, Config, resolve, settings_that_may_change
 from infra.command_line import ready
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
-PAPERS = {  # as in the README
-    "grpo": dict(normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="token",
-                 epsilon_low=0.2, epsilon_high=0.2, dynamic_sampling=0),
-    "dr_grpo": dict(normalization="constant", scale_rewards="none", baseline="mean", objective="clip", ratio="token",
-                    epsilon_low=0.2, epsilon_high=0.2, dynamic_sampling=0),
-    "dapo": dict(normalization="global", scale_rewards="group", baseline="mean", objective="clip", ratio="token",
-                 epsilon_low=0.2, epsilon_high=0.28, dynamic_sampling=3),
-    "gspo": dict(normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="sequence",
-                 epsilon_low=3e-4, epsilon_high=4e-4, dynamic_sampling=0),
-    "cispo": dict(normalization="global", scale_rewards="group", baseline="mean", objective="cispo", ratio="token",
-                  epsilon_high=5.0, dynamic_sampling=0),
-    "rloo": dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce",
-                 dynamic_sampling=0),
-    "reinforce++": dict(normalization="global", scale_rewards="batch", baseline="batch", objective="clip",
-                        ratio="token", epsilon_low=0.2, epsilon_high=0.2, dynamic_sampling=0),
-}  # fmt: skip
+GRPO = dict(
+    normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="token", epsilon_low=0.2,
+    epsilon_high=0.2, combine_rewards="sum", dynamic_sampling=0,
+)  # fmt: skip
+PAPERS = {  # as in the README: in what each differs from GRPO
+    "grpo": {},
+    "dr_grpo": dict(normalization="constant", scale_rewards="none"),
+    "dapo": dict(normalization="global", epsilon_high=0.28, dynamic_sampling=3),
+    "gspo": dict(ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": dict(normalization="global", objective="cispo", epsilon_high=5.0),
+    "sapo": dict(objective="sapo"),
+    "gmpo": dict(ratio="geometric", epsilon_low=0.4, epsilon_high=0.4),
+    "luspo": dict(normalization="sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "dppo": dict(normalization="global", objective="dppo"),
+    "maxrl": dict(scale_rewards="mean"),
+    "opo": dict(normalization="global", scale_rewards="none", baseline="length"),
+    "gdpo": dict(combine_rewards="gdpo", scale_rewards="batch", baseline="batch"),
+    "rloo": dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce"),
+    "reinforce++": dict(normalization="global", scale_rewards="whiten", baseline="none"),
+    "reinforce++-baseline": dict(normalization="global", scale_rewards="whiten"),
+}
 
 
 def resolved(on_gpu: bool = False, **settings) -> Config:
@@ -34,9 +39,9 @@ def resolved(on_gpu: bool = False, **settings) -> Config:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_preset_is_the_papers_and_sets_nothing_else(algorithm):
     ours, plain = vars(resolved(algorithm=algorithm)), vars(resolved())
-    assert ours | PAPERS[algorithm] == ours
+    assert ours | GRPO | PAPERS[algorithm] == ours
     changed = {name for name in ours if ours[name] != plain[name]}
-    assert changed <= {"algorithm", "out", *PAPERS["grpo"]}
+    assert changed <= {"algorithm", "out", *GRPO}
 
 
 def test_what_is_given_wins():
@@ -73,7 +78,7 @@ def test_resolving_leaves_what_it_is_given_as_it_is():
 
 def test_a_run_may_be_continued_with_what_does_not_change_it():
     assert {"micro_batch_tokens", "shard", "out", "save_every"} <= set(settings_that_may_change())
-    assert not {"seed", "dtype", "task", "reward", "beta", *PAPERS["grpo"]} & set(settings_that_may_change())
+    assert not {"seed", "dtype", "task", "reward", "beta", *GRPO} & set(settings_that_may_change())
 
 
 COMMITTED = sorted((Path(__file__).parent / "results").rglob("config.json"))
@@ -81,8 +86,9 @@ COMMITTED = sorted((Path(__file__).parent / "results").rglob("config.json"))
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: "/".join(file.parts[-3:-1]))
 def test_settings_of_a_committed_run_are_valid_and_stay_as_they_are(file):
-    config = Config(**json.loads(file.read_text())["settings"])  # a setting that came later counts as its default
-    assert ready(config, on_gpu=True) == config
+    settings = json.loads(file.read_text())["settings"]
+    config = vars(ready(Config(**settings), on_gpu=True))  # a setting that came later counts as its default
+    assert config | settings == config
 
 
 def test_there_are_committed_runs():

@@ -40,7 +40,7 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 
 @dataclass
 class Run:
-    """What stays from step to step."""
+    """What outlives a step."""
 
     config: Config
     device: torch.device
@@ -86,7 +86,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     run.model.train()
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(cfg, step)
+        group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
@@ -94,7 +94,9 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     metrics = {"step": step} | report.of_groups(drawn, run.task) | report.of_updates(updates, STATS)
     seconds = {"seconds_rollout": sampled - start, "seconds_update": time.perf_counter() - sampled}
-    metrics |= {"learning_rate": learning_rate(cfg, step)} | report.of_machine(metrics["tokens"], **seconds)
+    metrics |= {"learning_rate": learning_rate(cfg, step, cfg.learning_rate)} | report.of_machine(
+        metrics["tokens"], **seconds
+    )
     return metrics, groups
 
 
@@ -114,7 +116,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(cfg.out, step, batch, loss, grad_norm)
     run.optimizer.step()
-    run.optimizer.zero_grad()  # the memory is the next rollout's
+    run.optimizer.zero_grad()  # frees the gradients' memory for the next rollout
     return loss, grad_norm, totals
 
 
@@ -181,7 +183,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 def sample_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
-    by further prompts, for so many rounds; every rank sees all rewards and so decides the same."""
+    by further prompts, in so many further rounds at most; every rank sees all rewards and so decides the same."""
     cfg = run.config
     drawn: list[Group] = []
     alive: list[Group] = []
@@ -217,7 +219,7 @@ def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling
     with ranks.together():
         scores = score(run.task, [rows[i] for i in own], [groups[i] for i in own], run.tokenizer)
     reward_parts = torch.tensor(ranks.gather(scores), dtype=torch.float64)  # (P, n, K), of K reward functions
-    rewards = combine_rewards(reward_parts, run.task.weights)  # (P, n)
+    rewards = combine_rewards(reward_parts, run.task.weights)  # (P, n), as reported, however advantages combine them
     return [Group(prompts[p], groups[p], rewards[p], reward_parts[p], row=rows[p]) for p in range(len(rows))]
 
 
@@ -233,13 +235,13 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
 # ---- The run ----
 
 
-def learning_rate(cfg: Config, step: int) -> float:
+def learning_rate(cfg: Config, step: int, highest: float) -> float:
     """Linear warm-up, then the schedule down to 0 after the last step."""
     if step <= cfg.warmup_steps:
-        return cfg.learning_rate * step / cfg.warmup_steps
+        return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    return cfg.learning_rate * factor[cfg.lr_schedule]
+    return highest * factor[cfg.lr_schedule]
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import Field
 from typing import Any, get_args, get_origin
 
-from advantage import OF_THE_GROUP
+from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra.faults import report_failure
 from infra.model import Opened
@@ -328,15 +328,15 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
 
 def _contradictions_of_step(config: Config) -> Iterator[str]:
     completions = config.prompts_per_step * config.num_generations
-    compares_in_group = config.scale_rewards in ("group", "mean") or config.baseline in OF_THE_GROUP
-    if config.num_generations == 1 and compares_in_group:
+    in_group = compares_in_group(config.scale_rewards, config.baseline)
+    if config.num_generations == 1 and in_group:
         yield (
             "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
             "or --baseline batch --scale_rewards batch"
         )
     if config.minibatches > completions:
         yield f"--minibatches {config.minibatches}: more than the {completions} completions of a step"
-    if config.dynamic_sampling and not compares_in_group:
+    if config.dynamic_sampling and not in_group:
         yield "--dynamic_sampling: groups of equal rewards are no dead weight under a baseline of the batch"
     if config.dynamic_sampling and config.prompts_per_step == 1:
         yield "--dynamic_sampling with --prompts_per_step 1: use at least 2 prompts, or --dynamic_sampling 0"

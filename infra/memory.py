@@ -55,7 +55,7 @@ def needed(model_config: PretrainedConfig, config: Config, world: int, longest_p
 
     of_a_micro_batch = min((config.micro_batch_size or math.inf) * length, config.micro_batch_tokens or math.inf)
 
-    def update(tokens: float) -> float:
+    def of_an_update(tokens: float) -> float:
         """With micro-batches of so many tokens."""
         of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
         between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
@@ -68,8 +68,8 @@ def needed(model_config: PretrainedConfig, config: Config, world: int, longest_p
         "Adam": 8 * parameters / n,
         "reference": 4 * parameters / n if config.beta else 0,
         "rollout": copy + rows * cache,
-        "update": update(max(length, of_a_micro_batch)),
-        "one completion": max(copy + cache, update(length)),
+        "update": of_an_update(max(length, of_a_micro_batch)),
+        "one completion": max(copy + cache, of_an_update(length)),
     }
 
 
