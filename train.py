@@ -318,7 +318,7 @@ def train(cfg: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
+    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()), checkpoint.goes_on)
 
 
 if __name__ == "__main__":

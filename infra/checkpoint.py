@@ -34,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from config import Config, UserError, resolve, settings_that_may_change
@@ -83,7 +84,7 @@ def open_run(config: Config) -> int | None:
     made = made_steps(out)
     if there is None or made is None:
         return 0
-    changed = [name for name in SETTINGS if name not in settings_that_may_change() and _differs(name, there, config)]
+    changed = _changed(there, config)
     if changed:
         lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(
@@ -136,6 +137,15 @@ def made_steps(out: Path) -> int | None:
     return 0 if lines else None
 
 
+def goes_on(config: Config) -> str:
+    """What the same command would do now; nothing where it would not go on."""
+    out = Path(config.out)
+    there, done = _settings(out), latest(out)
+    if there is None or not done or _changed(there, config):
+        return ""
+    return f"the same command {'without --overwrite ' if config.overwrite else ''}goes on after step {done}"
+
+
 def _starts_over(config: Config) -> bool:
     """Once, not at every restart."""
     return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -150,6 +160,10 @@ def _check_that_nothing_is_read_from_inside(config: Config) -> None:
                 raise UserError(f"--{name} {word}: --overwrite would move it away; give another --out")
 
 
+def _changed(there: Config, here: Config) -> list[str]:
+    return [name for name in SETTINGS if name not in settings_that_may_change() and _differs(name, there, here)]
+
+
 def _differs(name: str, there: Config, here: Config) -> bool:
     was, now = getattr(there, name), getattr(here, name)
     if name in PATHS and was and now:  # other words for one file are the same
@@ -160,7 +174,10 @@ def _differs(name: str, there: Config, here: Config) -> bool:
 
 def _notes(config: Config) -> list[str]:
     """What it means that a run goes on with these settings."""
-    there, notes = _settings(Path(config.out)), []
+    out, notes = Path(config.out), []
+    there = _settings(out)
+    if not (out / "metrics.jsonl").exists():
+        notes.append(f"{out}/metrics.jsonl is gone: figures of the steps so far are lost")
     if there.steps != config.steps and config.lr_schedule != "constant":
         notes.append(
             f"lr_schedule {config.lr_schedule}: goes down over {config.steps} steps from here on, so far it did over "
@@ -246,14 +263,15 @@ def save(
     """Everything that step + 1 needs. Called on all ranks: each writes a part, of sharded tensors its own."""
     folder = out / "checkpoint" / f"{step:06d}"
     first = ranks.rank() == 0
+    tensors, numbers = _optimizer_state(model, optimizer)
+    parts = _weights(model, reference) | {"optimizer": tensors}
+    _check_finite(parts, f"after step {step} {{}}: nothing was saved. Lower --learning_rate, or check the rewards")
     if first:
         for torn in folder.parent.glob("*.partial"):
             shutil.rmtree(torn)
         for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
             if (out / name).exists():
                 _flush(out / name)
-    tensors, numbers = _optimizer_state(model, optimizer)
-    parts = _weights(model, reference) | {"optimizer": tensors}
     with whole_folder(folder) as beside:
         for name, part in parts.items():
             if part:  # an optimizer may have no state
@@ -279,13 +297,15 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
                 f"the checkpoint {folder} is of a run with {state['optimizer']}, this one has "
                 f"{type(optimizer).__name__}: go on with the code of that run, or give another --out"
             )
+    parts = _weights(model, reference) | {"optimizer": {}}
     with _reading(folder):
-        for name, part in _weights(model, reference).items():
-            _read_tensors(folder / name, part)
-        optimizer_state = dict(state["numbers"])
         if (folder / "optimizer").exists():
-            optimizer_state |= _read_tensors(folder / "optimizer", _room_for_state(folder / "optimizer", model))
-    _restore(optimizer, model, optimizer_state)
+            parts["optimizer"] = _room_for_state(folder / "optimizer", model)
+        for name, part in parts.items():
+            if part:
+                _read_tensors(folder / name, part)
+    _check_finite(parts, f"in the checkpoint {folder} {{}}: {_when_deleted(folder)}")
+    _restore(optimizer, model, parts["optimizer"] | state["numbers"])
     return state["cursor"]
 
 
@@ -293,6 +313,15 @@ def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[st
     """The tensors of a checkpoint, by the folder they are in; tied weights once."""
     models = {"model": model} if reference is None else {"model": model, "reference": reference}
     return {name: dict(one.named_parameters()) for name, one in models.items()}
+
+
+def _check_finite(parts: dict[str, dict[str, Tensor]], message: str) -> None:
+    """On all ranks, each of which looks at its own part of what is sharded."""
+    with ranks.together():
+        for part, tensors in parts.items():
+            for name, x in tensors.items():
+                if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
+                    raise UserError(message.format(f"{name} of the {part} is not finite (NaN or infinity)"))
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -320,10 +349,9 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
-def _read_tensors(folder: Path, into: dict[str, Tensor]) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
     with _one_process_needs_no_distributed():
         dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
-    return into
 
 
 @contextmanager
@@ -349,6 +377,7 @@ def _read_state(folder: Path) -> dict:
         state = json.loads((folder / "state.json").read_text())
         for file in state.pop("files"):
             safe_open(folder / file, "pt")  # fails where it is not there, or not whole
+        state["cursor"], state["optimizer"], state["numbers"]  # are there
     return state
 
 
@@ -356,11 +385,28 @@ def _read_state(folder: Path) -> dict:
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        dcp.CheckpointException,
+    ) as error:
+        file = f"{folder}/state.json: " if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(
-            f"the checkpoint {folder} is damaged ({_cause(error)}): delete that folder, and the same command goes on "
-            "from the one before it or, where there is none, from the start"
+            f"the checkpoint {folder} is damaged ({file}{_cause(error)}): {_when_deleted(folder)}"
         ) from error
+
+
+def _when_deleted(folder: Path) -> str:
+    others = [int(path.name) for path in folder.parent.iterdir() if path.name.isdigit() and path != folder]
+    if others:
+        return f"delete that folder, and the same command goes on after step {max(others)}"
+    if (folder.parent.parent / "model").exists():
+        return "delete that folder; there is no other one, only the trained model beside it"
+    return "delete that folder, and the same command starts from the first step"
 
 
 def _cause(error: BaseException) -> str:

@@ -162,7 +162,7 @@ class RunLog:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in checkpoint.read_lines(self.out / name) if done and line["step"] <= done]
-            checkpoint.write_text(self.out / name, "".join(json.dumps(line) + "\n" for line in lines))
+            checkpoint.write_text(self.out / name, as_json(lines))
         self.tracker = open_tracker(self.config)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
@@ -212,7 +212,7 @@ class RunLog:
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
         name = signal.Signals(signal_number).name
-        self.say(f"stopped by {name} after step {step}; the same command continues the run")
+        self.say(f"stopped by {name} after step {step}; {checkpoint.goes_on(self.config)}")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
@@ -233,9 +233,17 @@ def sample_line(step: int, kind: str, group: Group, i: int, decode: Callable[[li
     }
 
 
+def as_json(lines: list[dict]) -> str:
+    """A number that is not finite has no form in JSON: it becomes null."""
+    valid = [
+        {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in line.items()} for line in lines
+    ]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in valid)
+
+
 def append(path: Path, lines: list[dict]) -> None:
     with path.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.write(as_json(lines))
 
 
 def open_tracker(config: Config) -> Any:
@@ -282,12 +290,15 @@ def finished(out: Path, note: str = "") -> int:
     if note:
         print(note)
     lines = checkpoint.read_lines(out / "metrics.jsonl")
+    if not lines:
+        print(f"{out}/metrics.jsonl is gone or empty: there are no figures to show")
+        return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
     names = worth_showing(after) or ["reward", "completion_length", "entropy"]
     print(f"\n{'':24}{'before':>10}{'after':>10}")
     for name in names:
-        print(f"{name.removeprefix('eval/'):24}{text(before[name]):>10}{text(after[name]):>10}")
+        print(f"{name.removeprefix('eval/'):24}{text(before.get(name)):>10}{text(after[name]):>10}")
     samples = [line for line in checkpoint.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
     for step in sorted({before["step"], after["step"]}):
         for line in [line for line in samples if line["step"] == step]:

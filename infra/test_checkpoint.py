@@ -267,12 +267,57 @@ def test_keep_checkpoints(tmp_path, keep, left):
     assert saved(tmp_path) == left
 
 
+@pytest.mark.parametrize("where", ["model", "reference", "optimizer"])
+def test_what_is_not_finite_is_never_saved(tmp_path, where):
+    model, optimizer = a_model()
+    reference, _ = a_model()
+    checkpoint.save(tmp_path, 1, model, reference, optimizer, 0)
+    before = contents(tmp_path)
+    moments = optimizer.state[model.weight]["exp_avg"]
+    bad = {"model": model.weight, "reference": reference.bias, "optimizer": moments}[where]
+    with torch.no_grad():
+        bad[0] = math.inf
+    with pytest.raises(UserError, match=rf"after step 2 .* of the {where} is not finite .*: nothing was saved"):
+        checkpoint.save(tmp_path, 2, model, reference, optimizer, 0)
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_that_is_not_finite_is_named_with_what_to_delete(tmp_path, monkeypatch):
+    model, optimizer = a_model()
+    checkpoint.save(tmp_path, 1, model, None, optimizer, 0, keep=2)
+    monkeypatch.setattr(checkpoint, "_check_finite", lambda parts, message: None)  # as an older version did
+    with torch.no_grad():
+        model.weight[0] = math.nan
+    checkpoint.save(tmp_path, 2, model, None, optimizer, 0, keep=2)
+    monkeypatch.undo()
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint/000002 weight of the model is not finite .*: delete that folder, and "
+        r"the same command goes on after step 1",
+    ):
+        checkpoint.load(tmp_path, 2, model, None, optimizer)
+
+
+def test_a_promise_to_go_on_is_made_where_it_is_true(out):
+    assert checkpoint.goes_on(config_of(out)) == ""
+    made(out, finished=False)
+    assert checkpoint.goes_on(config_of(out)) == "the same command goes on after step 4"
+    over = config_of(out, overwrite=True)
+    assert checkpoint.goes_on(over) == "the same command without --overwrite goes on after step 4"
+    assert checkpoint.goes_on(config_of(out, beta=0.5)) == ""
+    damaged = out / "checkpoint" / "000004"
+    assert checkpoint._when_deleted(damaged).endswith("starts from the first step")
+    (out / "model").mkdir()
+    assert "same command" not in checkpoint._when_deleted(damaged)
+
+
 DAMAGES = {
     "no weights": lambda folder: shutil.rmtree(folder / "model"),
     "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
     "half of Adam's moments": lambda folder: os.truncate(next((folder / "optimizer").iterdir()), 9999),
     "weights of another shape": lambda folder: save_file({"x": torch.ones(1)}, next((folder / "model").iterdir())),
     "an empty state": lambda folder: (folder / "state.json").write_text(""),
+    "another state": lambda folder: (folder / "state.json").write_text("[]"),
 }
 
 
@@ -501,7 +546,8 @@ def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monk
 
 def test_a_setting_that_a_newer_version_added_counts_as_its_default(out):
     file = made(out, algorithm="dapo", epsilon_high=math.inf) / "config.json"
-    content = json.loads(file.read_text(), parse_constant=None)
+    assert "Infinity" not in file.read_text()
+    content = json.loads(file.read_text())
     for name in ("top_entropy", "combine_rewards", "dynamic_sampling", "correct"):
         del content["settings"][name]
     file.write_text(json.dumps(content | {"settings": content["settings"] | {"of_old": 1}}))
@@ -594,7 +640,7 @@ def test_a_signal_ends_the_run_after_the_step(small, whole, half, number, code, 
     settings = small | dict(save_every=0)
     before = partial(at, point, 1, partial(send, number), rank=world - 1)
     shown = run(settings, half, before, code=code, world=world)
-    assert f"stopped by {number.name} after step 5; the same command continues the run" in shown
+    assert f"stopped by {number.name} after step 5; the same command goes on after step 5" in shown
     assert saved(half) == ["000004", "000005"] and metrics(half)[-1]["step"] == 5
     if world == 1:
         assert "continued after step 5" in run(settings, half)
