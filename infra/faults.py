@@ -32,7 +32,8 @@ class FailedElsewhere(UserError):
 
 def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Callable[[Config], str]) -> int:
     """-> exit code; what went wrong has been reported, and what the same command would do then"""
-    sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
+    with contextlib.suppress(AttributeError):  # in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
     try:
         code = train(config)
         if dist.is_initialized():
@@ -88,7 +89,9 @@ def stop_requests() -> list[int]:
         caught.append(number)
         times.append(time.monotonic())
         if len(caught) == 1 and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nstopping after this step; asked once more, at once\n")  # print may have been interrupted
+            os.write(
+                2, b"\nstopping after this step; once more in 3 seconds or later: at once\n"
+            )  # print may have been interrupted
         if times[-1] - times[0] > 3:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
