@@ -84,9 +84,10 @@ OTHER_NAMES = {  # what others call them
     "save_steps": "save_every", "save_freq": "save_every", "save_total_limit": "keep_checkpoints",
     "eval_steps": "eval_every", "test_freq": "eval_every", "lr_scheduler_type": "lr_schedule",
     "group_size": "num_generations", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
-    "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data", "train_file": "data", "kl_coef": "beta",
-    "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low", "clip_ratio_low": "epsilon_low",
-    "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations", "train_batch_size": "prompts_per_step",
+    "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data",
+    "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low",
+    "clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations",
+    "train_batch_size": "prompts_per_step", "train_file": "data",
 }  # fmt: skip
 NOT_HERE = {  # what others have, and what is here in its place
     "num_train_epochs": "the length of a run is its --steps", "total_epochs": "the length of a run is its --steps",
