@@ -143,7 +143,9 @@ def goes_on(config: Config) -> str:
     there, done = _settings(out), latest(out)
     if there is None or not done or _changed(there, config):
         return ""
-    return f"the same command {'without --overwrite ' if config.overwrite else ''}goes on after step {done}"
+    return (
+        f"the same command {'without --overwrite ' if config.overwrite else ''}goes on after step {done}, from {out}/"
+    )
 
 
 def _starts_over(config: Config) -> bool:

@@ -301,9 +301,9 @@ def test_a_checkpoint_that_is_not_finite_is_named_with_what_to_delete(tmp_path, 
 def test_a_promise_to_go_on_is_made_where_it_is_true(out):
     assert checkpoint.goes_on(config_of(out)) == ""
     made(out, finished=False)
-    assert checkpoint.goes_on(config_of(out)) == "the same command goes on after step 4"
+    assert checkpoint.goes_on(config_of(out)) == f"the same command goes on after step 4, from {out}/"
     over = config_of(out, overwrite=True)
-    assert checkpoint.goes_on(over) == "the same command without --overwrite goes on after step 4"
+    assert checkpoint.goes_on(over) == f"the same command without --overwrite goes on after step 4, from {out}/"
     assert checkpoint.goes_on(config_of(out, beta=0.5)) == ""
     damaged = out / "checkpoint" / "000004"
     assert checkpoint._when_deleted(damaged).endswith("starts from the first step")
