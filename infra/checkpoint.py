@@ -47,15 +47,9 @@ SETTINGS = [setting.name for setting in dataclasses.fields(Config)]
 
 # What a run writes into its folder; config.json, which says what the rest is, last. All else in there is the user's.
 WRITTEN = (
-    "checkpoint",
-    "model",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "not_finite.safetensors",
-    "events.out.tfevents.*",
-    "wandb",
+    "checkpoint", "model", "metrics.jsonl", "samples.jsonl", "not_finite.safetensors", "events.out.tfevents.*", "wandb",
     "config.json",
-)
+)  # fmt: skip
 PATHS = ("model", "data", "reward")  # settings that may name a file
 
 
@@ -63,16 +57,13 @@ def open_run(config: Config) -> int | None:
     """What the folder `config.out` holds; nothing is written. -> the step to continue after, 0 to start; None: the run
     is finished."""
     out = Path(config.out)
-    above = out.absolute()
     try:
-        while not above.exists():
-            above = above.parent
-        with os.scandir(above):  # fails where it is no folder
-            pass
+        above = next(path for path in (out, *out.absolute().parents) if path.exists())
+        os.listdir(above)  # fails where it is no folder
+        if not os.access(above, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}") from None
-    if not os.access(above, os.W_OK):
-        raise UserError(f"--out {out}: {os.strerror(errno.EACCES)}")
     if (out / ".lock").exists():
         _lock(out)
     there = _settings(out)
@@ -196,7 +187,7 @@ def _notes(config: Config) -> list[str]:
 def _settings(out: Path) -> Config | None:
     """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
     file = out / "config.json"
-    content = _parse(file.read_text(), str(file)) if file.is_file() else None
+    content = _parse(file.read_text(errors="replace"), str(file)) if file.is_file() else None
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         return None  # not written by a run
     known = {name: math.inf if x == "inf" else x for name, x in content["settings"].items() if name in SETTINGS}
@@ -213,7 +204,7 @@ def read_lines(file: Path) -> list[dict]:
     lines = [_parse(text, f"{file}:{n}") for n, text in enumerate(file.read_text(errors="replace").split("\n")[:-1], 1)]
     for n, line in enumerate(lines, 1):
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(f"{file}:{n}: not a line of a run: mend it, or delete it")
+            raise UserError(f"{file}:{n}: not a line of a run: mend or delete it")
     return lines
 
 
@@ -222,7 +213,7 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         line = f":{error.lineno}" if where.endswith(".json") and isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{where}{line}: damaged, not JSON ({error}): mend it, or delete that line") from None
+        raise UserError(f"{where}{line}: damaged, not JSON ({error}): mend that line") from None
 
 
 def provenance() -> dict:
