@@ -533,6 +533,14 @@ def test_a_run_can_be_extended(out, schedule, notes):
         checkpoint.open_run(config_of(out, lr_schedule=schedule, steps=3))
 
 
+def test_an_extended_run_is_the_one_made_in_one_go(small, tmp_path):
+    settings = small | dict(lr_schedule="constant", eval_every=2)
+    run(settings | dict(steps=2), tmp_path / "out")
+    assert "continued after step 2" in run(settings | dict(steps=4), tmp_path / "out")
+    run(settings | dict(steps=4), tmp_path / "whole")
+    assert_same_files(tmp_path / "out", tmp_path / "whole")
+
+
 def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made(out, model="m", data="rows.jsonl", reward=["r.py:f"])

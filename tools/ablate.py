@@ -165,8 +165,8 @@ def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
     verdict = "**differs**" if differs else "not told from noise"
     if len(values) < 3:
         verdict = "too few seeds"
-    if abs(mean) < 10**-digits:
-        digits = decimals(mean)  # not a difference of 0.00
+    if max(abs(mean), half) < 10**-digits:  # all of it would be 0.00
+        digits = decimals(max(abs(mean), half))
     return [f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}", verdict]
 
 
