@@ -67,7 +67,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     """A field of Config.
 
     names       what a choice may be
-    may_change  when a run is continued: the setting says how it is computed or shown, not what is computed
+    may_change  when a run is continued: the setting says how it is computed or shown, or how long, not what is computed
     bounds      of a number: above, at_least, below, at_most; without the last two it must be finite
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
@@ -126,7 +126,7 @@ class Config:
     dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal", at_least=0)
 
     heading("Optimization; a step is one rollout with all its updates")
-    steps: int | None = setting(None, "how many the run has", at_least=1)
+    steps: int | None = setting(None, "how many the run has", at_least=1, may_change=True)
     num_iterations: int = setting(1, "passes over the completions of a step", at_least=1)
     minibatches: int = setting(1, "optimizer updates in each pass", at_least=1)
     learning_rate: float | None = setting(None, "AdamW's, after warm-up", above=0)
@@ -148,16 +148,18 @@ class Config:
     shard_size: int = setting(0, "ranks that share a copy of the model; 0: a machine's", at_least=0, may_change=True)
 
     heading("What is looked at and left behind")
-    eval_every: int = setting(20, "steps between evaluations; also at the start and the end; 0: never", at_least=0)
-    eval_prompts: int = setting(256, "held-out prompts", at_least=1)
-    eval_k: int = setting(4, "samples of each for pass@k", at_least=1)
+    eval_every: int = setting(
+        20, "steps between evaluations; also at start and end; 0: never", at_least=0, may_change=True
+    )
+    eval_prompts: int = setting(256, "held-out prompts", at_least=1, may_change=True)
+    eval_k: int = setting(4, "samples of each for pass@k", at_least=1, may_change=True)
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many of them are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step that are written; -1: all", at_least=-1, may_change=True)
     report_to: str | None = setting(None, "also gets the metrics", names=("tensorboard", "wandb"), may_change=True)
     seed: int = setting(0, "of everything random", at_least=0)
     out: str | None = setting(None, "folder of the run, where the same command continues it", may_change=True)
-    overwrite: bool = setting(False, "throw away what another run left in that folder", may_change=True)
+    overwrite: bool = setting(False, "start over there; the run that was there is moved aside", may_change=True)
 
 
 def settings_that_may_change() -> list[str]:

@@ -288,11 +288,13 @@ def train(cfg: Config) -> int:
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
     run, log, notes = set_up(cfg, device)
-    log.plan(run.model, run.task, device, notes, done)
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
-    log.keep_until(done)
+    with ranks.together():  # all is ready: only from here on anything is written
+        notes += checkpoint.claim(cfg, done) if ranks.rank() == 0 else []
+        log.open(done)
+    log.plan(run.model, run.task, device, notes, done)
 
     if cfg.eval_every and not done:
         ranks.seed_everything(cfg.seed, 0)
@@ -318,7 +320,7 @@ def train(cfg: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
+    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()), checkpoint.goes_on)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,24 @@ OTHER_NAMES = {  # what others call them
     "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "micro_batch_size",
     "steps_per_generation": "minibatches", "importance_sampling_level": "ratio", "output_dir": "out",
     "use_bias_correction_kl": "kl_importance", "mask_truncated_completions": "mask_truncated",
-    "ref_model_sync_steps": "ref_sync_every", "reward_funcs": "reward", "bf16": "dtype",
+    "ref_model_sync_steps": "ref_sync_every", "reward_funcs": "reward", "bf16": "dtype", "fp16": "dtype",
+    "save_steps": "save_every", "save_freq": "save_every", "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every", "test_freq": "eval_every", "lr_scheduler_type": "lr_schedule",
+    "group_size": "num_generations", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
+    "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data",
+    "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low",
+    "clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations",
+    "train_batch_size": "prompts_per_step", "train_file": "data",
+}  # fmt: skip
+NOT_HERE = {  # what others have, and what is here in its place
+    "num_train_epochs": "the length of a run is its --steps", "total_epochs": "the length of a run is its --steps",
+    "num_epochs": "the length of a run is its --steps", "epochs": "the length of a run is its --steps",
+    "max_prompt_length": "prompts are never cut", "logging_steps": "every step is logged",
+    "warmup_ratio": "give the number of --warmup_steps", "generation_batch_size": "give --prompts_per_step",
+    "resume_from_checkpoint": "the same command with the same --out continues a run",
+    "overwrite_output_dir": "the same command with the same --out continues a run", "optim": "it is AdamW",
+    "use_vllm": "the model itself samples", "use_peft": "all weights are trained", "deepspeed": "see --shard",
+    "lora_r": "all weights are trained", "fsdp": "see --shard",
 }  # fmt: skip
 
 
@@ -121,8 +138,9 @@ def _sort_words(args: list[str]) -> tuple[list[str], list[str]]:
 
 def _no_such_flag(word: str) -> str:
     name = word.lstrip("-").split("=")[0].replace("-", "_")
-    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, SETTINGS, n=1))
-    return f"{word}: there is no such flag; {f'did you mean --{near}?' if near else 'see --help'}"
+    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8))  # a slip
+    hint = NOT_HERE.get(name) or (f"did you mean --{near}?" if near else "see --help")
+    return f"{word}: there is no such flag; {hint}"
 
 
 def _is_flag(word: str) -> bool:

@@ -30,8 +30,10 @@ class FailedElsewhere(UserError):
 # ---- The end of a run ----
 
 
-def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
-    """-> exit code; what went wrong has been reported"""
+def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Callable[[Config], str]) -> int:
+    """-> exit code; what went wrong has been reported, and what the same command would do then"""
+    with contextlib.suppress(AttributeError):  # in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
     try:
         code = train(config)
         if dist.is_initialized():
@@ -44,8 +46,10 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     except UserError as error:
         context = getattr(error, "__notes__", [])  # frames of a file of the user's
         return _fail(2, "\n".join([*context, f"error: {error}"]))
-    except (OSError, torch.OutOfMemoryError) as error:  # a full disk, no permission
-        return _fail(1, f"error: {error}. What {config.out} holds is whole: the same command goes on from there")
+    except torch.OutOfMemoryError as error:
+        return _fail(1, f"error: {error}")
+    except OSError as error:  # a full disk, no permission
+        return _fail(1, ". ".join(filter(None, [f"error: {error}", goes_on(config)])))
     except KeyboardInterrupt:  # before the first step
         return _fail(130, "stopped")
     except Exception as error:
@@ -84,6 +88,10 @@ def stop_requests() -> list[int]:
     def note(number: int, frame: object) -> None:
         caught.append(number)
         times.append(time.monotonic())
+        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":
+            os.write(
+                2, b"\nstopping after this step; once more in 3 seconds or later: at once\n"
+            )  # print may have been interrupted
         if times[-1] - times[0] > 3:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -7,6 +7,8 @@ summed, never averaged: the token weights already hold the totals of the step. E
 
 import os
 import random
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,9 +24,14 @@ from config import UserError
 from infra import faults
 from infra.shard import is_sharded
 
+PATIENCE = 20.0  # seconds until it is said what is waited for
+
 
 def start() -> torch.device:
     """Under torchrun the process group is opened; otherwise there is one rank."""
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if "RANK" in os.environ and missing:
+        raise UserError(f"RANK is set, but not {', '.join(missing)}: start with torchrun; for one process, unset RANK")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and device.index >= torch.cuda.device_count():
@@ -40,15 +47,37 @@ def start() -> torch.device:
 
 def _open_process_group(backend: str) -> None:
     faults.watch()
-    store, number, count = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
-        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    timeout = timedelta(hours=2)
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count)
+    meeting = f"{os.environ['WORLD_SIZE']} ranks at MASTER_ADDR:MASTER_PORT {_meeting_point()}"
+    waiting = threading.Timer(PATIENCE, lambda: faults.warn(f"waiting for {meeting}: {_whether_it_answers()}"))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, number, count = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        timeout = timedelta(hours=2)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count)
+    except (OSError, RuntimeError, ValueError) as error:  # a port that is taken, a host that is not there
+        raise UserError(f"no meeting of {meeting}: {str(error).splitlines()[0]}") from error
+    finally:
+        waiting.cancel()
     if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
         machine = os.environ.get("GROUP_RANK")
         faults.siblings.update(pid for other, pid in gather([(machine, os.getpid())]) if other == machine)
+
+
+def _meeting_point() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _whether_it_answers() -> str:
+    host, _, port = _meeting_point().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "it answers, so some ranks have not been started yet"
 
 
 def rank() -> int:

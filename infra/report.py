@@ -3,6 +3,7 @@
 Every figure is over the whole step and all ranks. One that has no value (no wrong completion, no reference) is null.
 """
 
+import importlib.util
 import json
 import math
 import resource
@@ -126,7 +127,9 @@ class RunLog:
         self.config, self.quiet, self.out = config, quiet, Path(config.out)
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
-        self.tracker = None if quiet else open_tracker(config)
+        self.tracker = None
+        if config.report_to and importlib.util.find_spec(config.report_to) is None:
+            raise UserError(f"--report_to {config.report_to}: not installed; pip install {config.report_to}")
 
     def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
         cfg = self.config
@@ -153,13 +156,14 @@ class RunLog:
             self.say(f"note: {note}")
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
-    def keep_until(self, done: int) -> None:
+    def open(self, done: int) -> None:
         """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
         if self.quiet:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
-            lines = [line for line in read_lines(self.out / name) if done and line["step"] <= done]
-            checkpoint.write_text(self.out / name, "".join(json.dumps(line) + "\n" for line in lines))
+            lines = [line for line in checkpoint.read_lines(self.out / name) if done and line["step"] <= done]
+            checkpoint.write_text(self.out / name, as_json(lines))
+        self.tracker = open_tracker(self.config)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """A line of metrics, some completions of the step, and the first ones of an evaluation."""
@@ -208,7 +212,7 @@ class RunLog:
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
         name = signal.Signals(signal_number).name
-        self.say(f"stopped by {name} after step {step}; the same command continues the run")
+        self.say(f"stopped by {name} after step {step}; {checkpoint.goes_on(self.config)}")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
@@ -229,33 +233,31 @@ def sample_line(step: int, kind: str, group: Group, i: int, decode: Callable[[li
     }
 
 
+def as_json(lines: list[dict]) -> str:
+    """A number that is not finite has no form in JSON: it becomes null."""
+    valid = [
+        {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in line.items()} for line in lines
+    ]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in valid)
+
+
 def append(path: Path, lines: list[dict]) -> None:
     with path.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a .jsonl file that a kill may have torn at its end."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        file.write(as_json(lines))
 
 
 def open_tracker(config: Config) -> Any:
     """-> a function that takes a step's metrics, or None."""
     if config.report_to is None:
         return None
-    try:
-        if config.report_to == "wandb":
-            import wandb
+    if config.report_to == "wandb":
+        import wandb
 
-            run = wandb.init(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
-            return lambda metrics: run.log(metrics, step=metrics["step"])
-        from torch.utils.tensorboard import SummaryWriter
+        run = wandb.init(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
+        return lambda metrics: run.log(metrics, step=metrics["step"])
+    from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(config.out)
-    except ImportError:
-        raise UserError(f"--report_to {config.report_to}: not installed; pip install {config.report_to}") from None
+    writer = SummaryWriter(config.out)
 
     def write(metrics: dict) -> None:
         for name, value in metrics.items():
@@ -287,14 +289,17 @@ def finished(out: Path, note: str = "") -> int:
         return 0
     if note:
         print(note)
-    lines = read_lines(out / "metrics.jsonl")
+    lines = checkpoint.read_lines(out / "metrics.jsonl")
+    if not lines:
+        print(f"{out}/metrics.jsonl is gone or empty: there are no figures to show")
+        return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
     names = worth_showing(after) or ["reward", "completion_length", "entropy"]
     print(f"\n{'':24}{'before':>10}{'after':>10}")
     for name in names:
-        print(f"{name.removeprefix('eval/'):24}{text(before[name]):>10}{text(after[name]):>10}")
-    samples = [line for line in read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
+        print(f"{name.removeprefix('eval/'):24}{text(before.get(name)):>10}{text(after[name]):>10}")
+    samples = [line for line in checkpoint.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
     for step in sorted({before["step"], after["step"]}):
         for line in [line for line in samples if line["step"] == step]:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")

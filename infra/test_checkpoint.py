@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -20,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from config import UserError
+import train
+from config import Config, UserError
 from conftest import (
     assert_same_files,
     assert_same_run,
@@ -38,6 +40,7 @@ from conftest import (
     torchrun,
 )
 from infra import checkpoint, report
+from infra.command_line import ready
 
 NOISY = """
 import random
@@ -264,12 +267,57 @@ def test_keep_checkpoints(tmp_path, keep, left):
     assert saved(tmp_path) == left
 
 
+@pytest.mark.parametrize("where", ["model", "reference", "optimizer"])
+def test_what_is_not_finite_is_never_saved(tmp_path, where):
+    model, optimizer = a_model()
+    reference, _ = a_model()
+    checkpoint.save(tmp_path, 1, model, reference, optimizer, 0)
+    before = contents(tmp_path)
+    moments = optimizer.state[model.weight]["exp_avg"]
+    bad = {"model": model.weight, "reference": reference.bias, "optimizer": moments}[where]
+    with torch.no_grad():
+        bad[0] = math.inf
+    with pytest.raises(UserError, match=rf"after step 2 .* of the {where} is not finite .*: nothing was saved"):
+        checkpoint.save(tmp_path, 2, model, reference, optimizer, 0)
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_that_is_not_finite_is_named_with_what_to_delete(tmp_path, monkeypatch):
+    model, optimizer = a_model()
+    checkpoint.save(tmp_path, 1, model, None, optimizer, 0, keep=2)
+    monkeypatch.setattr(checkpoint, "_check_finite", lambda parts, message: None)  # as an older version did
+    with torch.no_grad():
+        model.weight[0] = math.nan
+    checkpoint.save(tmp_path, 2, model, None, optimizer, 0, keep=2)
+    monkeypatch.undo()
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint/000002 weight of the model is not finite .*: delete that folder, and "
+        r"the same command goes on after step 1",
+    ):
+        checkpoint.load(tmp_path, 2, model, None, optimizer)
+
+
+def test_a_promise_to_go_on_is_made_where_it_is_true(out):
+    assert checkpoint.goes_on(config_of(out)) == ""
+    made(out, finished=False)
+    assert checkpoint.goes_on(config_of(out)) == f"the same command goes on after step 4, from {out}/"
+    over = config_of(out, overwrite=True)
+    assert checkpoint.goes_on(over) == f"the same command without --overwrite goes on after step 4, from {out}/"
+    assert checkpoint.goes_on(config_of(out, beta=0.5)) == ""
+    damaged = out / "checkpoint" / "000004"
+    assert checkpoint._when_deleted(damaged).endswith("starts from the first step")
+    (out / "model").mkdir()
+    assert "same command" not in checkpoint._when_deleted(damaged)
+
+
 DAMAGES = {
     "no weights": lambda folder: shutil.rmtree(folder / "model"),
     "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
     "half of Adam's moments": lambda folder: os.truncate(next((folder / "optimizer").iterdir()), 9999),
     "weights of another shape": lambda folder: save_file({"x": torch.ones(1)}, next((folder / "model").iterdir())),
     "an empty state": lambda folder: (folder / "state.json").write_text(""),
+    "another state": lambda folder: (folder / "state.json").write_text("[]"),
 }
 
 
@@ -401,6 +449,138 @@ def test_what_is_not_a_run_is_never_deleted(small, tmp_path, name, overwrite):
     assert (folder / name).read_text() == '{"model_type": "llama"}'
 
 
+# ---- Claimed when all is ready, and what may change in a run that goes on; none of these trains anything ----
+
+
+def config_of(out: Path, **settings) -> Config:
+    return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
+
+
+def made(out: Path, steps: int = 4, finished: bool = True, **settings) -> Path:
+    """What a run leaves, without its weights."""
+    checkpoint.claim(config_of(out, **settings), 0)
+    (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps + 1)))
+    (out / "samples.jsonl").touch()
+    (out / "checkpoint" / f"{steps:06d}").mkdir(parents=True)
+    if finished:
+        (out / "model").mkdir()
+    return out
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+WRONG = ["--model none/x", "--data none.jsonl --model models/addition --reward none.py:f", "--report_to wandb"]
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_start_that_fails_claims_nothing(out, words, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train.main([*words.split(), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith("error: --") and not out.exists()
+
+
+def test_a_run_that_made_no_step_leaves_nothing_to_lose(out):
+    checkpoint.claim(config_of(out), 0)
+    (out / "metrics.jsonl").write_text('{"step": 0}\n')  # evaluated, before the first step failed
+    assert checkpoint.open_run(config_of(out, beta=0.1)) == 0
+
+
+def test_overwrite_moves_aside_what_the_run_wrote_and_nothing_else(out):
+    made(out)
+    (out / "notes.md").write_text("mine")
+    (out / "nested").mkdir()
+    before = contents(out)
+    again = config_of(out, overwrite=True, beta=0.1)
+    assert checkpoint.open_run(again) == 0 and contents(out) == before
+    assert checkpoint.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-1/ now"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "nested", "notes.md", "replaced-1"]
+    assert checkpoint.open_run(config_of(out / "replaced-1")) is None
+    assert checkpoint.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-2/ now"]
+
+
+@pytest.mark.parametrize("name, file", [("model", "model"), ("model", "x/../model"), ("data", "samples.jsonl")])
+def test_overwrite_keeps_what_the_command_reads(out, name, file):
+    made(out)
+    (out / "x").mkdir()
+    with pytest.raises(UserError, match=f"--{name} {out}/{file}: --overwrite would move it away"):
+        checkpoint.open_run(
+            config_of(out, overwrite=True, **{"model": "m", "reward": ["r.py:f"], name: str(out / file)})
+        )
+
+
+def test_a_finished_run_stays_finished_without_its_checkpoint(out):
+    shutil.rmtree(made(out) / "checkpoint")
+    assert checkpoint.open_run(config_of(out)) is None
+    with pytest.raises(
+        UserError, match=r"checkpoint is gone, so it cannot go on to --steps 9; .* --model .*/out/model"
+    ):
+        checkpoint.open_run(config_of(out, steps=9))
+    (out / "metrics.jsonl").unlink()
+    assert checkpoint.open_run(config_of(out)) is None
+
+
+@pytest.mark.parametrize("schedule, notes", [("constant", 0), ("linear", 1)])
+def test_a_run_can_be_extended(out, schedule, notes):
+    made(out, lr_schedule=schedule)
+    more = config_of(out, lr_schedule=schedule, steps=9, eval_every=3, eval_prompts=5, eval_k=1)
+    assert checkpoint.open_run(more) == 4
+    said = checkpoint.claim(more, 4)
+    assert len(said) == notes and all("goes down over 9 steps from here on, so far it did over 4" in x for x in said)
+    with pytest.raises(UserError, match=r"--steps 3: the run in .* has made 4 already"):
+        checkpoint.open_run(config_of(out, lr_schedule=schedule, steps=3))
+
+
+def test_an_extended_run_is_the_one_made_in_one_go(small, tmp_path):
+    settings = small | dict(lr_schedule="constant", eval_every=2)
+    run(settings | dict(steps=2), tmp_path / "out")
+    assert "continued after step 2" in run(settings | dict(steps=4), tmp_path / "out")
+    run(settings | dict(steps=4), tmp_path / "whole")
+    assert_same_files(tmp_path / "out", tmp_path / "whole")
+
+
+def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(out, model="m", data="rows.jsonl", reward=["r.py:f"])
+    same = dict(model=f"{tmp_path}/m", data="./rows.jsonl", reward=[f"{tmp_path}/x/../r.py:f"])
+    assert checkpoint.open_run(config_of(out, **same)) is None
+    with pytest.raises(UserError, match=r"--reward: \['r.py:f'\] there, \['r.py:g'\] here"):
+        checkpoint.open_run(config_of(out, **same | dict(reward=["r.py:g"])))
+    (note,) = checkpoint.claim(config_of(out, eval_prompts=9, steps=5, **same), 4)
+    assert note.startswith("256 prompts were held out so far, 9 are from here on")
+
+
+def test_a_setting_that_a_newer_version_added_counts_as_its_default(out):
+    file = made(out, algorithm="dapo", epsilon_high=math.inf) / "config.json"
+    assert "Infinity" not in file.read_text()
+    content = json.loads(file.read_text())
+    for name in ("top_entropy", "combine_rewards", "dynamic_sampling", "correct"):
+        del content["settings"][name]
+    file.write_text(json.dumps(content | {"settings": content["settings"] | {"of_old": 1}}))
+    assert checkpoint.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf)) is None
+    with pytest.raises(UserError, match=r"--top_entropy: 1\.0 there, 0.5 here"):
+        checkpoint.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf, top_entropy=0.5))
+
+
+DAMAGED = {  # file, its text, where the damage is
+    "config.json": ('{\n"settings": {\n', "config.json:3: damaged, not JSON"),
+    "metrics.jsonl": ('{"step": 0}\n{"step": 1\n{"step": 2}\n', "metrics.jsonl:2: damaged, not JSON"),
+    "samples.jsonl": ('{"step": 0}\n[]\n', "samples.jsonl:2: not a line of a run"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_told_with_file_and_line(out, name):
+    text, told = DAMAGED[name]
+    (made(out) / name).write_text(text)
+    before = contents(out)
+    with pytest.raises(UserError, match=f"{out}/{told}.*: mend "):
+        checkpoint.open_run(config_of(out))
+    assert contents(out) == before
+
+
 # ---- One writer ----
 
 
@@ -468,7 +648,7 @@ def test_a_signal_ends_the_run_after_the_step(small, whole, half, number, code, 
     settings = small | dict(save_every=0)
     before = partial(at, point, 1, partial(send, number), rank=world - 1)
     shown = run(settings, half, before, code=code, world=world)
-    assert f"stopped by {number.name} after step 5; the same command continues the run" in shown
+    assert f"stopped by {number.name} after step 5; the same command goes on after step 5" in shown
     assert saved(half) == ["000004", "000005"] and metrics(half)[-1]["step"] == 5
     if world == 1:
         assert "continued after step 5" in run(settings, half)

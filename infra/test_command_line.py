@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from config import ALGORITHMS, Config, UserError
-from infra.command_line import OTHER_NAMES, SETTINGS, check_prompts, notes, parse, ready, warnings, wrong_values
+from infra.command_line import (
+    NOT_HERE,
+    OTHER_NAMES,
+    SETTINGS,
+    check_prompts,
+    notes,
+    parse,
+    ready,
+    warnings,
+    wrong_values,
+)
 from loss import NORMALIZATIONS
 from tasks import Task, task_names
 from tasks._characters import char_tokenizer
@@ -102,6 +112,13 @@ UNKNOWN = [  # a line -> what each of its mistakes is told with
     ("--steps_per_generation 4", "did you mean --minibatches?"),
     ("--num_iteration 2", "did you mean --num_iterations?"),
     ("--output_dir out", "did you mean --out?"),
+    ("--save_steps 5", "did you mean --save_every?"),
+    ("--eval-steps 5", "did you mean --eval_every?"),
+    ("--num_train_epochs 3", "--num_train_epochs: ... the length of a run is its --steps"),
+    ("--max_prompt_length 512", "--max_prompt_length: there is no such flag; prompts are never cut"),
+    ("--overwrite_output_dir", "the same command with the same --out continues a run"),
+    ("--logging_dir x", "--logging_dir: there is no such flag; see --help"),
+    ("--max_grad 1 --stop_steps 3", "--max_grad: ... see --help", "--stop_steps: ... see --help"),
     ("--zzz 1 2", "--zzz: there is no such flag; see --help"),
     ("-x 1", "-x: there is no such flag; see --help"),
     ("--help=3", "--help=3: there is no such flag"),
@@ -227,7 +244,10 @@ def test_an_empty_word_is_a_missing_value(capsys):  # an unset variable of the s
 
 
 def test_other_names_lead_to_flags_that_exist():
-    assert set(OTHER_NAMES.values()) <= SETTINGS.keys() and not OTHER_NAMES.keys() & SETTINGS.keys()
+    assert set(OTHER_NAMES.values()) <= SETTINGS.keys()
+    assert not (OTHER_NAMES.keys() | NOT_HERE.keys()) & SETTINGS.keys() and not OTHER_NAMES.keys() & NOT_HERE.keys()
+    named = {name for hint in NOT_HERE.values() for name in re.findall(r"--(\w+)", hint)}
+    assert named <= SETTINGS.keys() and "overwrite" not in named
 
 
 def test_other_ranks_leave_the_telling_to_the_first(capsys, monkeypatch):

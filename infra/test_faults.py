@@ -1,9 +1,11 @@
 """Faults in a run: memory that runs out, ranks that fail, numbers that are not finite. Every run is in processes of its
 own that are killed if they hang."""
 
+import io
 import os
 import re
 import signal
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from config import UserError
+from config import Config, UserError
 from conftest import (
     assert_same_run,
     at,
@@ -23,6 +25,7 @@ from conftest import (
     errors,
     exit_codes,
     fail,
+    free_port,
     metrics,
     on_rank,
     run,
@@ -31,6 +34,7 @@ from conftest import (
     start,
     torchrun,
 )
+from infra import faults, ranks
 
 SECONDS = 30  # for a whole run; "within seconds" is told from a hang, on a busy machine too
 
@@ -176,6 +180,69 @@ def test_under_torchrun_the_message_of_the_failing_rank_is_last(small, tmp_path)
     told = [line.strip() for line in shown.splitlines() if "Error: " in line and "ChildFailedError" not in line]
     assert told == ["ValueError: what went wrong"] * 2, shown
     assert "what went wrong" in "\n".join(shown.splitlines()[-5:]), shown
+
+
+# ---- Ranks that do not meet, and what a terminal cannot show ----
+
+
+@pytest.fixture
+def lone_rank(monkeypatch):
+    """-> a function that starts rank 0 of these, in this process, and gives the line it gets"""
+    monkeypatch.setattr(faults, "watch", lambda: None)
+    monkeypatch.setattr(ranks, "PATIENCE", 0.1)
+
+    def start(**env: str) -> str:
+        for name, value in ({"RANK": "0"} | env).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError) as told:
+            ranks.start()
+        return str(told.value)
+
+    return start
+
+
+def test_a_rank_without_its_friends(lone_rank):
+    told = "RANK is set, but not WORLD_SIZE, MASTER_PORT: start with torchrun; for one process, unset RANK"
+    assert lone_rank(MASTER_ADDR="127.0.0.1") == told
+
+
+def test_a_port_that_is_taken(lone_rank):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = lone_rank(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert told.startswith(f"no meeting of 2 ranks at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: ")
+    assert "address already in use" in told.lower() and "\n" not in told
+
+
+def test_what_is_waited_for_is_said_while_waiting(lone_rank, monkeypatch, capsys):
+    def rendezvous(*args, **kwargs):
+        time.sleep(1)
+        raise RuntimeError("timed out\nmore")
+
+    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
+    meeting = f"2 ranks at MASTER_ADDR:MASTER_PORT 127.0.0.1:{free_port()}"
+    told = lone_rank(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=meeting.rpartition(":")[2])
+    assert told == f"no meeting of {meeting}: timed out"
+    assert capsys.readouterr().err == f"note: rank 0: waiting for {meeting}: [Errno 111] Connection refused\n"
+
+
+def test_text_that_the_terminal_cannot_show_ends_no_run(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert faults.run_to_the_end(lambda config: print("\u4f60", flush=True) or 0, Config(), lambda config: "") == 0
+    assert terminal.buffer.getvalue() == rb"\u4f60" + b"\n"
+
+
+def test_a_signal_is_acknowledged_at_once(capfd):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        caught = faults.stop_requests()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a copy by torchrun
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert caught == [signal.SIGINT] * 2 and capfd.readouterr().err.count("stopping after this step") == 1
 
 
 # ---- Rewards of the user's own ----

@@ -1,6 +1,7 @@
 """The figures of a step and of an evaluation."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from advantage import group_advantages
 from batch import Group
-from infra.report import of_evaluation, of_groups, pass_at_k, share_of_advantage
+from infra.report import as_json, finished, of_evaluation, of_groups, pass_at_k, share_of_advantage
 from rollout import Completion
 from tasks import Task
 
@@ -73,3 +74,14 @@ def test_one_reward_says_what_is_right_and_where_none_does_there_is_no_figure():
     assert [figures[name] for name in names] == [None] * 4
     assert [evaluated[f"eval/{name}"] for name in ("accuracy", "pass@1", "pass@4")] == [None] * 3
     assert evaluated["eval/reward"] == 0.125
+
+
+def test_every_number_that_is_written_is_json():
+    (line,) = as_json([{"step": 1, "loss": math.nan, "reward": -math.inf, "kl": 0.5}]).splitlines()
+    assert json.loads(line) == {"step": 1, "loss": None, "reward": None, "kl": 0.5}
+    assert "NaN" not in line and "Infinity" not in line
+
+
+def test_a_result_without_metrics_says_so(tmp_path, capsys):
+    assert finished(tmp_path) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/metrics.jsonl is gone or empty: there are no figures to show\n"

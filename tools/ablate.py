@@ -28,6 +28,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
+
+from infra import command_line
+
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
 # Student's t at 97.5 %, for 1, 2, 3 ... degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -47,20 +51,39 @@ def grid(vary: list[str]) -> list[Variant]:
 
 
 def folder_of(out: Path, variant: Variant, seed: str) -> Path:
-    return out / "-".join([*variant.values(), seed])
+    """Inside `out`, whatever the values are."""
+    return out / "-".join([*variant.values(), seed]).replace("/", "_")
 
 
 def flags_of(variant: Variant) -> list[str]:
     return [word for name, value in variant.items() for word in (f"--{name}", value)]
 
 
-def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[str], jobs: int) -> None:
-    """Seed after seed, so that what is there early can be compared. The first failure stops what has not started."""
-    with ThreadPoolExecutor(jobs) as pool:
-        runs = [pool.submit(run_one, out, variant, seed, flags) for seed in seeds for variant in variants]
+def words_of(out: Path, variant: Variant, seed: str, flags: list[str]) -> list[str]:
+    return [*flags, *flags_of(variant), "--seed", seed, "--out", str(folder_of(out, variant, seed))]
+
+
+def check_grid(args: argparse.Namespace) -> None:
+    """What is wrong with any of the runs, or with the table they are for, ends the program before the first one."""
+    for variant, seed in itertools.product(args.variants, args.seeds):
+        config = command_line.parse(words_of(args.out, variant, seed, args.flags), torch.cuda.is_available())
+        for name in args.figures:
+            steps = re.search(r":(\d+)-", name)
+            if (name.startswith("eval/") and not config.eval_every) or (steps and int(steps[1]) > config.steps):
+                sys.exit(f"error: --figures {name}: {folder_of(args.out, variant, seed)} will have no such figure")
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Seed after seed, so that what is there early can be compared. The first failure stops what has not started; so
+    does a figure that the first run to end does not have."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        grid_of_runs = itertools.product(args.seeds, args.variants)
+        runs = [pool.submit(run_one, args.out, variant, seed, args.flags) for seed, variant in grid_of_runs]
         try:
             for done, finished in enumerate(as_completed(runs), 1):
                 print(f"{done} of {len(runs)} done: {finished.result()}", flush=True)
+                for name in args.figures:
+                    figure(read_run(finished.result()), name)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -69,12 +92,14 @@ def run_all(variants: list[Variant], seeds: list[str], out: Path, flags: list[st
 def run_one(out: Path, variant: Variant, seed: str, flags: list[str]) -> Path:
     folder = folder_of(out, variant, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, TRAIN, *flags, *flags_of(variant), "--seed", seed, "--out", folder]
+    command = [sys.executable, TRAIN, *words_of(out, variant, seed, flags)]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{folder}.log", "w") as log:
         ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     if ended.returncode:
-        sys.exit(f"{folder} ended with {ended.returncode}; see {folder}.log. The same command goes on from here")
+        shown = Path(f"{folder}.log").read_text(errors="replace").strip().splitlines()
+        reason = [line for line in shown if line.startswith("error: ")] or shown or ["it said nothing"]
+        sys.exit(f"{reason[-1]}\n{folder} ended with {ended.returncode}; see {folder}.log")
     return folder
 
 
@@ -140,6 +165,8 @@ def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
     verdict = "**differs**" if differs else "not told from noise"
     if len(values) < 3:
         verdict = "too few seeds"
+    if max(abs(mean), half) < 10**-digits:  # all of it would be 0.00
+        digits = decimals(max(abs(mean), half))
     return [f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}", verdict]
 
 
@@ -178,13 +205,21 @@ def parse(words: list[str]) -> argparse.Namespace:
     if wrong:
         parser.error(f"cannot be read: {', '.join(wrong)}")
     args.flags, args.variants, args.seeds = words[len(own) + 1 :], grid(args.vary), args.seeds.split(",")
+    switches = [given.partition("=")[0] for given in args.vary]
+    for values in (switches, args.seeds, *(given.partition("=")[2].split(",") for given in args.vary)):
+        if len(set(values)) < len(values):
+            parser.error(f"given twice: {', '.join(values)}")
+    its_own = {"seed", "out"} & {*switches, *(word.split("=")[0].removeprefix("--") for word in args.flags)}
+    if its_own:
+        parser.error(f"the grid itself gives each run its seed and folder: leave out {', '.join(its_own)}")
     return args
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
     if not args.table:
-        run_all(args.variants, args.seeds, args.out, args.flags, args.jobs)
+        check_grid(args)
+        run_all(args)
     text = table(args.variants, read_runs(args.out, args.variants, args.seeds), args.figures)
     print(text)
     (args.out / "table.md").write_text(text + "\n")

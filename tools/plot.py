@@ -4,9 +4,10 @@
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
 Runs that differ in the seed alone are drawn as one line, their mean, in a band from the lowest to the highest. The
-legend names the settings that differ. Written as PNG and SVG, 2.4 inches for each column of panels: three fill a page
-of a paper, and --columns 1 or 2 suit one of its columns. Colours are Okabe and Ito's, which colour-blind people can
-tell apart; each line has a dash pattern of its own as well. In each file stands a fingerprint of what it shows.
+legend names the settings that differ. Written as PNG and SVG, or as another suffix of --out says, 2.4 inches for each
+column of panels: three fill a page of a paper, and --columns 1 or 2 suit one of its columns. Colours are Okabe and
+Ito's, which colour-blind people can tell apart; each line has a dash pattern of its own as well. In each file stands a
+fingerprint of what it shows.
 """
 
 import argparse
@@ -23,6 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -146,11 +148,19 @@ def fingerprint(shown: object) -> str:
 
 
 def save_picture(figure: Figure, out: Path, fingerprint: str) -> None:
-    """As PNG and SVG. The same picture is the same file."""
+    """The same picture is the same file."""
     plt.rcParams["svg.hashsalt"] = "grpo"
-    figure.savefig(out.with_suffix(".png"), dpi=160, metadata={"Description": fingerprint})
-    figure.savefig(out.with_suffix(".svg"), metadata={"Description": fingerprint, "Date": None})
+    metadata = {".png": {"Description": fingerprint}, ".svg": {"Description": fingerprint, "Date": None}}
+    for file in files_of(out):
+        figure.savefig(file, dpi=160, metadata=metadata.get(file.suffix))
     plt.close(figure)
+
+
+def files_of(out: Path) -> list[Path]:
+    """PNG and SVG, or what another suffix says."""
+    if out.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():  # a name with a dot in it
+        return [out.with_name(out.name + suffix) for suffix in (".png", ".svg")]
+    return [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in (".png", ".svg") else [out]
 
 
 def fingerprint_of(args: argparse.Namespace) -> str:
@@ -159,7 +169,16 @@ def fingerprint_of(args: argparse.Namespace) -> str:
 
 
 def read_logs(args: argparse.Namespace) -> list[Log]:
-    return [read_log(path) for path in args.runs if path.is_dir()]  # runs/* has the logs of a grid in it as well
+    """What is no run, as the logs of a grid in runs/*, is left out with a note."""
+    logs = []
+    for path in args.runs:
+        try:
+            logs.append(read_log(path))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            print(f"note: {path} is left out, it is no run: {type(error).__name__}: {error}", file=sys.stderr)
+    if not logs:
+        sys.exit("error: there is no run to draw")
+    return logs
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -169,23 +188,27 @@ def plot(args: argparse.Namespace) -> None:
     panels = [panel for panel in args.panels if PANELS.get(panel, ("", panel))[1] in has]
     if not panels:
         sys.exit(f"no run has {', '.join(args.panels)}; there are {', '.join(sorted(has))}")
-    save_picture(draw_picture(by_settings(logs), panels, args.smooth, args.columns), args.out, fingerprint_of(args))
+    shown = fingerprint([[vars(log) for log in logs], args.panels, args.smooth, args.columns])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(draw_picture(by_settings(logs), panels, args.smooth, args.columns), args.out, shown)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("plot.png"))
+    parser.add_argument("--out", type=Path, help="default: plot.png beside the first run")
     parser.add_argument("--panels", nargs="+", default=list(PANELS), metavar="PANEL", help=f"{', '.join(PANELS)}, ...")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the running mean")
     parser.add_argument("--columns", type=int, default=3)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    args.out = args.out or args.runs[0].parent / "plot.png"
+    return args
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
     plot(args)
-    print(f"{args.out.with_suffix('.png')}, {args.out.with_suffix('.svg')}")
+    print(", ".join(map(str, files_of(args.out))))
 
 
 if __name__ == "__main__":

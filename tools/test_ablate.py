@@ -95,7 +95,51 @@ def test_the_grid_repeats_nothing_and_its_table_runs_nothing(tmp_path, monkeypat
         ablate.main(["--table", *words("1,2")])
 
 
-def test_a_run_that_fails_stops_the_grid_and_says_where_to_look(tmp_path):
-    with pytest.raises(SystemExit, match=r"0\.0-1 ended with 2; see .*0\.0-1\.log"):
-        ablate.main(f"--vary beta=0.0 --seeds 1 --out {tmp_path} -- --task nonsense".split())
-    assert "--task nonsense: must be one of" in (tmp_path / "0.0-1.log").read_text()
+GRID = "--vary beta=0.0,0.1 --seeds 1,2"
+WRONG = [  # flags of the grid, what is said
+    ("--vary beta=0,0", "given twice: 0, 0"),
+    ("--vary beta=0 --seeds 1,1", "given twice: 1, 1"),
+    ("--vary beta=0 --vary beta=1", "given twice: beta, beta"),
+    ("--vary out=a,b", "the grid itself gives each run its seed and folder: leave out out"),
+    (f"{GRID} -- --seed=3", "leave out seed"),
+    ("--vary bta=0,1", "error: --bta: there is no such flag; did you mean --beta?"),
+    ("--vary beta=0,-1", "error: --beta -1: must be a number, at least 0 and finite"),
+    ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
+    (f"{GRID},x", "error: --seed x: must be a whole number"),
+    (f"{GRID} -- --eval_every 0", "0.0-1 will have no such figure"),
+    (f"{GRID} --figures entropy:9-10 -- --steps 8", "error: --figures entropy:9-10: "),
+]
+
+
+@pytest.mark.parametrize("words, told", WRONG)
+def test_the_whole_grid_is_checked_before_the_first_run(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablate, "run_one", None)  # whoever runs anything fails
+    with pytest.raises(SystemExit) as stop:
+        ablate.main(["--out", str(tmp_path / "out"), *words.split()])
+    assert told in capsys.readouterr().err + str(stop.value) and not (tmp_path / "out").exists()
+
+
+def test_every_run_is_inside_the_folder_of_the_grid(tmp_path):
+    folders = [ablate.folder_of(tmp_path, {"model": model}, "1") for model in ("/models/a", "../b", "org/c")]
+    assert all(folder.parent == tmp_path for folder in folders)
+
+
+def test_a_figure_that_the_first_run_does_not_have_stops_the_grid(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"settings": {"steps": 1}}')
+    (run / "metrics.jsonl").write_text('{"step": 1, "entropy": 0.5}\n')
+    started = []
+    monkeypatch.setattr(ablate, "run_one", lambda out, variant, seed, flags: started.append(seed) or run)
+    words = f"--jobs 1 --out {tmp_path / 'out'} --figures entropie {GRID}"
+    with pytest.raises(SystemExit, match="--figures entropie: no such metric; there are step, entropy"):
+        ablate.main(words.split())
+
+
+def test_a_difference_is_shown_in_digits_that_tell():
+    assert ablate.compared([11.001, 11.0012, 11.0011], [11.0, 11.0, 11.0], 2)[0] == "+0.00110, +0.00085 to +0.00135"
+
+
+def test_a_run_that_fails_stops_the_grid_with_its_own_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: --model none/x/y: .*\n.*0\.0-1 ended with 2; see .*0\.0-1\.log"):
+        ablate.main(f"--vary beta=0.0 --seeds 1 --out {tmp_path} -- --model none/x/y".split())

@@ -77,3 +77,24 @@ def test_any_metric_is_a_panel_and_what_no_run_has_is_named(tmp_path):
 
 def test_no_two_lines_of_a_picture_look_alike():
     assert len({str(plot.style(i)) for i in range(35)}) == 35
+
+
+def test_what_is_no_run_is_left_out_with_a_note(tmp_path, capsys):
+    run = folder(tmp_path / "run", [{"step": 1, "reward": 0.5}])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.log").touch()
+    plot.main([str(run), str(tmp_path / "empty"), str(tmp_path / "run.log")])
+    shown = capsys.readouterr()
+    assert shown.err.count("note: ") == 2 and f"note: {tmp_path}/empty is left out, it is no run" in shown.err
+    assert shown.out == f"{tmp_path}/plot.png, {tmp_path}/plot.svg\n"
+    with pytest.raises(SystemExit, match="there is no run to draw"):
+        plot.main([str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize(
+    "out, files", [("a.pdf", ["a.pdf"]), ("a.svg", ["a.png", "a.svg"]), ("lr-0.2", ["lr-0.2.png", "lr-0.2.svg"])]
+)
+def test_the_suffix_that_is_given_counts(tmp_path, out, files):
+    run = folder(tmp_path / "run", [{"step": 1, "reward": 0.5}])
+    plot.main([str(run), "--out", str(tmp_path / "new" / out)])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == files
