@@ -31,7 +31,7 @@ def raises(prompts, completions, **columns):
 def short(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
-def narrow(completions):
+def needs(completions, solution):
     return [1.0 for text in completions]
 
 def leaves(completions, **columns):
@@ -171,7 +171,7 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (REWARD_OF + "exits.py:good", "--reward {0}/exits.py:good: {0}/exits.py could not be loaded: SystemExit"),
     (REWARD_OF + "mine.py:raises", "reward function raises raised ZeroDivisionError: division by zero"),
     (REWARD_OF + "mine.py:short", "reward function short returned 127 values where 128 were due, one for each"),
-    (REWARD_OF + "mine.py:narrow", "reward function narrow raised TypeError: ... unexpected keyword argument"),
+    (REWARD_OF + "mine.py:needs", "reward function needs: missing a required argument: 'solution'; ... answer"),
     (REWARD_OF + "mine.py:leaves", "reward function leaves raised SystemExit: "),
 ]
 

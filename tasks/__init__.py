@@ -22,8 +22,6 @@ _files.py reads rows and rewards from files of your own (--data, --reward). Left
 import dataclasses
 import functools
 import importlib
-import math
-import numbers
 import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +34,8 @@ from torch import Tensor
 
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import as_user_error, excerpt, hold_out, load_files
+from tasks._files import as_user_error, hold_out, read_rows
+from tasks._rewards import GIVEN, call_rewards, check_signature, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -121,7 +120,7 @@ def load_task(config: Config) -> Task:
         task = file.load(config)
     if not isinstance(task, Task):
         raise UserError(f"--task {config.task}: load returned a {type(task).__name__} where a Task was due")
-    rows, rewards = load_files(config.data, config.reward)
+    rows, rewards = load_files(config.data, config.reward, task)
     if config.data:
         task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
     if config.reward:
@@ -129,9 +128,36 @@ def load_task(config: Config) -> Task:
     task.correct = config.correct or task.correct
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
+    for row in task.train[:1]:
+        for reward in task.rewards:
+            check_signature(reward, [*GIVEN, *(row.keys() - {"prompt", *GIVEN})])
     if config.eval_every and not task.eval:
         raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
+
+
+def load_files(data: str | None, names: list[str], task: Task) -> tuple[list[dict], list[Callable]]:
+    """-> rows and rewards, of files or by the name of one of the task's own. What is wrong is told at once."""
+    own = dict(zip(task.reward_names, task.rewards, strict=True))
+    rows: list[dict] = []
+    rewards: list[Callable] = []
+    mistakes: list[UserError] = []
+    try:
+        rows = read_rows(data) if data else []
+    except UserError as mistake:
+        mistakes.append(mistake)
+    for name in names:
+        try:
+            rewards.append(own[name] if name in own else load_reward(name, [*own]))
+        except UserError as mistake:
+            mistakes.append(mistake)
+    if mistakes:
+        together = UserError("\nerror: ".join(map(str, mistakes)))
+        for mistake in mistakes:
+            for note in getattr(mistake, "__notes__", []):
+                together.add_note(note)
+        raise together
+    return rows, rewards
 
 
 # ---- Prompts and completions ----
@@ -167,40 +193,11 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
     if not rows:
         return []
     pairs = [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
-    prompts = [row["prompt"] for row, _ in pairs]
-    completions = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
-    ids = [completion.ids for _, completion in pairs]
     columns = {name: [row.get(name) for row, _ in pairs] for name in rows[0] if name != "prompt"}
-    values = []  # a list for each function
-    for reward in task.rewards:
-        with task.time_limit(reward.__name__):
-            values.append(call_reward(reward, prompts, completions, ids, columns))
-    by_completion = zip(*values)
+    columns |= dict(
+        prompts=[row["prompt"] for row, _ in pairs],
+        completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
+        completion_ids=[completion.ids for _, completion in pairs],
+    )
+    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit))
     return [[list(next(by_completion)) for _ in group] for group in groups]
-
-
-def call_reward(reward: Callable, prompts: list, completions: list, ids: list, columns: dict) -> list[float]:
-    """What the function gave, checked: a number for each completion, and NaN where it gave None."""
-    with as_user_error(f"reward function {reward.__name__} raised"):
-        values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    values = values.tolist() if hasattr(values, "tolist") else values
-
-    def wrong(i: int, what: str) -> UserError:
-        where = f"for prompt {excerpt(prompts[i])} and completion {excerpt(completions[i])}"
-        return UserError(f"reward function {reward.__name__} returned {what}, {where}")
-
-    if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-        raise wrong(0, f"{got} where {len(prompts)} were due, one for each completion; the call began")
-    for i, value in enumerate(values):
-        if value is not None and not math.isfinite(as_number(value)):
-            raise wrong(i, f"{repr(value)[:200]} where a finite number or None was due")
-    return [math.nan if value is None else as_number(value) for value in values]
-
-
-def as_number(value: Any) -> float:
-    """A number of Python, NumPy or PyTorch; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, numbers.Real) or hasattr(value, "item") else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return math.nan

@@ -1,16 +1,15 @@
-"""Files of the user's own: rows of prompts and reward functions, read and checked.
+"""Rows of prompts from files of the user's own, read and checked.
 
 A mistake in them is told in a line that names the file and the row. Where the user's code raises, the frames of their
 file go with it as a note. Left out: any format but .jsonl and hub data sets, and streaming: all rows are in memory.
 """
 
+import contextlib
 import importlib
-import importlib.util
 import json
-import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
@@ -18,31 +17,9 @@ from typing import Any
 
 from config import Config, UserError
 
-OURS = {__file__, str(Path(__file__).with_name("__init__.py")), importlib.__file__}  # what calls the user's code
+CALLERS = [Path(__file__).with_name(name) for name in ("__init__.py", "_files.py", "_rewards.py")]
+OURS = {importlib.__file__, contextlib.__file__, *map(str, CALLERS)}  # what calls the user's code
 MOST_FRAMES = 20
-
-
-def load_files(data: str | None, rewards: list[str]) -> tuple[list[dict], list[Callable]]:
-    """-> rows and reward functions. What is wrong with any of the files is told at once."""
-    rows: list[dict] = []
-    functions: list[Callable] = []
-    mistakes: list[UserError] = []
-    try:
-        rows = read_rows(data) if data else []
-    except UserError as mistake:
-        mistakes.append(mistake)
-    for name in rewards:
-        try:
-            functions.append(load_reward(name))
-        except UserError as mistake:
-            mistakes.append(mistake)
-    if mistakes:
-        together = UserError("\nerror: ".join(map(str, mistakes)))
-        for mistake in mistakes:
-            for note in getattr(mistake, "__notes__", []):
-                together.add_note(note)
-        raise together
-    return rows, functions
 
 
 # ---- Rows ----
@@ -138,30 +115,6 @@ def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], lis
             "lower --eval_prompts, or set --eval_every 0"
         )
     return train, list(held.values())
-
-
-# ---- Reward functions ----
-
-
-def load_reward(name: str) -> Callable:
-    """file.py:function"""
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py") or not function:
-        raise UserError(f"--reward {name}: must be file.py:function")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    with as_user_error(f"--reward {name}: {path} could not be loaded:"):
-        spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"--reward {name}: {path} has no function {function}; it has {', '.join(names) or 'none'}")
-    if not hasattr(found, "__name__"):  # an object that can be called
-        found.__name__ = function
-    return found
 
 
 # ---- What is told ----

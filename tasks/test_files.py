@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from config import UserError
-from tasks import Task, call_reward
-from tasks._files import MOST_FRAMES, excerpt, hold_out, load_files, load_reward, read_rows
+from tasks import Task, load_files
+from tasks._files import MOST_FRAMES, excerpt, hold_out, read_rows
+from tasks._rewards import call_rewards, load_reward
 
 
 def write(tmp_path: Path, text: str | bytes) -> str:
@@ -140,7 +141,7 @@ def rewards_file(tmp_path) -> Path:
 
 
 def test_a_function_and_an_object_that_can_be_called(rewards_file):
-    rewards = [load_reward(f"{rewards_file}:{name}") for name in ("good", "judge")]
+    rewards = [load_reward(f"{rewards_file}:{name}", []) for name in ("good", "judge")]
     assert [reward(completions=["a", "b"]) for reward in rewards] == [[1.0, 1.0], [2.0, 2.0]]
     assert Task([], [], rewards, [1.0, 1.0], 2.0).reward_names == ["good", "judge"]
 
@@ -148,7 +149,7 @@ def test_a_function_and_an_object_that_can_be_called(rewards_file):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("good", ["must be file.py:function"]),
+        ("good", ["must be file.py:function or package.module:function"]),
         ("{}", ["must be file.py:function"]),
         ("{}:", ["must be file.py:function"]),
         ("nowhere.py:good", ["there is no file nowhere.py"]),
@@ -158,8 +159,39 @@ def test_a_function_and_an_object_that_can_be_called(rewards_file):
 )
 def test_a_reward_that_is_not_there(rewards_file, name, words):
     with pytest.raises(UserError) as told:
-        load_reward(name.format(rewards_file))
+        load_reward(name.format(rewards_file), [])
     assert all(word in str(told.value) for word in ["--reward", *words])
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """What a test imports is gone afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    yield
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+def test_a_file_can_import_its_neighbours(tmp_path, modules):
+    """Plainly, or relatively in a package; later too."""
+    package = tmp_path / "src" / "they"
+    package.mkdir(parents=True)
+    files = {
+        "they/__init__.py": "",
+        "they/scale.py": "FACTOR = 2.0\n",
+        "they/rewards.py": "from .scale import FACTOR\nfrom they import scale\ndef mine(completions):\n"
+        "    return [FACTOR] * len(completions)\n",
+        "nearby.py": "FACTOR = 3.0\n",
+        "afar.py": "def mine(completions):\n    import nearby\n    return [nearby.FACTOR] * len(completions)\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "src" / name).write_text(text)
+    given = dict(prompts=["p"], completions=["c"], completion_ids=[[1]])
+    names = [f"{package}/rewards.py:mine", f"{tmp_path}/src/afar.py:mine", "they.rewards:mine"]
+    assert call_rewards([load_reward(name, []) for name in names], given) == [[2.0], [3.0], [2.0]]
+    with pytest.raises(UserError, match=r"--reward they.reward:mine: they.reward could not be loaded: ModuleNotFound"):
+        load_reward("they.reward:mine", [])
 
 
 def broken(folder: Path) -> list[str]:
@@ -168,13 +200,18 @@ def broken(folder: Path) -> list[str]:
     return [f"{folder}/needs.py:good", f"{folder}/broken.py:good"]
 
 
+def test_a_name_without_a_file_is_that_of_one_of_the_tasks_own():
+    with pytest.raises(UserError, match=r"--reward sum: must be .*, or exact_sum of the task$"):
+        load_reward("sum", ["exact_sum"])
+
+
 def test_a_file_that_raises_shows_its_own_frames(tmp_path):
     needs, syntax = broken(tmp_path)
     with pytest.raises(UserError, match=r"--reward .*: .*/needs.py could not be loaded: ModuleNotFoundError") as told:
-        load_reward(needs)
+        load_reward(needs, [])
     assert told.value.__notes__ == [f'  File "{tmp_path}/needs.py", line 2, in <module>\n    import no_such_module']
     with pytest.raises(UserError, match=r"--reward .*: .*/broken.py could not be loaded: SyntaxError") as told:
-        load_reward(syntax)
+        load_reward(syntax, [])
     (note,) = told.value.__notes__
     assert note.startswith(f'  File "{tmp_path}/broken.py", line 1\n    def good(:\n') and "SyntaxError" not in note
 
@@ -182,7 +219,7 @@ def test_a_file_that_raises_shows_its_own_frames(tmp_path):
 def test_what_is_wrong_with_several_files_is_told_at_once(tmp_path, rewards_file):
     rewards = [f"{rewards_file}:good", *broken(tmp_path)]
     with pytest.raises(UserError) as told:
-        load_files(str(tmp_path / "none.jsonl"), rewards)
+        load_files(str(tmp_path / "none.jsonl"), rewards, Task([], [], [], []))
     lines = str(told.value).split("\n")
     words = ["--data", "error: --reward", "error: --reward"]
     assert len(lines) == 3 and all(map(str.startswith, lines, words)), lines
@@ -191,7 +228,9 @@ def test_what_is_wrong_with_several_files_is_told_at_once(tmp_path, rewards_file
 
 def test_the_frames_of_a_long_stack_are_its_two_ends(rewards_file):
     with pytest.raises(UserError, match="reward function fails raised ZeroDivisionError: division by zero") as told:
-        call_reward(load_reward(f"{rewards_file}:fails"), [""], ["a"], [[1]], {})
+        call_rewards(
+            [load_reward(f"{rewards_file}:fails", [])], dict(prompts=[""], completions=["a"], completion_ids=[[1]])
+        )
     (note,) = told.value.__notes__
     frames = re.findall(r'File "(.*)", line \d+, in (\w+)', note)
     assert {file for file, _ in frames} == {str(rewards_file)} and len(frames) == MOST_FRAMES
