@@ -82,8 +82,8 @@ class Config:
     model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
     task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
     data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set if `datasets` is installed")
-    reward: list[str] = setting([], "rewards of your own, each as file.py:function")
-    reward_weights: list[float] = setting([], "a weight for each reward; if left out, 1 each")
+    reward: list[str] = setting([], "each file.py:function, package.module:function, or one of the task's")
+    reward_weights: list[float] = setting([], "a weight for each reward; if left out, the task's, or 1")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
     reward_timeout: float = setting(600.0, "seconds that one call of a reward may take", above=0, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
@@ -184,6 +184,4 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if on_gpu else "float32"
-    if not config.reward_weights:
-        config.reward_weights = [1.0] * len(config.reward)
     return config

@@ -291,7 +291,7 @@ def _contradictions_of_task(config: Config) -> Iterator[str]:
     if config.task == "data" and not config.reward:
         yield "--data: needs --reward file.py:function, or a --task whose rewards it is for"
     weights, rewards = len(config.reward_weights), len(config.reward)
-    if weights != rewards:
+    if weights and weights != rewards:
         yield f"--reward_weights: {weights} for {rewards} rewards; give one for each"
 
 

@@ -63,7 +63,7 @@ def test_any_settings_can_be_given_as_flags():
     config = ready(Config(task="gsm8k", model="m", algorithm="dapo", reward=["r.py:f"], tis_cap=2.0, seed=7), True)
     words = []
     for name, value in vars(config).items():
-        if value is not None:
+        if value not in (None, []):
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     assert parse(words, on_gpu=False) == config
 

@@ -124,8 +124,12 @@ def load_task(config: Config) -> Task:
     if config.data:
         task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
     if config.reward:
-        task.rewards, task.weights, task.correct, task.correct_at = rewards, config.reward_weights, None, 1.0
-    task.correct = config.correct or task.correct
+        own = dict(zip(task.reward_names, task.weights, strict=True))
+        task.rewards, task.weights = rewards, config.reward_weights or [own.get(name, 1.0) for name in config.reward]
+        if task.correct not in config.reward:
+            task.correct, task.correct_at = None, 1.0
+    if config.correct not in (None, task.correct):
+        task.correct, task.correct_at = config.correct, 1.0
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     for row in task.train[:1]:

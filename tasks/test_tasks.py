@@ -189,6 +189,27 @@ def test_rows_and_rewards_from_files(tmp_path):
     assert len(load_task(Config(task="data", **files, eval_prompts=5, eval_every=0)).train) == 20
 
 
+def test_rewards_of_the_task_stand_beside_those_of_files(tmp_path):
+    """With their weights; and what the task calls right stays so, unless --correct says otherwise."""
+    (tmp_path / "mine.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
+    short = f"{tmp_path}/mine.py:short"
+
+    def loaded(task, *names, **settings) -> tuple:
+        task = load_task(Config(task=task, reward=[*names], **settings))
+        return task.reward_names, task.weights, task.correct, task.correct_at
+
+    assert loaded("addition", "exact_sum", short) == (["exact_sum", "short"], [1.0, 1.0], "exact_sum", 1.0)
+    assert loaded("addition", short) == (["short"], [1.0], None, 1.0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n{"prompt": "b"}\n')
+    rows = dict(data=f"{tmp_path}/rows.jsonl", eval_every=0)
+    names = ["well_formed", short, "equation"]
+    assert loaded("countdown", *names, **rows)[1:] == ([0.1, 1.0, 1.0], "equation", 1.0)
+    assert loaded("countdown", *names, **rows, reward_weights=[3, 2, 1])[1] == [3, 2, 1]
+    assert loaded("tldr", "near_20", short, **rows)[2:] == ("near_20", 0.0)
+    assert loaded("tldr", "near_20", short, **rows, correct="short")[2:] == ("short", 1.0)
+    assert loaded("tldr", "near_20", **rows, correct="near_20")[2:] == ("near_20", 0.0)
+
+
 def test_evaluation_needs_held_out_prompts(add_task):
     add_task(SHOUT.replace("eval=rows[:2]", "eval=[]"))
     with pytest.raises(UserError, match="--task mine has no held-out prompts to evaluate on: set --eval_every 0"):
