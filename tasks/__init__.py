@@ -22,11 +22,12 @@ _files.py reads rows and rewards from files of your own (--data, --reward). Left
 import dataclasses
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ from torch import Tensor
 
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import as_user_error, hold_out, read_rows
-from tasks._rewards import GIVEN, call_rewards, check_signature, load_reward
+from tasks._files import as_user_error, excerpt, hold_out, read_rows
+from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -53,6 +54,18 @@ class Task:
     correct_at: float = 1.0  # its value, or more, for a right answer
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     time_limit: Callable[[str], AbstractContextManager] = nullcontext  # entered with a reward's name around each call
+
+    state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(global_step=0, max_steps=None))  # of the run
+    logged: list[tuple[str, float]] = field(default_factory=list)  # by rewards, in this step
+
+    def begin(self, step: int) -> None:
+        self.state.global_step = step - 1  # steps that are done
+        self.logged = []
+
+    def log_metric(self, name: str, value: Any) -> None:
+        if as_number(value) is None:
+            raise UserError(f"log_metric({name!r}, {excerpt(value)}): a value must be a number")
+        self.logged.append((f"logged/{name}", as_number(value)))
 
     @property
     def reward_names(self) -> list[str]:
@@ -120,6 +133,7 @@ def load_task(config: Config) -> Task:
         task = file.load(config)
     if not isinstance(task, Task):
         raise UserError(f"--task {config.task}: load returned a {type(task).__name__} where a Task was due")
+    task.state.max_steps = config.steps
     rows, rewards = load_files(config.data, config.reward, task)
     if config.data:
         task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
@@ -134,7 +148,8 @@ def load_task(config: Config) -> Task:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     for row in task.train[:1]:
         for reward in task.rewards:
-            check_signature(reward, [*GIVEN, *(row.keys() - {"prompt", *GIVEN})])
+            columns = [name for name in row if name not in ("prompt", *GIVEN, *OF_THE_RUN)]
+            check_signature(reward, [*GIVEN, *OF_THE_RUN, *columns])
     if config.eval_every and not task.eval:
         raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
@@ -203,5 +218,15 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
         completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
         completion_ids=[completion.ids for _, completion in pairs],
     )
-    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit))
+    of_the_run = dict(zip(OF_THE_RUN, (task.state, task.log_metric), strict=True))
+    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))
     return [[list(next(by_completion)) for _ in group] for group in groups]
+
+
+def means_of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
+    """Over the step and all ranks."""
+    values: dict[str, list[float]] = {}
+    for name, value in logged:
+        if math.isfinite(value):
+            values.setdefault(name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}

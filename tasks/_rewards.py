@@ -28,6 +28,7 @@ from config import UserError
 from tasks._files import as_user_error, excerpt
 
 GIVEN = ("prompts", "completions", "completion_ids")
+OF_THE_RUN = ("trainer_state", "log_metric")
 
 
 # ---- Found by their names ----
@@ -126,9 +127,10 @@ def call_rewards(
     rewards: list[Callable],
     columns: dict[str, list],
     time_limit: Callable[[str], AbstractContextManager] = nullcontext,
+    **others: Any,
 ) -> list[list[float]]:
     """A list for each function, with a number for each completion; NaN where it gave none. Functions that are awaited
-    run at the same time."""
+    run at the same time. `others` are given as they are."""
 
     @contextmanager
     def limited(reward: Callable) -> Iterator[None]:
@@ -146,6 +148,7 @@ def call_rewards(
     for reward in rewards:
         # Each value by itself, also of a row that stands several times.
         given = {name: [copy.deepcopy(x) for x in columns[name]] for name in taken(reward, [*columns])}
+        given |= {name: others[name] for name in taken(reward, [*others])}
         with limited(reward), as_it_was():
             values.append(listed(reward(**given)))
     if any(map(inspect.isawaitable, values)):

@@ -483,7 +483,7 @@ def test_a_signature_that_cannot_take_it_is_found_before_it_is_called(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 2)
     (tmp_path / "mine.py").write_text("def mine(completions, solution, **columns):\n    return solution\n")
     files = dict(task="data", data=f"{tmp_path}/rows.jsonl", reward=[f"{tmp_path}/mine.py:mine"], eval_every=0)
-    words = "mine: missing a required argument: 'solution'; what it can be given is .*, completion_ids, answer$"
+    words = "mine: missing a required argument: 'solution'; what it can be given is .*, completion_ids, .*, answer$"
     with pytest.raises(UserError, match=words):
         load_task(Config(**files))
 
@@ -503,7 +503,7 @@ def test_a_function_that_makes_a_reward_is_told_to_be_bound(make):
 def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt):
     calls = []
 
-    def first(prompts, completions, completion_ids, answer, **columns):
+    def first(prompts, completions, completion_ids, answer, trainer_state, log_metric, **columns):
         calls.append((prompts, completions, completion_ids, answer, columns))
         return [0.0, 1.0, 2.0, 3.0]
 
@@ -522,6 +522,24 @@ def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt
     assert prompts == [prompt] * 4 and answer == ["2", "2", "3", "3"] and columns == {"more": [[1], [1], {}, {}]}
     assert completions == (texts if prompt != CHAT else [[{"role": "assistant", "content": text}] for text in texts])
     assert ids == [[*tokenizer(text).input_ids, EOS_ID] for text in texts]
+
+
+def test_a_reward_is_told_the_step_and_can_log(tokenizer):
+    def logs(completions, trainer_state, log_metric):
+        for i in range(len(completions)):
+            log_metric("i", i)
+        log_metric("nan", math.nan)
+        return [trainer_state.global_step + trainer_state.max_steps] * len(completions)
+
+    task = Task([{"prompt": "1"}], [], [logs, lambda **given: [0.0] * ("log_metric" in given)], [1.0, 1.0])
+    task.state.max_steps = 100
+    for _ in range(2):
+        task.begin(3)
+        assert score(task, task.train, [[completion(tokenizer, "a")]], tokenizer) == [[[102.0, 0.0]]]
+    assert tasks.means_of_logged([*task.logged, ("logged/i", 4.0)]) == {"logged/i": 2.0}
+    task.rewards = [lambda log_metric, **given: log_metric("x", "3")]
+    with pytest.raises(UserError, match=r"log_metric\('x', '3'\): a value must be a number"):
+        score(task, task.train, [[completion(tokenizer, "a")]], tokenizer)
 
 
 def test_the_time_limit_is_around_each_call(tokenizer):
