@@ -81,7 +81,11 @@ class Config:
     heading("What is trained, and on what")
     model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
     task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
-    data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set if `datasets` is installed")
+    data: str | None = setting(
+        None, "prompts of your own: a .json(l) file; or, with `datasets`, .csv, .parquet, of the hub"
+    )
+    eval_data: str | None = setting(None, "held-out prompts of your own; if left out, a share of those of --data")
+    chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
     reward: list[str] = setting([], "each file.py:function, package.module:function, or one of the task's")
     reward_weights: list[float] = setting([], "a weight for each reward; if left out, the task's, or 1")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
@@ -151,7 +155,7 @@ class Config:
 
     heading("What is looked at and left behind")
     eval_every: int = setting(20, "steps between evaluations; also at the start and the end; 0: never", at_least=0)
-    eval_prompts: int = setting(256, "held-out prompts", at_least=1)
+    eval_prompts: int = setting(256, "held-out prompts; of --data a fifth at most", at_least=1)
     eval_k: int = setting(4, "samples of each for pass@k", at_least=1)
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many of them are kept", at_least=1, may_change=True)

@@ -40,7 +40,7 @@ def test_without_flags():
 def test_nothing_stays_open(task):
     config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"]), on_gpu=False)
     may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
-    may_be_none |= {"correct", "tis_cap", "tis_floor", "off_policy_mask"}
+    may_be_none |= {"chat_template_kwargs", "eval_data", "correct", "tis_cap", "tis_floor", "off_policy_mask"}
     assert {name for name, value in vars(config).items() if value is None} == may_be_none
 
 

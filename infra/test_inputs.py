@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import models
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import train
@@ -72,6 +73,13 @@ def no_eos(folder: Path) -> None:
     edit("tokenizer_config.json", folder, eos_token=None)
 
 
+def blind(folder: Path) -> None:
+    """Its tokenizer knows one letter; the others are unknown tokens."""
+    tokenizer = char_tokenizer("z")
+    tokenizer.backend_tokenizer.model = models.WordLevel({"<pad>": 0, "<eos>": 1, "z": 2}, unk_token="<pad>")
+    tokenizer.save_pretrained(folder)
+
+
 def pickled(folder: Path) -> None:
     torch.save(LlamaForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -92,7 +100,7 @@ DATA = {
     "deep": "[" * 200_000 + "\n",
     "digits": '{"prompt": "a", "n": ' + "1" * 5000 + "}\n",
     "nothing": '{"prompt": "a"}\n{"prompt": ""}\n',
-    "too_long": '{"prompt": "a"}\n{"prompt": "' + "ab" * 200 + '"}\n',
+    "too_long": '{"prompt": "a"}\n{"prompt": "' + "ab" * 200 + '"}' + 3 * ('\n{"prompt": "' + "ab" * 200 + '"}'),
     "half_a_megabyte": '{"prompt": "a"}\n{"prompt": "' + "a" * 500_000 + '"}\n',
     "surrogate": '{"prompt": "\\ud800"}\n',
     "one": '{"prompt": "a"}\n{"prompt": "a"}\n',
@@ -110,6 +118,9 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "other_shape": partial(edit, "config.json", intermediate_size=32),
     "small_vocabulary": partial(save_model, "abc"),
     "no_eos": no_eos,
+    "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
+    "blind": blind,
+    "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "pickled": pickled,
     "code_of_its_own": code_of_its_own,
     "bad_template": partial(edit, "tokenizer_config.json", chat_template="{{ raise_exception('alternate') }}"),
@@ -129,6 +140,8 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     # Flags.
     ("--temprature 1", "--temprature: there is no such flag; did you mean --temperature?"),
     ("--temperature nan", "--temperature nan: must be a number, above 0 and finite"),
+    ("--data= ", "--data: needs a value: text"),
+    (GOOD + " --chat_template_kwargs thinking", "--chat_template_kwargs thinking: must be a JSON object, such as "),
     ("--kl_importance", "--kl_importance: there is no KL term without --beta above 0"),
     # Data.
     (DATA_OF + "none.jsonl", "--data {0}/none.jsonl: No such file or directory"),
@@ -139,15 +152,19 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (DATA_OF + "long_malformed.jsonl", "{0}/long_malformed.jsonl:2: not JSON: Unterminated string"),
     (DATA_OF + "deep.jsonl", "{0}/deep.jsonl:1: not JSON that can be read: "),
     (DATA_OF + "digits.jsonl", "{0}/digits.jsonl:1: not JSON that can be read: "),
-    (DATA_OF + "nothing.jsonl", "a prompt has no tokens: ''"),
-    (DATA_OF + "too_long.jsonl", "a prompt of 400 tokens and a completion of 5 exceed the model's context of 256: "),
-    (DATA_OF + "half_a_megabyte.jsonl", "a prompt of 500000 tokens and a completion of 5 exceed the model's context"),
+    (DATA_OF + "nothing.jsonl", "a prompt has no tokens: {0}/nothing.jsonl:2: ''"),
+    (
+        DATA_OF + "too_long.jsonl",
+        "4 prompts and a completion of 5 exceed the model's context of 256: ... 400 tokens, {0}/too_long.jsonl:2; "
+        "... too_long.jsonl:4; and 1 more",
+    ),
+    (DATA_OF + "half_a_megabyte.jsonl", "1 prompts and a completion of 5 exceed the model's context ... 500000 tokens"),
     (DATA_OF + "surrogate.jsonl", "a prompt could not be encoded: "),
     (DATA_OF + "unknown_letter.jsonl", "a prompt could not be encoded: "),
-    (DATA_OF + "one.jsonl --eval_every 1", "{0}/one.jsonl has 1 prompts and 256 are held out, ... --eval_prompts"),
+    (DATA_OF + "one.jsonl --eval_every 1", "{0}/one.jsonl has 1 prompts and 1 are held out, ... --eval_data"),
     (DATA_OF + "chat.jsonl", "the prompts are chat messages, but the tokenizer has no chat template: use string"),
     (DATA_OF + "chat.jsonl --model {0}/bad_template", "a prompt could not be encoded: ... alternate"),
-    (GOOD + " --max_completion_length 255", "a prompt of 3 tokens and a completion of 255 exceed the model's context"),
+    (GOOD + " --max_completion_length 255", "36 prompts and a completion of 255 exceed the model's context"),
     # Models.
     (MODEL_OF + "none", "--model {0}/none: there is no such folder"),
     (MODEL_OF + "mine.py", "--model {0}/mine.py: there is no such folder"),
@@ -161,6 +178,9 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (MODEL_OF + "more_layers", "--model {0}/more_layers: 9 weights are not in its files"),
     (MODEL_OF + "other_shape", "--model {0}/other_shape: 6 weights are not in its files, or not of the shape"),
     (MODEL_OF + "small_vocabulary", "--model {0}/small_vocabulary: its tokenizer has 9 tokens, its model 5"),
+    (MODEL_OF + "masked", "--model {0}/masked: BertForMaskedLM fills in masks and cannot continue a text"),
+    (MODEL_OF + "blind", "--model {0}/blind: its tokenizer cannot encode the prompts (... letters are lost)"),
+    (MODEL_OF + "far_eos", "eos_token_id 99 of the model or its tokenizer: must be a token, from 0 to 8"),
     (MODEL_OF + "no_eos", "neither the model nor its tokenizer names an end-of-sequence token"),
     (MODEL_OF + "pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     (MODEL_OF + "code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),

@@ -55,6 +55,7 @@ class Task:
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     time_limit: Callable[[str], AbstractContextManager] = nullcontext  # entered with a reward's name around each call
 
+    notes: list[str] = field(default_factory=list)  # on what was found, to be told
     state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(global_step=0, max_steps=None))  # of the run
     logged: list[tuple[str, float]] = field(default_factory=list)  # by rewards, in this step
 
@@ -136,7 +137,12 @@ def load_task(config: Config) -> Task:
     task.state.max_steps = config.steps
     rows, rewards = load_files(config.data, config.reward, task)
     if config.data:
-        task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
+        count = config.eval_prompts if config.eval_every and not config.eval_data else 0
+        task.train, task.eval = hold_out(rows, count, config.data)
+        if len(task.eval) < count:
+            task.notes.append(f"{len(task.eval)} prompts, a fifth of {config.data}, are held out, not {count}")
+    if config.eval_data:
+        task.eval = read_rows(config.eval_data)
     if config.reward:
         own = dict(zip(task.reward_names, task.weights, strict=True))
         task.rewards, task.weights = rewards, config.reward_weights or [own.get(name, 1.0) for name in config.reward]
@@ -146,7 +152,7 @@ def load_task(config: Config) -> Task:
         task.correct, task.correct_at = config.correct, 1.0
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
-    for row in task.train[:1]:
+    for row in [*task.train[:1], *task.eval[:1]]:
         for reward in task.rewards:
             columns = [name for name in row if name not in ("prompt", *GIVEN, *OF_THE_RUN)]
             check_signature(reward, [*GIVEN, *OF_THE_RUN, *columns])

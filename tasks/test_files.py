@@ -1,5 +1,6 @@
 """Rows and rewards from files: what is read, what is held out, and what each mistake says."""
 
+import gzip
 import json
 import random
 import re
@@ -55,7 +56,10 @@ def test_a_line_separator_inside_a_string_ends_no_row(tmp_path):
         ('{"prompt": []}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
         ('{"prompt": [{"content": "a"}]}\n', ["rows.jsonl:1", "string or a list of chat messages"]),
         ('{"prompt": [{"role": "user", "content": null}]}\n', ["rows.jsonl:1", "chat messages"]),
-        ('{"prompt": "a", "completions": 1}\n', ["rows.jsonl:1", "'completions'", "rename"]),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            ["rows.jsonl:1", 'turns of "messages" before the answer'],
+        ),
         (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ["rows.jsonl:2", "UTF-8"]),
     ],
 )
@@ -93,19 +97,64 @@ def test_rows_of_the_hub(monkeypatch):
 
 def test_hold_out_depends_on_the_prompts_alone():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
-    train, held = hold_out(rows, 8, "rows")
+    train, held = hold_out(rows, 6, "rows")
     held_prompts, train_prompts = {row["prompt"] for row in held}, {row["prompt"] for row in train}
-    assert len(held) == len(held_prompts) == 8 and len(train) == 44
+    assert len(held) == len(held_prompts) == 6 and len(train) == 48
     assert not held_prompts & train_prompts
     mixed = random.Random(0).sample(rows, 60)
-    assert {row["prompt"] for row in hold_out(mixed, 8, "rows")[1]} == held_prompts
+    assert {row["prompt"] for row in hold_out(mixed, 6, "rows")[1]} == held_prompts
     assert {row["prompt"] for row in hold_out(rows, 4, "rows")[1]} < held_prompts
     assert hold_out(rows, 0, "rows") == (rows, [])
 
 
-def test_holding_out_everything_is_a_mistake():
-    with pytest.raises(UserError, match=r"has 2 prompts and 5 are held out.*--eval_prompts.*--eval_every 0"):
-        hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows.jsonl")
+def test_no_more_than_a_fifth_is_held_out():
+    assert [len(part) for part in hold_out([{"prompt": str(i)} for i in range(300)], 256, "rows")] == [240, 60]
+    assert [len(part) for part in hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows")] == [1, 1]
+    with pytest.raises(UserError, match=r"has 1 prompts and 1 are held out.*--eval_data.*--eval_every 0"):
+        hold_out([{"prompt": "a"}], 5, "rows.jsonl")
+
+
+ROWS = [{"prompt": "é", "n": 1, "more": {"deep": [1]}}, {"prompt": [{"role": "user", "content": "x"}], "n": 2}]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "lines.json", "rows.jsonl.gz", "rows.json.gz"])
+def test_other_files_of_json(tmp_path, name):
+    text = (
+        json.dumps(ROWS, indent=1)
+        if name.startswith("rows.json") and "jsonl" not in name
+        else "\n".join(map(json.dumps, ROWS))
+    )
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    rows = read_rows(f"{tmp_path}/{name}")
+    assert rows == [ROWS[0], ROWS[1] | {"more": None}]
+    assert rows[1].where.removeprefix(f"{tmp_path}/{name}") == (", row 2" if text.startswith("[") else ":2")
+
+
+def test_a_damaged_file_of_json(tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:-9])
+    with pytest.raises(UserError, match=r"--data .*rows.jsonl.gz: Compressed file ended"):
+        read_rows(f"{tmp_path}/rows.jsonl.gz")
+    (tmp_path / "rows.json").write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(UserError, match=r"rows.json, row 2: holds a int"):
+        read_rows(f"{tmp_path}/rows.json")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_are_read_by_datasets(tmp_path, monkeypatch, kind):
+    table = tmp_path / f"rows.{kind}"
+    table.write_text("")
+
+    def load_dataset(name, subset=None, split=None, data_files=None):
+        assert (name, subset, split, data_files) == (kind, None, "train", str(table))
+        return ROWS
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_rows(str(table))[1].where == f"{table}, row 2"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UserError, match=f"rows.{kind}: hub data sets, .csv and .parquet files need the package datasets"
+    ):
+        read_rows(str(table))
 
 
 # ---- Reward functions ----

@@ -179,14 +179,28 @@ def test_rows_and_rewards_from_files(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(20)))
     (tmp_path / "mine.py").write_text("def good(completions, **columns):\n    return [1.0] * len(completions)\n")
     files = dict(data=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/mine.py:good"] * 2, reward_weights=[0.5, 2.0])
-    task = load_task(Config(task="data", **files, eval_prompts=5))
-    assert len(task.train) == 15 and len(task.eval) == 5
+    task = load_task(Config(task="data", **files, eval_prompts=4))
+    assert len(task.train) == 16 and len(task.eval) == 4 and task.notes == []
     assert task.weights == [0.5, 2.0] and task.correct is None
-    assert load_task(Config(**files, task="data", correct="good_2", eval_prompts=5)).correct == "good_2"
+    assert load_task(Config(**files, task="data", correct="good_2", eval_prompts=4)).correct == "good_2"
     with pytest.raises(UserError, match="--correct better: must be one of the rewards, good, good_2"):
-        load_task(Config(**files, task="data", correct="better", eval_prompts=5))
+        load_task(Config(**files, task="data", correct="better", eval_prompts=4))
     assert task.reward_names == ["good", "good_2"]
-    assert len(load_task(Config(task="data", **files, eval_prompts=5, eval_every=0)).train) == 20
+    assert len(load_task(Config(task="data", **files, eval_prompts=4, eval_every=0)).train) == 20
+
+
+def test_held_out_prompts_of_ones_own(tmp_path):
+    for name, n in (("rows", 30), ("held", 3)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"prompt": "{name} {i}", "answer": "1"}}\n' for i in range(n))
+        )
+    task = load_task(Config(task="addition", data=f"{tmp_path}/rows.jsonl"))
+    assert (len(task.train), len(task.eval)) == (24, 6)
+    assert task.notes == [f"6 prompts, a fifth of {tmp_path}/rows.jsonl, are held out, not 256"]
+    task = load_task(Config(task="addition", data=f"{tmp_path}/rows.jsonl", eval_data=f"{tmp_path}/held.jsonl"))
+    assert len(task.train) == 30 and [row["prompt"] for row in task.eval] == ["held 0", "held 1", "held 2"]
+    assert task.notes == []
+    assert len(load_task(Config(task="addition", eval_data=f"{tmp_path}/held.jsonl")).eval) == 3
 
 
 def test_rewards_of_the_task_stand_beside_those_of_files(tmp_path):
