@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from tokenizers import models
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import train
+from config import Config
 from conftest import ROOT, lines, metrics, run
-from infra import faults
+from infra import command_line, faults
+from infra.model import open_model
+from tasks import Task, encode_prompt
 from tasks import _files as data
 from tasks._characters import char_tokenizer, small_config
 
@@ -226,6 +230,36 @@ def test_bad_input_gets_its_line(files, refused, words, message):
     line, (begin, *rest) = refused(words), message.split("...")
     assert line.startswith(begin.rstrip() if rest else begin) and all(part.strip() in line for part in rest)
     assert not (files / "code_of_its_own" / "executed").exists()
+
+
+# ---- What is noted ----
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "answer": 1}, ["chat template is not applied"]),
+        ({"prompt": [{"role": "user", "content": "a"}]}, []),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, ["which is answered, not continued"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": [], "images": []}, ["column tools", "column images"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completions": ["a"]}, ["column completions is not used"]),
+    ],
+)
+def test_rows_that_may_be_meant_otherwise_are_noted(row, words):
+    found = command_line.notes(Task([row], [], [], [], notes=["a fifth"]), SimpleNamespace(chat_template=CHAT))
+    assert found[0] == "a fifth" and len(found) == 1 + len(words)
+    assert all(word in note for word, note in zip(words, found[1:], strict=True))
+
+
+def test_arguments_of_the_chat_template(files, tmp_path):
+    template = CHAT + "{% if deep %}{{ deep }}{% endif %}"
+    edit("tokenizer_config.json", shutil.copytree(files / "model", tmp_path / "model"), chat_template=template)
+    given = {"deep": "abc"}
+    tokenizer = open_model(f"{tmp_path}/model", Config(chat_template_kwargs=json.dumps(given))).tokenizer
+    prompt = [{"role": "user", "content": "ab"}]
+    assert tokenizer.decode(encode_prompt(tokenizer, prompt)) == "ab>abc"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert open_model(f"{tmp_path}/model", Config()).tokenizer.chat_template == template
 
 
 # ---- What must work ----
