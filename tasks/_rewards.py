@@ -70,10 +70,15 @@ def _run_file(path: Path) -> ModuleType:
 # ---- What they take ----
 
 
+def _signature(reward: Callable) -> inspect.Signature:
+    """Of what a decorator wraps; but of a partial, without what is bound."""
+    return inspect.signature(reward, follow_wrapped=not isinstance(reward, functools.partial))
+
+
 def taken(reward: Callable, names: list[str]) -> list[str]:
     """Of these names, those that the function has room for."""
     try:
-        parameters = inspect.signature(reward).parameters.values()
+        parameters = _signature(reward).parameters.values()
     except ValueError:  # some that are written in C do not tell
         return names
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -85,7 +90,7 @@ def check_signature(reward: Callable, names: list[str]) -> None:
     """A call with these names can be made."""
     takes, reason = taken(reward, names), None
     try:
-        inspect.signature(reward).bind(**dict.fromkeys(takes))
+        _signature(reward).bind(**dict.fromkeys(takes))
     except ValueError:
         return
     except TypeError as error:
