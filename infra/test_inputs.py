@@ -36,6 +36,11 @@ def raises(prompts, completions, **columns):
 def short(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
+def logs(completions, log_metric, trainer_state):
+    for text in completions:
+        log_metric("letters", len(text))
+    return [trainer_state.global_step + len(text) for text in completions]
+
 def needs(completions, solution):
     return [1.0 for text in completions]
 
@@ -278,6 +283,17 @@ def works(files: Path, out: Path, **settings) -> Path:
 @pytest.fixture(scope="module")
 def usual(files, tmp_path_factory) -> Path:
     return works(files, tmp_path_factory.mktemp("usual") / "out")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path, world):
+    """A mean over all ranks; the step that it is told is that of the run."""
+    settings = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/mine.py:logs", steps=2)
+    settings |= dict(prompts_per_step=3, num_generations=2, max_completion_length=5, eval_every=2, eval_prompts=2)
+    run(settings, tmp_path / "out", world=world)
+    steps = [line for line in metrics(tmp_path / "out") if line["step"] > 0]
+    for done, line in enumerate(steps):
+        assert line["reward"] == pytest.approx(done + line["logged/letters"]) and line["logged/letters"] > 0
 
 
 @pytest.mark.parametrize("model", ["no_pad", "pad_is_eos", "template"])
