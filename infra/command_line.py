@@ -362,11 +362,6 @@ def warnings(config: Config) -> list[str]:
         )
     if config.objective == "dppo" and config.ratio == "sequence":
         notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
-    if config.dynamic_sampling and config.reward and not config.correct:
-        notes.append(
-            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
-            "their total rewards are all equal"
-        )
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
     if config.temperature != 1.0 and config.eval_every:

@@ -267,7 +267,6 @@ def test_a_program_is_told_as_well():
         (dict(ratio="sequence", normalization="constant"), "so long ones weigh more"),
         (dict(algorithm="luspo"), "LUSPO wants this"),
         (dict(algorithm="dppo", ratio="sequence", normalization="sequence"), "by their own probability"),
-        (dict(algorithm="dapo", reward=["r.py:f"]), "nothing says which answers are right"),
         (dict(beta=0.1, kl_estimator="k1"), "adds noise alone"),
         (dict(temperature=0.7), "pass@k is sampled at temperature 0.7"),
     ],

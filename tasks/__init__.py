@@ -19,6 +19,7 @@ completions of different prompts.
 _files.py reads rows and rewards from files of your own (--data, --reward). Left out: tools, several turns, images.
 """
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -152,6 +153,11 @@ def load_task(config: Config) -> Task:
         task.correct, task.correct_at = config.correct, 1.0
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
+    if config.dynamic_sampling and task.correct is None:
+        task.notes.append(
+            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
+            "their total rewards are all equal"
+        )
     for row in [*task.train[:1], *task.eval[:1]]:
         for reward in task.rewards:
             columns = [name for name in row if name not in ("prompt", *GIVEN, *OF_THE_RUN)]
@@ -224,7 +230,7 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
         completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
         completion_ids=[completion.ids for _, completion in pairs],
     )
-    of_the_run = dict(zip(OF_THE_RUN, (task.state, task.log_metric), strict=True))
+    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric), strict=True))
     by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))
     return [[list(next(by_completion)) for _ in group] for group in groups]
 

@@ -222,6 +222,9 @@ def test_rewards_of_the_task_stand_beside_those_of_files(tmp_path):
     assert loaded("tldr", "near_20", short, **rows)[2:] == ("near_20", 0.0)
     assert loaded("tldr", "near_20", short, **rows, correct="short")[2:] == ("short", 1.0)
     assert loaded("tldr", "near_20", **rows, correct="near_20")[2:] == ("near_20", 0.0)
+    for names, count in (("exact_sum", short), 0), ((short,), 1):
+        notes = load_task(Config(task="addition", reward=[*names], dynamic_sampling=3)).notes
+        assert len(notes) == count and all("nothing says which answers are right" in note for note in notes)
 
 
 def test_evaluation_needs_held_out_prompts(add_task):
