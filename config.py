@@ -81,9 +81,13 @@ class Config:
     heading("What is trained, and on what")
     model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
     task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
-    data: str | None = setting(None, "prompts of your own: a .jsonl file, or a hub data set if `datasets` is installed")
-    reward: list[str] = setting([], "rewards of your own, each as file.py:function")
-    reward_weights: list[float] = setting([], "a weight for each reward; if left out, 1 each")
+    data: str | None = setting(
+        None, "prompts of your own: a .json(l) file; or, with `datasets`, .csv, .parquet, of the hub"
+    )
+    eval_data: str | None = setting(None, "held-out prompts of your own; if left out, a share of those of --data")
+    chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
+    reward: list[str] = setting([], "each file.py:function, package.module:function, or one of the task's")
+    reward_weights: list[float] = setting([], "a weight for each reward; if left out, the task's, or 1")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
     reward_timeout: float = setting(600.0, "seconds that one call of a reward may take", above=0, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
@@ -148,10 +152,8 @@ class Config:
     shard_size: int = setting(0, "ranks that share a copy of the model; 0: a machine's", at_least=0, may_change=True)
 
     heading("What is looked at and left behind")
-    eval_every: int = setting(
-        20, "steps between evaluations; also at start and end; 0: never", at_least=0, may_change=True
-    )
-    eval_prompts: int = setting(256, "held-out prompts", at_least=1, may_change=True)
+    eval_every: int = setting(20, "steps between evaluations, and at both ends; 0: never", at_least=0, may_change=True)
+    eval_prompts: int = setting(256, "held-out prompts; of --data a fifth at most", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each for pass@k", at_least=1, may_change=True)
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many of them are kept", at_least=1, may_change=True)
@@ -184,6 +186,4 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if on_gpu else "float32"
-    if not config.reward_weights:
-        config.reward_weights = [1.0] * len(config.reward)
     return config

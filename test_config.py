@@ -66,7 +66,6 @@ def test_task_and_folder():
     assert (resolved().task, resolved(data="d.jsonl").task) == ("addition", "data")
     assert resolved(data="d.jsonl", task="sorting").task == "sorting"
     assert resolved(task="sorting", algorithm="gspo", seed=4).out == "runs/sorting-gspo-4"
-    assert resolved(reward=["a.py:f", "b.py:g"]).reward_weights == [1.0, 1.0]
 
 
 def test_resolving_leaves_what_it_is_given_as_it_is():

@@ -32,7 +32,7 @@ from infra.model import eos_ids, load, open_model
 from logprob import head_returns_logits, token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
-from tasks import Task, encode_prompt, load_task, score, task_file
+from tasks import Task, encode_prompt, load_task, means_of_logged, score, task_file
 
 LOSS_SWITCHES = [setting.name for setting in fields(Config) if setting.name in signature(policy_loss).parameters]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
@@ -62,6 +62,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """One rollout with all its updates. -> metrics, groups"""
     cfg = run.config
     ranks.seed_everything(cfg.seed, step)
+    run.task.begin(step)
     start = time.perf_counter()
 
     # Prompts -> completions -> rewards -> advantages, over whole groups.
@@ -94,9 +95,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     metrics = {"step": step} | report.of_groups(drawn, run.task) | report.of_updates(updates, STATS)
     seconds = {"seconds_rollout": sampled - start, "seconds_update": time.perf_counter() - sampled}
-    metrics |= {"learning_rate": learning_rate(cfg, step, cfg.learning_rate)} | report.of_machine(
-        metrics["tokens"], **seconds
-    )
+    metrics |= means_of_logged(ranks.gather(run.task.logged)) | report.of_machine(metrics["tokens"], **seconds)
+    metrics["learning_rate"] = learning_rate(cfg, step, cfg.learning_rate)
     return metrics, groups
 
 

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 import train
 from config import Config, settings_that_may_change
 from infra.command_line import parse
 from tasks import Task
+from tasks._characters import small_config
 from tools import ablate, evidence, plot
 
 HERE = Path(__file__).parent.parent
@@ -215,6 +217,12 @@ def fork(clean) -> Path:
     copy = shutil.copytree(clean, clean.with_name("fork"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3)]:
         (copy / name).write_text(text)
+    judge = AutoTokenizer.from_pretrained(HERE / "models" / "addition")
+    judging = small_config(judge, 32, 32)
+    judging.num_labels = 1
+    judges = LlamaForSequenceClassification(judging)
+    for part in (judge, judges):
+        part.save_pretrained(copy / "reward_model")
     for diff in blocks(ADDITIONS, "diff"):
         apply(diff, copy)
     shutil.copy(copy / "train.py", copy / "edited.py")
@@ -285,6 +293,18 @@ def test_another_optimizer_and_a_buffer(runs):
 
 def own(fork: Path, name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(fork / f"{name}.py")))
+
+
+def test_the_reward_model_it_adds(fork, runs, monkeypatch):
+    """Each pair of a batch by itself, whatever the padding; and in a run."""
+    monkeypatch.chdir(fork)
+    judge = own(fork, "judge")
+    texts = ["#1", "#22", *["#3"] * 20, "7+5=12#12"]
+    scores = judge.judge(prompts=["1+1="] * 23, completions=texts)
+    alone = [judge.model(**judge.tokenizer(f"1+1={text}", return_tensors="pt")).logits.item() for text in texts]
+    assert scores == pytest.approx(alone, abs=1e-5) and len({*scores}) >= 4
+    _, steps = runs["train --reward judge.py:judge"]
+    assert all(step["reward"] == step["reward/judge"] != 0 for step in steps)
 
 
 def test_the_normalization_it_adds(fork):

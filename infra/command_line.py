@@ -12,6 +12,8 @@ import itertools
 import math
 import operator
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import Field
 from typing import Any, get_args, get_origin
@@ -20,8 +22,9 @@ from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra.faults import report_failure
 from infra.model import Opened
-from tasks import Task, encode_prompt, task_defaults, task_file, task_names
-from tasks._files import excerpt
+from tasks import Task, encode_prompt, task_defaults, task_file, task_names, text_of
+from tasks._files import Row, excerpt
+from tasks._rewards import GIVEN
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -309,7 +312,7 @@ def _contradictions_of_task(config: Config) -> Iterator[str]:
     if config.task == "data" and not config.reward:
         yield "--data: needs --reward file.py:function, or a --task whose rewards it is for"
     weights, rewards = len(config.reward_weights), len(config.reward)
-    if weights != rewards:
+    if weights and weights != rewards:
         yield f"--reward_weights: {weights} for {rewards} rewards; give one for each"
 
 
@@ -377,11 +380,6 @@ def warnings(config: Config) -> list[str]:
         )
     if config.objective == "dppo" and config.ratio == "sequence":
         notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
-    if config.dynamic_sampling and config.reward and not config.correct:
-        notes.append(
-            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
-            "their total rewards are all equal"
-        )
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
     if config.temperature != 1.0 and config.eval_every:
@@ -399,29 +397,54 @@ def check_prompts(task: Task, opened: Opened, config: Config) -> int:
         raise UserError(
             f"--model {config.model}: --task {config.task} is for its own small model, or one trained from it"
         )
-    longest = 0
+    longest, too_long, letters, lost = 0, [], 0, 0
     for row in task.train + task.eval:
         prompt = row["prompt"]
+        shown = f"{row.where}: {excerpt(prompt)}" if isinstance(row, Row) else excerpt(prompt)
         if not isinstance(prompt, str) and tokenizer.chat_template is None:
             raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
         try:
-            length = len(encode_prompt(tokenizer, prompt))
+            ids = encode_prompt(tokenizer, prompt)
         except Exception as error:  # of a chat template, say
-            raise UserError(
-                f"a prompt could not be encoded: {type(error).__name__}: {error}: {excerpt(prompt)}"
-            ) from error
-        if length == 0:
-            raise UserError(f"a prompt has no tokens: {excerpt(prompt)}")
-        if context and length + limit > context:
-            raise UserError(
-                f"a prompt of {length} tokens and a completion of {limit} exceed the model's context "
-                f"of {context}: shorten it, or lower --max_completion_length: {excerpt(prompt)}"
-            )
-        longest = max(longest, length)
+            raise UserError(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown}") from error
+        if not ids:
+            raise UserError(f"a prompt has no tokens: {shown}")
+        if context and len(ids) + limit > context:
+            too_long.append(f"{len(ids)} tokens, {row.where if isinstance(row, Row) else shown}")
+        elif letters < 1000:
+            wanted = _letters(text_of(prompt))
+            letters += wanted.total()
+            known = [token for token in ids if token not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
+            lost += (wanted - _letters(tokenizer.decode(known))).total()
+        longest = max(longest, len(ids))
+    if too_long:
+        more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
+        raise UserError(
+            f"{len(too_long)} prompts and a completion of {limit} exceed the model's context of {context}: "
+            f"shorten them, or lower --max_completion_length: {'; '.join(too_long[:3])}{more}"
+        )
+    if lost > letters / 2:
+        raise UserError(
+            f"--model {config.model}: its tokenizer cannot encode the prompts ({lost} of {letters} letters are lost): "
+            "is one of its files missing, or is it for other text?"
+        )
     return longest
 
 
+def _letters(text: str) -> Counter:
+    return Counter(letter for letter in unicodedata.normalize("NFKD", text).casefold() if letter.isalnum())
+
+
 def notes(task: Task, tokenizer: Any) -> list[str]:
+    found, columns = [*task.notes], task.train[0].keys()
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
-        return ["the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"]
-    return []
+        found.append(
+            "the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"
+        )
+    if any(not isinstance(row["prompt"], str) and row["prompt"][-1]["role"] == "assistant" for row in task.train):
+        found.append("some prompts end with a message of the assistant, which is answered, not continued")
+    for name in [name for name in ("tools", "images", "image", "chat_template_kwargs") if name in columns]:
+        found.append(f"the column {name} goes to the rewards alone: no prompt is made with it")
+    for name in [name for name in GIVEN if name in columns]:
+        found.append(f"the column {name} is not used: rewards are given the {name} of the run under that name")
+    return found

@@ -1,6 +1,8 @@
 """A model and its tokenizer: opened (which finds what is wrong), loaded, and made ready for one process or many."""
 
 import copy
+import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +45,12 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     with _named(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    architectures = model_config.architectures or []
+    if any(name.endswith("ForMaskedLM") for name in architectures) and not getattr(model_config, "is_decoder", False):
+        raise UserError(f"--model {source}: {architectures[0]} fills in masks and cannot continue a text")
+    if config.chat_template_kwargs:
+        given = _json_object("chat_template_kwargs", config.chat_template_kwargs)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
     # Sampling runs without dropout; scoring with it would compare two different policies.
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
@@ -120,13 +128,28 @@ def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedMod
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """All ids that end a completion: chat models have one for the turn and one for the text."""
-    ids = set()
+    ids, tokens = [], model.config.get_text_config().vocab_size
     for source in (model.generation_config, model.config, tokenizer):
         given = getattr(source, "eos_token_id", None)
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+        ids += given if isinstance(given, list) else [] if given is None else [given]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < tokens:
+            raise UserError(
+                f"eos_token_id {token!r} of the model or its tokenizer: must be a token, from 0 to {tokens - 1}"
+            )
     if not ids:
         raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
-    return sorted(ids)
+    return sorted(set(ids))
+
+
+def _json_object(setting: str, text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f'--{setting} {text}: must be a JSON object, such as {{"enable_thinking": false}}')
+    return value
 
 
 @contextmanager

@@ -8,14 +8,19 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import models
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import train
+from config import Config
 from conftest import ROOT, lines, metrics, run
-from infra import faults
+from infra import command_line, faults
+from infra.model import open_model
+from tasks import Task, encode_prompt
 from tasks import _files as data
 from tasks._characters import char_tokenizer, small_config
 
@@ -31,7 +36,12 @@ def raises(prompts, completions, **columns):
 def short(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
-def narrow(completions):
+def logs(completions, log_metric, trainer_state):
+    for text in completions:
+        log_metric("letters", len(text))
+    return [trainer_state.global_step + len(text) for text in completions]
+
+def needs(completions, solution):
     return [1.0 for text in completions]
 
 def leaves(completions, **columns):
@@ -72,6 +82,13 @@ def no_eos(folder: Path) -> None:
     edit("tokenizer_config.json", folder, eos_token=None)
 
 
+def blind(folder: Path) -> None:
+    """Its tokenizer knows one letter; the others are unknown tokens."""
+    tokenizer = char_tokenizer("z")
+    tokenizer.backend_tokenizer.model = models.WordLevel({"<pad>": 0, "<eos>": 1, "z": 2}, unk_token="<pad>")
+    tokenizer.save_pretrained(folder)
+
+
 def pickled(folder: Path) -> None:
     torch.save(LlamaForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -92,7 +109,7 @@ DATA = {
     "deep": "[" * 200_000 + "\n",
     "digits": '{"prompt": "a", "n": ' + "1" * 5000 + "}\n",
     "nothing": '{"prompt": "a"}\n{"prompt": ""}\n',
-    "too_long": '{"prompt": "a"}\n{"prompt": "' + "ab" * 200 + '"}\n',
+    "too_long": '{"prompt": "a"}\n{"prompt": "' + "ab" * 200 + '"}' + 3 * ('\n{"prompt": "' + "ab" * 200 + '"}'),
     "half_a_megabyte": '{"prompt": "a"}\n{"prompt": "' + "a" * 500_000 + '"}\n',
     "surrogate": '{"prompt": "\\ud800"}\n',
     "one": '{"prompt": "a"}\n{"prompt": "a"}\n',
@@ -110,6 +127,9 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "other_shape": partial(edit, "config.json", intermediate_size=32),
     "small_vocabulary": partial(save_model, "abc"),
     "no_eos": no_eos,
+    "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
+    "blind": blind,
+    "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "pickled": pickled,
     "code_of_its_own": code_of_its_own,
     "bad_template": partial(edit, "tokenizer_config.json", chat_template="{{ raise_exception('alternate') }}"),
@@ -129,6 +149,8 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     # Flags.
     ("--temprature 1", "--temprature: there is no such flag; did you mean --temperature?"),
     ("--temperature nan", "--temperature nan: must be a number, above 0 and finite"),
+    ("--data= ", "--data: needs a value: text"),
+    (GOOD + " --chat_template_kwargs thinking", "--chat_template_kwargs thinking: must be a JSON object, such as "),
     ("--kl_importance", "--kl_importance: there is no KL term without --beta above 0"),
     # Data.
     (DATA_OF + "none.jsonl", "--data {0}/none.jsonl: No such file or directory"),
@@ -139,15 +161,19 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (DATA_OF + "long_malformed.jsonl", "{0}/long_malformed.jsonl:2: not JSON: Unterminated string"),
     (DATA_OF + "deep.jsonl", "{0}/deep.jsonl:1: not JSON that can be read: "),
     (DATA_OF + "digits.jsonl", "{0}/digits.jsonl:1: not JSON that can be read: "),
-    (DATA_OF + "nothing.jsonl", "a prompt has no tokens: ''"),
-    (DATA_OF + "too_long.jsonl", "a prompt of 400 tokens and a completion of 5 exceed the model's context of 256: "),
-    (DATA_OF + "half_a_megabyte.jsonl", "a prompt of 500000 tokens and a completion of 5 exceed the model's context"),
+    (DATA_OF + "nothing.jsonl", "a prompt has no tokens: {0}/nothing.jsonl:2: ''"),
+    (
+        DATA_OF + "too_long.jsonl",
+        "4 prompts and a completion of 5 exceed the model's context of 256: ... 400 tokens, {0}/too_long.jsonl:2; "
+        "... too_long.jsonl:4; and 1 more",
+    ),
+    (DATA_OF + "half_a_megabyte.jsonl", "1 prompts and a completion of 5 exceed the model's context ... 500000 tokens"),
     (DATA_OF + "surrogate.jsonl", "a prompt could not be encoded: "),
     (DATA_OF + "unknown_letter.jsonl", "a prompt could not be encoded: "),
-    (DATA_OF + "one.jsonl --eval_every 1", "{0}/one.jsonl has 1 prompts and 256 are held out, ... --eval_prompts"),
+    (DATA_OF + "one.jsonl --eval_every 1", "{0}/one.jsonl has 1 prompts and 1 are held out, ... --eval_data"),
     (DATA_OF + "chat.jsonl", "the prompts are chat messages, but the tokenizer has no chat template: use string"),
     (DATA_OF + "chat.jsonl --model {0}/bad_template", "a prompt could not be encoded: ... alternate"),
-    (GOOD + " --max_completion_length 255", "a prompt of 3 tokens and a completion of 255 exceed the model's context"),
+    (GOOD + " --max_completion_length 255", "36 prompts and a completion of 255 exceed the model's context"),
     # Models.
     (MODEL_OF + "none", "--model {0}/none: there is no such folder"),
     (MODEL_OF + "mine.py", "--model {0}/mine.py: there is no such folder"),
@@ -161,6 +187,9 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (MODEL_OF + "more_layers", "--model {0}/more_layers: 9 weights are not in its files"),
     (MODEL_OF + "other_shape", "--model {0}/other_shape: 6 weights are not in its files, or not of the shape"),
     (MODEL_OF + "small_vocabulary", "--model {0}/small_vocabulary: its tokenizer has 9 tokens, its model 5"),
+    (MODEL_OF + "masked", "--model {0}/masked: BertForMaskedLM fills in masks and cannot continue a text"),
+    (MODEL_OF + "blind", "--model {0}/blind: its tokenizer cannot encode the prompts (... letters are lost)"),
+    (MODEL_OF + "far_eos", "eos_token_id 99 of the model or its tokenizer: must be a token, from 0 to 8"),
     (MODEL_OF + "no_eos", "neither the model nor its tokenizer names an end-of-sequence token"),
     (MODEL_OF + "pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     (MODEL_OF + "code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
@@ -171,7 +200,7 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (REWARD_OF + "exits.py:good", "--reward {0}/exits.py:good: {0}/exits.py could not be loaded: SystemExit"),
     (REWARD_OF + "mine.py:raises", "reward function raises raised ZeroDivisionError: division by zero"),
     (REWARD_OF + "mine.py:short", "reward function short returned 127 values where 128 were due, one for each"),
-    (REWARD_OF + "mine.py:narrow", "reward function narrow raised TypeError: ... unexpected keyword argument"),
+    (REWARD_OF + "mine.py:needs", "reward function needs: missing a required argument: 'solution'; ... answer"),
     (REWARD_OF + "mine.py:leaves", "reward function leaves raised SystemExit: "),
 ]
 
@@ -208,6 +237,36 @@ def test_bad_input_gets_its_line(files, refused, words, message):
     assert not (files / "code_of_its_own" / "executed").exists()
 
 
+# ---- What is noted ----
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "answer": 1}, ["chat template is not applied"]),
+        ({"prompt": [{"role": "user", "content": "a"}]}, []),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, ["which is answered, not continued"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": [], "images": []}, ["column tools", "column images"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completions": ["a"]}, ["column completions is not used"]),
+    ],
+)
+def test_rows_that_may_be_meant_otherwise_are_noted(row, words):
+    found = command_line.notes(Task([row], [], [], [], notes=["a fifth"]), SimpleNamespace(chat_template=CHAT))
+    assert found[0] == "a fifth" and len(found) == 1 + len(words)
+    assert all(word in note for word, note in zip(words, found[1:], strict=True))
+
+
+def test_arguments_of_the_chat_template(files, tmp_path):
+    template = CHAT + "{% if deep %}{{ deep }}{% endif %}"
+    edit("tokenizer_config.json", shutil.copytree(files / "model", tmp_path / "model"), chat_template=template)
+    given = {"deep": "abc"}
+    tokenizer = open_model(f"{tmp_path}/model", Config(chat_template_kwargs=json.dumps(given))).tokenizer
+    prompt = [{"role": "user", "content": "ab"}]
+    assert tokenizer.decode(encode_prompt(tokenizer, prompt)) == "ab>abc"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert open_model(f"{tmp_path}/model", Config()).tokenizer.chat_template == template
+
+
 # ---- What must work ----
 
 
@@ -224,6 +283,17 @@ def works(files: Path, out: Path, **settings) -> Path:
 @pytest.fixture(scope="module")
 def usual(files, tmp_path_factory) -> Path:
     return works(files, tmp_path_factory.mktemp("usual") / "out")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path, world):
+    """A mean over all ranks; the step that it is told is that of the run."""
+    settings = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/mine.py:logs", steps=2)
+    settings |= dict(prompts_per_step=3, num_generations=2, max_completion_length=5, eval_every=2, eval_prompts=2)
+    run(settings, tmp_path / "out", world=world)
+    steps = [line for line in metrics(tmp_path / "out") if line["step"] > 0]
+    for done, line in enumerate(steps):
+        assert line["reward"] == pytest.approx(done + line["logged/letters"]) and line["logged/letters"] > 0
 
 
 @pytest.mark.parametrize("model", ["no_pad", "pad_is_eos", "template"])

@@ -19,16 +19,16 @@ completions of different prompts.
 _files.py reads rows and rewards from files of your own (--data, --reward). Left out: tools, several turns, images.
 """
 
+import copy
 import dataclasses
 import functools
 import importlib
 import math
-import numbers
 import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ from torch import Tensor
 
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import as_user_error, excerpt, hold_out, load_files
+from tasks._files import as_user_error, excerpt, hold_out, read_rows
+from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -54,6 +55,19 @@ class Task:
     correct_at: float = 1.0  # its value, or more, for a right answer
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     time_limit: Callable[[str], AbstractContextManager] = nullcontext  # entered with a reward's name around each call
+
+    notes: list[str] = field(default_factory=list)  # on what was found, to be told
+    state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(global_step=0, max_steps=None))  # of the run
+    logged: list[tuple[str, float]] = field(default_factory=list)  # by rewards, in this step
+
+    def begin(self, step: int) -> None:
+        self.state.global_step = step - 1  # steps that are done
+        self.logged = []
+
+    def log_metric(self, name: str, value: Any) -> None:
+        if as_number(value) is None:
+            raise UserError(f"log_metric({name!r}, {excerpt(value)}): a value must be a number")
+        self.logged.append((f"logged/{name}", as_number(value)))
 
     @property
     def reward_names(self) -> list[str]:
@@ -121,17 +135,60 @@ def load_task(config: Config) -> Task:
         task = file.load(config)
     if not isinstance(task, Task):
         raise UserError(f"--task {config.task}: load returned a {type(task).__name__} where a Task was due")
-    rows, rewards = load_files(config.data, config.reward)
+    task.state.max_steps = config.steps
+    rows, rewards = load_files(config.data, config.reward, task)
     if config.data:
-        task.train, task.eval = hold_out(rows, config.eval_prompts if config.eval_every else 0, config.data)
+        count = config.eval_prompts if config.eval_every and not config.eval_data else 0
+        task.train, task.eval = hold_out(rows, count, config.data)
+        if len(task.eval) < count:
+            task.notes.append(f"{len(task.eval)} prompts, a fifth of {config.data}, are held out, not {count}")
+    if config.eval_data:
+        task.eval = read_rows(config.eval_data)
     if config.reward:
-        task.rewards, task.weights, task.correct, task.correct_at = rewards, config.reward_weights, None, 1.0
-    task.correct = config.correct or task.correct
+        own = dict(zip(task.reward_names, task.weights, strict=True))
+        task.rewards, task.weights = rewards, config.reward_weights or [own.get(name, 1.0) for name in config.reward]
+        if task.correct not in config.reward:
+            task.correct, task.correct_at = None, 1.0
+    if config.correct not in (None, task.correct):
+        task.correct, task.correct_at = config.correct, 1.0
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
+    if config.dynamic_sampling and task.correct is None:
+        task.notes.append(
+            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
+            "their total rewards are all equal"
+        )
+    for row in [*task.train[:1], *task.eval[:1]]:
+        for reward in task.rewards:
+            columns = [name for name in row if name not in ("prompt", *GIVEN, *OF_THE_RUN)]
+            check_signature(reward, [*GIVEN, *OF_THE_RUN, *columns])
     if config.eval_every and not task.eval:
         raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
     return task
+
+
+def load_files(data: str | None, names: list[str], task: Task) -> tuple[list[dict], list[Callable]]:
+    """-> rows and rewards, of files or by the name of one of the task's own. What is wrong is told at once."""
+    own = dict(zip(task.reward_names, task.rewards, strict=True))
+    rows: list[dict] = []
+    rewards: list[Callable] = []
+    mistakes: list[UserError] = []
+    try:
+        rows = read_rows(data) if data else []
+    except UserError as mistake:
+        mistakes.append(mistake)
+    for name in names:
+        try:
+            rewards.append(own[name] if name in own else load_reward(name, [*own]))
+        except UserError as mistake:
+            mistakes.append(mistake)
+    if mistakes:
+        together = UserError("\nerror: ".join(map(str, mistakes)))
+        for mistake in mistakes:
+            for note in getattr(mistake, "__notes__", []):
+                together.add_note(note)
+        raise together
+    return rows, rewards
 
 
 # ---- Prompts and completions ----
@@ -167,40 +224,21 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
     if not rows:
         return []
     pairs = [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
-    prompts = [row["prompt"] for row, _ in pairs]
-    completions = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
-    ids = [completion.ids for _, completion in pairs]
     columns = {name: [row.get(name) for row, _ in pairs] for name in rows[0] if name != "prompt"}
-    values = []  # a list for each function
-    for reward in task.rewards:
-        with task.time_limit(reward.__name__):
-            values.append(call_reward(reward, prompts, completions, ids, columns))
-    by_completion = zip(*values)
+    columns |= dict(
+        prompts=[row["prompt"] for row, _ in pairs],
+        completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
+        completion_ids=[completion.ids for _, completion in pairs],
+    )
+    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric), strict=True))
+    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))
     return [[list(next(by_completion)) for _ in group] for group in groups]
 
 
-def call_reward(reward: Callable, prompts: list, completions: list, ids: list, columns: dict) -> list[float]:
-    """What the function gave, checked: a number for each completion, and NaN where it gave None."""
-    with as_user_error(f"reward function {reward.__name__} raised"):
-        values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    values = values.tolist() if hasattr(values, "tolist") else values
-
-    def wrong(i: int, what: str) -> UserError:
-        where = f"for prompt {excerpt(prompts[i])} and completion {excerpt(completions[i])}"
-        return UserError(f"reward function {reward.__name__} returned {what}, {where}")
-
-    if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-        raise wrong(0, f"{got} where {len(prompts)} were due, one for each completion; the call began")
-    for i, value in enumerate(values):
-        if value is not None and not math.isfinite(as_number(value)):
-            raise wrong(i, f"{repr(value)[:200]} where a finite number or None was due")
-    return [math.nan if value is None else as_number(value) for value in values]
-
-
-def as_number(value: Any) -> float:
-    """A number of Python, NumPy or PyTorch; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, numbers.Real) or hasattr(value, "item") else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return math.nan
+def means_of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
+    """Over the step and all ranks."""
+    values: dict[str, list[float]] = {}
+    for name, value in logged:
+        if math.isfinite(value):
+            values.setdefault(name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}

@@ -1,16 +1,17 @@
-"""Files of the user's own: rows of prompts and reward functions, read and checked.
+"""Rows of prompts from files of the user's own, read and checked.
 
 A mistake in them is told in a line that names the file and the row. Where the user's code raises, the frames of their
-file go with it as a note. Left out: any format but .jsonl and hub data sets, and streaming: all rows are in memory.
+file go with it as a note. Left out: streaming; all rows are in memory.
 """
 
+import contextlib
+import gzip
 import importlib
-import importlib.util
 import json
-import sys
+import re
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
@@ -18,82 +19,82 @@ from typing import Any
 
 from config import Config, UserError
 
-OURS = {__file__, str(Path(__file__).with_name("__init__.py")), importlib.__file__}  # what calls the user's code
+CALLERS = [Path(__file__).with_name(name) for name in ("__init__.py", "_files.py", "_rewards.py")]
+OURS = {importlib.__file__, contextlib.__file__, *map(str, CALLERS)}  # what calls the user's code
 MOST_FRAMES = 20
-
-
-def load_files(data: str | None, rewards: list[str]) -> tuple[list[dict], list[Callable]]:
-    """-> rows and reward functions. What is wrong with any of the files is told at once."""
-    rows: list[dict] = []
-    functions: list[Callable] = []
-    mistakes: list[UserError] = []
-    try:
-        rows = read_rows(data) if data else []
-    except UserError as mistake:
-        mistakes.append(mistake)
-    for name in rewards:
-        try:
-            functions.append(load_reward(name))
-        except UserError as mistake:
-            mistakes.append(mistake)
-    if mistakes:
-        together = UserError("\nerror: ".join(map(str, mistakes)))
-        for mistake in mistakes:
-            for note in getattr(mistake, "__notes__", []):
-                together.add_note(note)
-        raise together
-    return rows, functions
 
 
 # ---- Rows ----
 
 
+class Row(dict):
+    """What a row holds, and where it stands."""
+
+    def __init__(self, columns: dict, where: str):
+        super().__init__(columns)
+        self.where = where
+
+
 def read_rows(source: str) -> list[dict]:
-    """A .jsonl file, or the train split of a hub data set."""
-    if not source.endswith((".jsonl", ".json")) and not Path(source).exists():
+    """A file, or the train split of a hub data set."""
+    path = Path(source)
+    if path.suffix in (".csv", ".parquet") and path.is_file():
+        rows = load_hub(path.suffix[1:], split="train", data_files=source)
+    elif path.suffix in (".jsonl", ".json", ".gz") or path.exists():
+        return _with_all_columns(read_text(source), source)
+    else:
         rows = load_hub(source, split="train")
-        for number, row in enumerate(rows, start=1):
-            check_row(row, f"{source}, row {number}")
-        return rows
-    try:
-        text = Path(source).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"--data {source}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = Path(source).read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{source}:{line}: not UTF-8 text; save the file as UTF-8") from None
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            rows.append(read_row(line, f"{source}:{number}"))
+    return _with_all_columns([Row(row, f"{source}, row {i}") for i, row in enumerate(rows, start=1)], source)
+
+
+def _with_all_columns(rows: list[Row], source: str) -> list[dict]:
+    """The same ones in every call of a reward."""
+    for row in rows:
+        check_row(row)
     if not rows:
         raise UserError(f'--data {source}: holds no rows; each line must be like {{"prompt": "..."}}')
     columns = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in columns} for row in rows]  # the same columns in every call of a reward
+    return [Row({name: row.get(name) for name in columns}, row.where) for row in rows]
 
 
-def read_row(line: str, where: str) -> dict:
+def read_text(source: str) -> list[Row]:
+    """Lines of JSON; in a .json file, one list is fine too."""
     try:
-        row = json.loads(line)
+        data = Path(source).read_bytes()
+        data = gzip.decompress(data) if source.endswith(".gz") else data
+        lines = re.split("\r\n?|\n", data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{source}:{line}: not UTF-8 text; save the file as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"--data {source}: {getattr(error, 'strerror', None) or error}") from None
+    if ".json" in Path(source).suffixes and lines[0].lstrip().startswith("["):
+        rows = [(row, f"{source}, row {i}") for i, row in enumerate(read_json("\n".join(lines), source), start=1)]
+    else:
+        numbered = [(line, f"{source}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+        rows = [(read_json(line, where), where) for line, where in numbered]
+    for row, where in rows:
+        if not isinstance(row, dict):
+            raise UserError(f'{where}: holds a {type(row).__name__}; each row must be an object with a "prompt"')
+    return [Row(row, where) for row, where in rows]
+
+
+def read_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise UserError(f"{where}: not JSON that can be read: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f'{where}: holds a {type(row).__name__}; each line must be an object with a "prompt"')
-    check_row(row, where)
-    return row
 
 
-def check_row(row: dict, where: str) -> None:
+def check_row(row: Row) -> None:
     if "prompt" not in row:
-        raise UserError(f'{where}: has no "prompt"; it has {", ".join(map(repr, row)) or "nothing"}')
+        hint = '; give the turns of "messages" before the answer as "prompt"' if "messages" in row else ""
+        raise UserError(f'{row.where}: has no "prompt"; it has {", ".join(map(repr, row)) or "nothing"}{hint}')
     prompt = row["prompt"]
     if not (isinstance(prompt, str) or are_messages(prompt)):
-        raise UserError(f'{where}: "prompt" must be a string or a list of chat messages: {excerpt(prompt)}')
-    for name in ("prompts", "completions", "completion_ids"):
-        if name in row:
-            raise UserError(f"{where}: a column is named {name!r}, which every reward is given already; rename it")
+        raise UserError(f'{row.where}: "prompt" must be a string or a list of chat messages: {excerpt(prompt)}')
 
 
 def are_messages(prompt: Any) -> bool:
@@ -102,16 +103,16 @@ def are_messages(prompt: Any) -> bool:
     return all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in prompt)
 
 
-def load_hub(name: str, split: str, subset: str | None = None) -> list[dict]:
+def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> list[dict]:
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"{name} is no file, and a hub data set needs the package datasets: pip install datasets, "
-            "or give --data a .jsonl file"
+            f"{files.get('data_files', name)}: hub data sets, .csv and .parquet files need the package datasets: "
+            "pip install datasets, or give --data a .json or .jsonl file"
         ) from None
     try:
-        rows = [dict(row) for row in datasets.load_dataset(name, subset, split=split)]
+        rows = [dict(row) for row in datasets.load_dataset(name, subset, split=split, **files)]
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise UserError(f"data set {name} could not be loaded: {reason}") from error
@@ -126,42 +127,19 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
 
 
 def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], list[dict]]:
-    """`count` prompts for evaluation, chosen by a hash: the same in every run, and a prompt that stands twice is on one
-    side. The order of the file does not matter."""
+    """`count` prompts for evaluation, but no more than a fifth. They are chosen by a hash: the same in every run, and a
+    prompt that stands twice is on one side. The order of the file does not matter."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
+    count = min(count, max(1, len(set(keys)) // 5))
     chosen = set(sorted(set(keys))[:count])
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     held = {key: row for row, key in zip(rows, keys, strict=True) if key in chosen}
     if not train:
         raise UserError(
             f"{source} has {len(set(keys))} prompts and {count} are held out, which leaves none to train on: "
-            "lower --eval_prompts, or set --eval_every 0"
+            "give --eval_data, or set --eval_every 0"
         )
     return train, list(held.values())
-
-
-# ---- Reward functions ----
-
-
-def load_reward(name: str) -> Callable:
-    """file.py:function"""
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py") or not function:
-        raise UserError(f"--reward {name}: must be file.py:function")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    with as_user_error(f"--reward {name}: {path} could not be loaded:"):
-        spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"--reward {name}: {path} has no function {function}; it has {', '.join(names) or 'none'}")
-    if not hasattr(found, "__name__"):  # an object that can be called
-        found.__name__ = function
-    return found
 
 
 # ---- What is told ----

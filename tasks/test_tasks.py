@@ -1,8 +1,14 @@
 """A task by its name, prompts, rewards: what goes in, what comes out, and what each mistake says."""
 
+import asyncio
 import contextlib
+import functools
 import importlib
+import inspect
 import json
+import math
+import os
+import random
 import sys
 from decimal import Decimal
 
@@ -13,8 +19,9 @@ import torch
 import tasks
 from config import Config, UserError
 from rollout import Completion
-from tasks import Task, call_reward, encode_prompt, load_task, score, task_defaults, task_file, task_names
+from tasks import Task, encode_prompt, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
+from tasks._rewards import call_rewards, check_signature, load_reward, say_once
 
 CHAT = [{"role": "user", "content": "1+1"}]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -157,9 +164,8 @@ def test_rows_of_ones_own_replace_the_tasks(name, tmp_path, monkeypatch):
     task = load_task(config)
     assert sorted(row["prompt"] for row in task.train + task.eval) == ["p0", "p1", "p2", "p3"]
     assert len(task.eval) == 1
-    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
-    for reward in task.rewards:
-        assert len(call_reward(reward, [row["prompt"] for row in rows], ["<answer>1</answer>"] * 4, [[1]] * 4, columns))
+    groups = [[completion(char_tokenizer("1"), "1")]] * 4
+    assert np.shape(score(task, rows, groups, char_tokenizer("1"))) == (4, 1, len(task.rewards))
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "tldr"])
@@ -173,14 +179,52 @@ def test_rows_and_rewards_from_files(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(20)))
     (tmp_path / "mine.py").write_text("def good(completions, **columns):\n    return [1.0] * len(completions)\n")
     files = dict(data=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/mine.py:good"] * 2, reward_weights=[0.5, 2.0])
-    task = load_task(Config(task="data", **files, eval_prompts=5))
-    assert len(task.train) == 15 and len(task.eval) == 5
+    task = load_task(Config(task="data", **files, eval_prompts=4))
+    assert len(task.train) == 16 and len(task.eval) == 4 and task.notes == []
     assert task.weights == [0.5, 2.0] and task.correct is None
-    assert load_task(Config(**files, task="data", correct="good_2", eval_prompts=5)).correct == "good_2"
+    assert load_task(Config(**files, task="data", correct="good_2", eval_prompts=4)).correct == "good_2"
     with pytest.raises(UserError, match="--correct better: must be one of the rewards, good, good_2"):
-        load_task(Config(**files, task="data", correct="better", eval_prompts=5))
+        load_task(Config(**files, task="data", correct="better", eval_prompts=4))
     assert task.reward_names == ["good", "good_2"]
-    assert len(load_task(Config(task="data", **files, eval_prompts=5, eval_every=0)).train) == 20
+    assert len(load_task(Config(task="data", **files, eval_prompts=4, eval_every=0)).train) == 20
+
+
+def test_held_out_prompts_of_ones_own(tmp_path):
+    for name, n in (("rows", 30), ("held", 3)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"prompt": "{name} {i}", "answer": "1"}}\n' for i in range(n))
+        )
+    task = load_task(Config(task="addition", data=f"{tmp_path}/rows.jsonl"))
+    assert (len(task.train), len(task.eval)) == (24, 6)
+    assert task.notes == [f"6 prompts, a fifth of {tmp_path}/rows.jsonl, are held out, not 256"]
+    task = load_task(Config(task="addition", data=f"{tmp_path}/rows.jsonl", eval_data=f"{tmp_path}/held.jsonl"))
+    assert len(task.train) == 30 and [row["prompt"] for row in task.eval] == ["held 0", "held 1", "held 2"]
+    assert task.notes == []
+    assert len(load_task(Config(task="addition", eval_data=f"{tmp_path}/held.jsonl")).eval) == 3
+
+
+def test_rewards_of_the_task_stand_beside_those_of_files(tmp_path):
+    """With their weights; and what the task calls right stays so, unless --correct says otherwise."""
+    (tmp_path / "mine.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
+    short = f"{tmp_path}/mine.py:short"
+
+    def loaded(task, *names, **settings) -> tuple:
+        task = load_task(Config(task=task, reward=[*names], **settings))
+        return task.reward_names, task.weights, task.correct, task.correct_at
+
+    assert loaded("addition", "exact_sum", short) == (["exact_sum", "short"], [1.0, 1.0], "exact_sum", 1.0)
+    assert loaded("addition", short) == (["short"], [1.0], None, 1.0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n{"prompt": "b"}\n')
+    rows = dict(data=f"{tmp_path}/rows.jsonl", eval_every=0)
+    names = ["well_formed", short, "equation"]
+    assert loaded("countdown", *names, **rows)[1:] == ([0.1, 1.0, 1.0], "equation", 1.0)
+    assert loaded("countdown", *names, **rows, reward_weights=[3, 2, 1])[1] == [3, 2, 1]
+    assert loaded("tldr", "near_20", short, **rows)[2:] == ("near_20", 0.0)
+    assert loaded("tldr", "near_20", short, **rows, correct="short")[2:] == ("short", 1.0)
+    assert loaded("tldr", "near_20", **rows, correct="near_20")[2:] == ("near_20", 0.0)
+    for names, count in (("exact_sum", short), 0), ((short,), 1):
+        notes = load_task(Config(task="addition", reward=[*names], dynamic_sampling=3)).notes
+        assert len(notes) == count and all("nothing says which answers are right" in note for note in notes)
 
 
 def test_evaluation_needs_held_out_prompts(add_task):
@@ -223,14 +267,18 @@ def test_an_end_token_that_the_tokenizer_adds_is_taken_off(tokenizer):
 
 # ---- Rewards ----
 
-PROMPTS, COMPLETIONS, IDS = ["p0", "p1", "p2"], ["c0", "c1", "c2"], [[5], [6], [7]]
+COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
+
+
+def call(reward, **columns):
+    return call_rewards([reward], COLUMNS | columns)[0]
 
 
 def values_of(values):
     def mine(prompts, completions, completion_ids, **columns):
         return values
 
-    return call_reward(mine, PROMPTS, COMPLETIONS, IDS, {})
+    return call(mine)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +312,6 @@ def test_tensors_and_arrays_are_fine(values):
         (1.0, 0, "returned a float"),
         ({"a": 1.0}, 0, "returned a dict"),
         ("abc", 0, "returned a str"),
-        ([1.0, float("nan"), 1.0], 1, "returned nan"),
         ([1.0, 1.0, float("inf")], 2, "returned inf"),
         (torch.tensor([0.0, -torch.inf, 0.0]), 1, "returned -inf"),
         ([1.0, "1.0", 1.0], 1, "returned '1.0'"),
@@ -293,8 +340,8 @@ def test_a_reward_that_raises_is_called_once_and_told_in_one_line(error):
         raise error
 
     with pytest.raises(UserError) as told:
-        call_reward(fails, PROMPTS, COMPLETIONS, IDS, {})
-    assert calls == [PROMPTS] and told.value.__cause__ is error
+        call(fails)
+    assert calls == [COLUMNS["prompts"]] and told.value.__cause__ is error
     line = " ".join(str(error).splitlines())
     assert str(told.value) == f"reward function fails raised {type(error).__name__}: {line}"
     (frames,) = told.value.__notes__
@@ -306,23 +353,174 @@ def test_a_reward_can_be_interrupted():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        call_reward(interrupted, PROMPTS, COMPLETIONS, IDS, {})
+        call(interrupted)
 
 
-def test_a_reward_without_room_for_the_columns_is_told_so():
-    def narrow(prompts, completions, completion_ids):
-        return [0.0] * len(prompts)
+def test_a_reward_gets_what_it_has_room_for():
+    def narrow(completions, level=None):
+        return [len(text) + (level or 0) for text in completions]
 
-    with pytest.raises(UserError, match=r"narrow raised TypeError: .*unexpected keyword argument 'answer'") as told:
-        call_reward(narrow, PROMPTS, COMPLETIONS, IDS, {"answer": [1, 2, 3]})
-    assert not hasattr(told.value, "__notes__"), "no frame is theirs"
+    def positional(prompts, completions, completion_ids, /):
+        return []
+
+    assert call(narrow, answer=[1, 2, 3]) == [2.0] * 3 and call(lambda level, completions: level, level=[1, 2, 3]) == [
+        1,
+        2,
+        3,
+    ]
+    with pytest.raises(UserError, match=r"positional: .*positional.*; what it can be given is prompts, "):
+        check_signature(positional, [*COLUMNS])
+
+
+def test_a_reward_gets_copies():
+    """Of each row by itself, and each function its own."""
+    row, prompt = {"n": [3, 1, 2]}, [{"role": "user", "content": "x"}]
+
+    def spoils(prompts, completions, completion_ids, more, **columns):
+        for messages, ids, extra in zip(prompts, completion_ids, more, strict=True):
+            messages.append({"role": "user", "content": "y"})
+            ids.sort()
+            extra["n"].sort()
+            extra["seen"] = extra.get("seen", 0) + 1
+        completions.clear()
+        return [extra["seen"] for extra in more]
+
+    ids = [[9, 5], [9, 5]]
+    given = dict(prompts=[prompt] * 2, completions=["a", "b"], completion_ids=ids, more=[row] * 2)
+    assert call_rewards([spoils, spoils], given) == [[1.0, 1.0], [1.0, 1.0]]
+    assert row == {"n": [3, 1, 2]} and len(prompt) == 1 and ids == [[9, 5], [9, 5]]
+    assert given["completions"] == ["a", "b"]
+
+
+def upset(folder) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1), os.chdir(folder)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+
+
+def state() -> list:
+    """With the next random numbers."""
+    numbers = random.random(), np.random.rand(), torch.rand(()).item()
+    return [*numbers, torch.is_grad_enabled(), torch.get_default_dtype(), os.getcwd()]
+
+
+UPSET = f"import os, random\nimport numpy as np\nimport torch\n{inspect.getsource(upset)}\nupset({{!r}})\n"
+UPSET += "def mine(completions, answer):\n    upset({!r})\n    return answer\n"
+UPSET += "async def later(completions, answer):\n    return mine(completions, answer)\n"
+
+
+@pytest.mark.parametrize("name", ["mine", "later"])
+def test_what_a_reward_changes_is_put_back(tmp_path, name):
+    (tmp_path / "upsets.py").write_text(UPSET.format(str(tmp_path), str(tmp_path)))
+    found = []
+    for quiet in (True, False):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        if not quiet:
+            reward = load_reward(f"{tmp_path}/upsets.py:{name}", [])
+            assert call(reward, answer=[1, 2, 3]) == [1, 2, 3]
+            with pytest.raises(UserError):
+                call(reward, answer=[1, 2])
+        found.append(state())
+    assert found[0] == found[1]
+
+
+def test_rewards_that_are_awaited_run_at_the_same_time():
+    """Two that wait for each other. One event loop serves all calls, and a function may have one of its own."""
+    arrived = []
+
+    async def first(completions, **columns):
+        arrived.append(asyncio.get_running_loop())
+        while len(arrived) % 2:
+            await asyncio.sleep(0)
+        return (1 for _ in completions)
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, completions):
+            return await first(completions)
+
+    def own_loop(completions):
+        return asyncio.run(asyncio.sleep(0, [5] * 3))
+
+    for _ in range(2):
+        assert call_rewards([first, own_loop, Judge()], COLUMNS) == [[1.0] * 3, [5.0] * 3, [1.0] * 3]
+    assert len(arrived) == 4 and len(set(arrived)) == 1
+
+    async def fails(completions):
+        await asyncio.sleep(0)
+        return 1 / 0
+
+    with pytest.raises(UserError, match="reward function fails raised ZeroDivisionError") as told:
+        call(fails)
+    assert told.value.__notes__[0].count("File") == 1 and "in fails" in told.value.__notes__[0]
+
+
+@pytest.mark.parametrize("values", [iter([1.0, None, 3.0]), map(float, ["1", "nan", "3"]), (x for x in (1, None, 3))])
+def test_iterators_are_fine(values):
+    assert values_of(values)[::2] == [1.0, 3.0]
+
+
+def test_nan_counts_as_none_and_is_said_once(capfd):
+    say_once.cache_clear()
+    for values in ([1.0, math.nan, 2.0], torch.tensor([1.0, math.nan, 2.0]), [1.0, np.float32("nan"), math.nan]):
+        assert math.isnan(values_of(values)[1])
+    assert capfd.readouterr().err == "note: reward function mine returned nan, which counts as None\n"
+
+
+# Signatures
+
+WITHIN = [  # all can be called
+    lambda completions: None,
+    lambda prompts, completions, completion_ids, answer: None,
+    lambda answer, **columns: None,
+    lambda *rest, completions, level=3: None,
+    lambda **columns: None,
+    functools.partial(lambda limit, completions, **columns: None, 3),
+]
+
+
+def make_penalty(limit: int, costs: int):
+    def penalty(completions, **columns):
+        return [0.0] * len(completions)
+
+    return penalty
+
+
+def make_other(limit: int = 3):
+    return make_penalty(limit, 3)
+
+
+@pytest.mark.parametrize("reward", WITHIN)
+def test_signatures_that_can_take_what_they_are_given(reward):
+    check_signature(reward, [*COLUMNS, "answer"])
+
+
+def test_a_signature_that_cannot_take_it_is_found_before_it_is_called(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 2)
+    (tmp_path / "mine.py").write_text("def mine(completions, solution, **columns):\n    return solution\n")
+    files = dict(task="data", data=f"{tmp_path}/rows.jsonl", reward=[f"{tmp_path}/mine.py:mine"], eval_every=0)
+    words = "mine: missing a required argument: 'solution'; what it can be given is .*, completion_ids, .*, answer$"
+    with pytest.raises(UserError, match=words):
+        load_task(Config(**files))
+
+
+@pytest.mark.parametrize("make", [make_penalty, make_other])
+def test_a_function_that_makes_a_reward_is_told_to_be_bound(make):
+    words = rf"takes none of .* mine = {make.__name__}\(\.\.\.\), and give --reward file.py:mine"
+    with pytest.raises(UserError, match=words):
+        check_signature(make, [*COLUMNS, "answer"])
+    with pytest.raises(UserError, match=r"maker returned a function; .* mine = maker\(\.\.\.\)"):
+        maker = lambda **columns: make_other()  # noqa: E731
+        maker.__name__ = "maker"
+        call(maker)
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", CHAT])
 def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt):
     calls = []
 
-    def first(prompts, completions, completion_ids, answer, **columns):
+    def first(prompts, completions, completion_ids, answer, trainer_state, log_metric, **columns):
         calls.append((prompts, completions, completion_ids, answer, columns))
         return [0.0, 1.0, 2.0, 3.0]
 
@@ -341,6 +539,24 @@ def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt
     assert prompts == [prompt] * 4 and answer == ["2", "2", "3", "3"] and columns == {"more": [[1], [1], {}, {}]}
     assert completions == (texts if prompt != CHAT else [[{"role": "assistant", "content": text}] for text in texts])
     assert ids == [[*tokenizer(text).input_ids, EOS_ID] for text in texts]
+
+
+def test_a_reward_is_told_the_step_and_can_log(tokenizer):
+    def logs(completions, trainer_state, log_metric):
+        for i in range(len(completions)):
+            log_metric("i", i)
+        log_metric("nan", math.nan)
+        return [trainer_state.global_step + trainer_state.max_steps] * len(completions)
+
+    task = Task([{"prompt": "1"}], [], [logs, lambda **given: [0.0] * ("log_metric" in given)], [1.0, 1.0])
+    task.state.max_steps = 100
+    for _ in range(2):
+        task.begin(3)
+        assert score(task, task.train, [[completion(tokenizer, "a")]], tokenizer) == [[[102.0, 0.0]]]
+    assert tasks.means_of_logged([*task.logged, ("logged/i", 4.0)]) == {"logged/i": 2.0}
+    task.rewards = [lambda log_metric, **given: log_metric("x", "3")]
+    with pytest.raises(UserError, match=r"log_metric\('x', '3'\): a value must be a number"):
+        score(task, task.train, [[completion(tokenizer, "a")]], tokenizer)
 
 
 def test_the_time_limit_is_around_each_call(tokenizer):
