@@ -222,7 +222,7 @@ POINTS = {
     "update": "torch.optim.AdamW.step",
     "evaluate": "train.evaluate",
     "step": "train.training_step",
-    "open_run": "infra.checkpoint.open_run",
+    "open_run": "infra.run_folder.open_run",
     "append": "infra.report.append",
     "save": "infra.checkpoint.save",
     "save_model": "infra.checkpoint.save_model",

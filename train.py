@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
 from batch import Batch, Group, Limits, collate, micro_batches, minibatches, trained_lengths
 from config import Config
-from infra import checkpoint, command_line, faults, memory, ranks, report
+from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
 from infra.model import eos_ids, load, open_model
 from logprob import head_returns_logits, token_logprobs
@@ -283,7 +283,7 @@ def train(cfg: Config) -> int:
     """-> exit code"""
     device, out = ranks.start(), Path(cfg.out)
     with ranks.together():
-        done = checkpoint.open_run(cfg) if ranks.rank() == 0 else 0
+        done = run_folder.open_run(cfg) if ranks.rank() == 0 else 0
     done = ranks.gather([done])[0]
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
@@ -292,7 +292,7 @@ def train(cfg: Config) -> int:
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
     with ranks.together():  # all is ready: only from here on anything is written
-        notes += checkpoint.claim(cfg, done) if ranks.rank() == 0 else []
+        notes += run_folder.claim(cfg, done) if ranks.rank() == 0 else []
         log.open(done)
     log.plan(run.model, run.task, device, notes, done)
 
@@ -320,7 +320,7 @@ def train(cfg: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()), checkpoint.goes_on)
+    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()), run_folder.goes_on)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batch import Batch, Group
 from config import ALGORITHMS, Config, UserError
-from infra import checkpoint, ranks
+from infra import checkpoint, ranks, run_folder
 from infra.shard import ranks_of_a_copy
 from tasks import Task
 
@@ -161,8 +161,8 @@ class RunLog:
         if self.quiet:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
-            lines = [line for line in checkpoint.read_lines(self.out / name) if done and line["step"] <= done]
-            checkpoint.write_text(self.out / name, as_json(lines))
+            lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
+            run_folder.write_text(self.out / name, as_json(lines))
         self.tracker = open_tracker(self.config)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
@@ -212,7 +212,7 @@ class RunLog:
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
         name = signal.Signals(signal_number).name
-        self.say(f"stopped by {name} after step {step}; {checkpoint.goes_on(self.config)}")
+        self.say(f"stopped by {name} after step {step}; {run_folder.goes_on(self.config)}")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
@@ -289,7 +289,7 @@ def finished(out: Path, note: str = "") -> int:
         return 0
     if note:
         print(note)
-    lines = checkpoint.read_lines(out / "metrics.jsonl")
+    lines = run_folder.read_lines(out / "metrics.jsonl")
     if not lines:
         print(f"{out}/metrics.jsonl is gone or empty: there are no figures to show")
         return 0
@@ -299,7 +299,7 @@ def finished(out: Path, note: str = "") -> int:
     print(f"\n{'':24}{'before':>10}{'after':>10}")
     for name in names:
         print(f"{name.removeprefix('eval/'):24}{text(before.get(name)):>10}{text(after[name]):>10}")
-    samples = [line for line in checkpoint.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
+    samples = [line for line in run_folder.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
     for step in sorted({before["step"], after["step"]}):
         for line in [line for line in samples if line["step"] == step]:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")

@@ -39,7 +39,7 @@ from conftest import (
     start,
     torchrun,
 )
-from infra import checkpoint, report
+from infra import checkpoint, report, run_folder
 from infra.command_line import ready
 
 NOISY = """
@@ -299,12 +299,12 @@ def test_a_checkpoint_that_is_not_finite_is_named_with_what_to_delete(tmp_path, 
 
 
 def test_a_promise_to_go_on_is_made_where_it_is_true(out):
-    assert checkpoint.goes_on(config_of(out)) == ""
+    assert run_folder.goes_on(config_of(out)) == ""
     made(out, finished=False)
-    assert checkpoint.goes_on(config_of(out)) == f"the same command goes on after step 4, from {out}/"
+    assert run_folder.goes_on(config_of(out)) == f"the same command goes on after step 4, from {out}/"
     over = config_of(out, overwrite=True)
-    assert checkpoint.goes_on(over) == f"the same command without --overwrite goes on after step 4, from {out}/"
-    assert checkpoint.goes_on(config_of(out, beta=0.5)) == ""
+    assert run_folder.goes_on(over) == f"the same command without --overwrite goes on after step 4, from {out}/"
+    assert run_folder.goes_on(config_of(out, beta=0.5)) == ""
     damaged = out / "checkpoint" / "000004"
     assert checkpoint._when_deleted(damaged).endswith("starts from the first step")
     (out / "model").mkdir()
@@ -458,7 +458,7 @@ def config_of(out: Path, **settings) -> Config:
 
 def made(out: Path, steps: int = 4, finished: bool = True, **settings) -> Path:
     """What a run leaves, without its weights."""
-    checkpoint.claim(config_of(out, **settings), 0)
+    run_folder.claim(config_of(out, **settings), 0)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps + 1)))
     (out / "samples.jsonl").touch()
     (out / "checkpoint" / f"{steps:06d}").mkdir(parents=True)
@@ -483,9 +483,9 @@ def test_a_start_that_fails_claims_nothing(out, words, monkeypatch, capsys):
 
 
 def test_a_run_that_made_no_step_leaves_nothing_to_lose(out):
-    checkpoint.claim(config_of(out), 0)
+    run_folder.claim(config_of(out), 0)
     (out / "metrics.jsonl").write_text('{"step": 0}\n')  # evaluated, before the first step failed
-    assert checkpoint.open_run(config_of(out, beta=0.1)) == 0
+    assert run_folder.open_run(config_of(out, beta=0.1)) == 0
 
 
 def test_overwrite_moves_aside_what_the_run_wrote_and_nothing_else(out):
@@ -494,11 +494,11 @@ def test_overwrite_moves_aside_what_the_run_wrote_and_nothing_else(out):
     (out / "nested").mkdir()
     before = contents(out)
     again = config_of(out, overwrite=True, beta=0.1)
-    assert checkpoint.open_run(again) == 0 and contents(out) == before
-    assert checkpoint.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-1/ now"]
+    assert run_folder.open_run(again) == 0 and contents(out) == before
+    assert run_folder.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-1/ now"]
     assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "nested", "notes.md", "replaced-1"]
-    assert checkpoint.open_run(config_of(out / "replaced-1")) is None
-    assert checkpoint.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-2/ now"]
+    assert run_folder.open_run(config_of(out / "replaced-1")) is None
+    assert run_folder.claim(again, 0) == [f"the run that was in {out}/ is in {out}/replaced-2/ now"]
 
 
 @pytest.mark.parametrize("name, file", [("model", "model"), ("model", "x/../model"), ("data", "samples.jsonl")])
@@ -506,31 +506,31 @@ def test_overwrite_keeps_what_the_command_reads(out, name, file):
     made(out)
     (out / "x").mkdir()
     with pytest.raises(UserError, match=f"--{name} {out}/{file}: --overwrite would move it away"):
-        checkpoint.open_run(
+        run_folder.open_run(
             config_of(out, overwrite=True, **{"model": "m", "reward": ["r.py:f"], name: str(out / file)})
         )
 
 
 def test_a_finished_run_stays_finished_without_its_checkpoint(out):
     shutil.rmtree(made(out) / "checkpoint")
-    assert checkpoint.open_run(config_of(out)) is None
+    assert run_folder.open_run(config_of(out)) is None
     with pytest.raises(
         UserError, match=r"checkpoint is gone, so it cannot go on to --steps 9; .* --model .*/out/model"
     ):
-        checkpoint.open_run(config_of(out, steps=9))
+        run_folder.open_run(config_of(out, steps=9))
     (out / "metrics.jsonl").unlink()
-    assert checkpoint.open_run(config_of(out)) is None
+    assert run_folder.open_run(config_of(out)) is None
 
 
 @pytest.mark.parametrize("schedule, notes", [("constant", 0), ("linear", 1)])
 def test_a_run_can_be_extended(out, schedule, notes):
     made(out, lr_schedule=schedule)
     more = config_of(out, lr_schedule=schedule, steps=9, eval_every=3, eval_prompts=5, eval_k=1)
-    assert checkpoint.open_run(more) == 4
-    said = checkpoint.claim(more, 4)
+    assert run_folder.open_run(more) == 4
+    said = run_folder.claim(more, 4)
     assert len(said) == notes and all("goes down over 9 steps from here on, so far it did over 4" in x for x in said)
     with pytest.raises(UserError, match=r"--steps 3: the run in .* has made 4 already"):
-        checkpoint.open_run(config_of(out, lr_schedule=schedule, steps=3))
+        run_folder.open_run(config_of(out, lr_schedule=schedule, steps=3))
 
 
 def test_an_extended_run_is_the_one_made_in_one_go(small, tmp_path):
@@ -545,10 +545,10 @@ def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     made(out, model="m", data="rows.jsonl", reward=["r.py:f"])
     same = dict(model=f"{tmp_path}/m", data="./rows.jsonl", reward=[f"{tmp_path}/x/../r.py:f"])
-    assert checkpoint.open_run(config_of(out, **same)) is None
+    assert run_folder.open_run(config_of(out, **same)) is None
     with pytest.raises(UserError, match=r"--reward: \['r.py:f'\] there, \['r.py:g'\] here"):
-        checkpoint.open_run(config_of(out, **same | dict(reward=["r.py:g"])))
-    (note,) = checkpoint.claim(config_of(out, eval_prompts=9, steps=5, **same), 4)
+        run_folder.open_run(config_of(out, **same | dict(reward=["r.py:g"])))
+    (note,) = run_folder.claim(config_of(out, eval_prompts=9, steps=5, **same), 4)
     assert note.startswith("256 prompts were held out so far, 9 are from here on")
 
 
@@ -559,9 +559,9 @@ def test_a_setting_that_a_newer_version_added_counts_as_its_default(out):
     for name in ("top_entropy", "combine_rewards", "dynamic_sampling", "correct"):
         del content["settings"][name]
     file.write_text(json.dumps(content | {"settings": content["settings"] | {"of_old": 1}}))
-    assert checkpoint.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf)) is None
+    assert run_folder.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf)) is None
     with pytest.raises(UserError, match=r"--top_entropy: 1\.0 there, 0.5 here"):
-        checkpoint.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf, top_entropy=0.5))
+        run_folder.open_run(config_of(out, algorithm="dapo", epsilon_high=math.inf, top_entropy=0.5))
 
 
 DAMAGED = {  # file, its text, where the damage is
@@ -577,7 +577,7 @@ def test_damage_is_told_with_file_and_line(out, name):
     (made(out) / name).write_text(text)
     before = contents(out)
     with pytest.raises(UserError, match=f"{out}/{told}.*: mend "):
-        checkpoint.open_run(config_of(out))
+        run_folder.open_run(config_of(out))
     assert contents(out) == before
 
 
