@@ -337,6 +337,25 @@ def test_a_step_without_any_reward_changes_nothing(go):
     assert torch.equal(trained(out), untrained())
 
 
+def test_what_is_not_trained_on_is_counted(go):
+    (figures,) = metrics(go(steps=1, reward="never", dynamic_sampling=2))
+    assert (figures["without_reward"], figures["groups_replaced"]) == (figures["groups_replaced"] * G + 12, 6)
+
+
+def test_a_run_from_a_program_is_that_of_the_command_line(go, sorting, tmp_path, monkeypatch):
+    expected = go(steps=1)
+    settings = sorting | dict(data=str(sorting["data"]), steps=1, out=str(tmp_path / "program"))
+    assert train.train(Config(**settings)) == 0
+    assert_same_run(tmp_path / "program", expected)
+    assert torch.equal(trained(tmp_path / "program"), trained(expected))
+
+
+def test_samples_have_each_reward_and_the_columns_of_their_row(go):
+    for line in samples(go(steps=1, reward="letters never")):
+        assert line["rewards"] == {"letters": line["reward"], "never": None}
+        assert line["columns"] == {"answer": "".join(sorted(line["prompt"][:-1]))}
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_switch_of_an_algorithm_reaches_the_step(go, monkeypatch, algorithm):
     given, policy_loss = {}, train.policy_loss

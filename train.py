@@ -251,7 +251,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         task.time_limit = faults.time_limit(cfg.reward_timeout)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         longest = command_line.check_prompts(task, opened, cfg)
-        log = report.RunLog(cfg, opened.tokenizer.decode, quiet=ranks.rank() > 0)
+        log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names, quiet=ranks.rank() > 0)
         log.say(memory.check(memory.needed(opened.config, cfg, ranks.world(), longest), memory.available()))
     model, reference = load(opened, cfg, device)
     with ranks.together():
@@ -280,7 +280,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 
 
 def train(cfg: Config) -> int:
-    """-> exit code"""
+    """A whole run, or what is left of one. -> exit code"""
+    cfg = command_line.ready(cfg, torch.cuda.is_available())  # also where it does not come from the command line
     device, out = ranks.start(), Path(cfg.out)
     with ranks.together():
         done = run_folder.open_run(cfg) if ranks.rank() == 0 else 0

@@ -31,19 +31,19 @@ def of_groups(groups: list[Group], task: Task) -> dict:
     parts = torch.cat([group.reward_parts for group in groups])
     lengths = [len(completion.ids) for group in groups for completion in group.completions]
     right = task.is_right(parts)
-    by_rightness = (
-        {} if right is None else {ok: [n for n, r in zip(lengths, right) if bool(r) == ok] for ok in (True, False)}
-    )
+    judged = [] if right is None else list(zip(lengths, right.tolist()))
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
         "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
         **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(task.reward_names)},
         "completion_length": mean(lengths),
-        "length_correct": mean(by_rightness.get(True, [])),
-        "length_incorrect": mean(by_rightness.get(False, [])),
+        "length_correct": mean(n for n, ok in judged if ok),
+        "length_incorrect": mean(n for n, ok in judged if not ok),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
+        "groups_replaced": sum(group.advantages is None for group in groups),  # by dynamic_sampling
+        "without_reward": int(rewards.isnan().sum()),
         "advantage_easy": share_of_advantage(groups, task, 0.75, math.inf),
         "advantage_hard": share_of_advantage(groups, task, -math.inf, 0.25),
         "tokens": sum(lengths),
@@ -122,8 +122,8 @@ def std(rewards: Tensor) -> float | None:
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str], quiet: bool):
-        self.decode = decode
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str], quiet: bool):
+        self.decode, self.reward_names = decode, reward_names
         self.config, self.quiet, self.out = config, quiet, Path(config.out)
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
@@ -174,7 +174,10 @@ class RunLog:
         if 0 <= count < len(pairs):  # evenly over the step
             pairs = [pairs[i * len(pairs) // count] for i in range(count)]
         pairs += [("eval", group, 0) for group in evaluated[:2]]
-        append(self.out / "samples.jsonl", [sample_line(metrics["step"], *pair, self.decode) for pair in pairs])
+        append(
+            self.out / "samples.jsonl",
+            [sample_line(metrics["step"], *pair, self.decode, self.reward_names) for pair in pairs],
+        )
         append(self.out / "metrics.jsonl", [metrics])
         if self.tracker:
             self.tracker(metrics)
@@ -220,17 +223,25 @@ class RunLog:
             print(f"\r\033[K{line}" if self.on_terminal else line, flush=True)
 
 
-def sample_line(step: int, kind: str, group: Group, i: int, decode: Callable[[list[int]], str]) -> dict:
+def sample_line(
+    step: int, kind: str, group: Group, i: int, decode: Callable[[list[int]], str], reward_names: list[str]
+) -> dict:
     return {
         "step": step,
         "kind": kind,
         "prompt": group.row["prompt"],
         "completion": decode(group.completions[i].ids),
-        "reward": None if math.isnan(group.rewards[i]) else float(group.rewards[i]),
+        "reward": none_if_nan(float(group.rewards[i])),
+        "rewards": dict(zip(reward_names, map(none_if_nan, group.reward_parts[i].tolist()), strict=True)),
         "advantage": None if group.advantages is None else float(group.advantages[i]),
         "length": len(group.completions[i].ids),
         "truncated": group.completions[i].truncated,
+        "columns": {name: value for name, value in group.row.items() if name != "prompt"},
     }
+
+
+def none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def as_json(lines: list[dict]) -> str:
@@ -304,6 +315,7 @@ def finished(out: Path, note: str = "") -> int:
         for line in [line for line in samples if line["step"] == step]:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
     print(f"\nin {out}/: model/, metrics.jsonl, samples.jsonl, config.json")
+    print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0
 
 
