@@ -81,9 +81,7 @@ class Config:
     heading("What is trained, and on what")
     model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
     task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
-    data: str | None = setting(
-        None, "prompts of your own: a .json(l) file; or, with `datasets`, .csv, .parquet, of the hub"
-    )
+    data: str | None = setting(None, "prompts of your own: .jsonl, .json, .csv, .parquet, or a hub data set")
     eval_data: str | None = setting(None, "held-out prompts of your own; if left out, a share of those of --data")
     chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
     reward: list[str] = setting([], "each file.py:function, package.module:function, or one of the task's")
