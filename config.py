@@ -116,9 +116,7 @@ class Config:
     kl_estimator: str = setting("k3", "estimator of the KL", names=KL_ESTIMATORS)
     kl_importance: bool = setting(False, "KL term times the importance ratio, so that it is right off-policy")
     ref_sync_every: int = setting(0, "steps after which the reference becomes the policy; 0: never", at_least=0)
-    tis_mode: str = setting(
-        "token_truncate", "how the policy term is corrected by pi_old / pi_sampler", names=TIS_MODES
-    )
+    tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of that ratio; none: there is no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
     off_policy_mask: float | None = setting(None, "mask A < 0 with mean log(pi_sampler / pi) above this", at_least=0)
