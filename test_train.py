@@ -478,7 +478,23 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws):
 )
 def test_learning_rate(schedule, expected):
     settings = Config(steps=6, warmup_steps=3, lr_schedule=schedule, learning_rate=3e-4)
-    assert [train.learning_rate(settings, step) for step in range(1, 7)] == pytest.approx([x * 1e-4 for x in expected])
+    rates = [train.learning_rate(settings, step, highest=3e-4) for step in range(1, 7)]
+    assert rates == pytest.approx([x * 1e-4 for x in expected])
+
+
+def test_each_group_of_parameters_keeps_its_own_learning_rate(go, monkeypatch):
+    def two_groups(parameters, lr: float, **settings):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1 * lr}, {"params": others}], lr=lr)
+
+    seen = []
+    monkeypatch.setattr(torch.optim, "AdamW", two_groups)
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append([g["lr"] for g in optimizer.param_groups])
+    )
+    go(steps=3, warmup_steps=2, learning_rate=4e-4)
+    hook.remove()
+    assert seen == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4)]
 
 
 def test_every_update_of_a_step_has_the_learning_rate_of_its_metrics(go):

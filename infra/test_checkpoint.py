@@ -629,6 +629,7 @@ def test_two_runs_at_once(small, whole, half, writer, tmp_path):
 
 def test_the_lock_dies_with_its_holder(small, whole, half, writer):
     writer.kill()
+    writer.join()
     run(small, half, impatient)
     assert_same_files(half, whole)
 
