@@ -80,7 +80,15 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         mask[n, start:end] = int(is_trained_on(group, i, mask_truncated))
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
-    return Batch(*(x.to(device) for x in (ids, attention, mask, advantages, prompts, sampler_logp, sampler_entropy)))
+    return Batch(
+        ids=ids.to(device),
+        attention=attention.to(device),
+        mask=mask.to(device),
+        advantages=advantages.to(device),
+        prompts=prompts.to(device),
+        sampler_logp=sampler_logp.to(device),
+        sampler_entropy=sampler_entropy.to(device),
+    )
 
 
 def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
