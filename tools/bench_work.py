@@ -204,9 +204,8 @@ def our_run(work: Work, args: argparse.Namespace, micro_batch_tokens: int | None
     config = Config(**shape, learning_rate=1e-6, warmup_steps=0, steps=1, micro_batch_tokens=micro_batch_tokens)
     config = resolve(config, {}, DEVICE == "cuda")
     model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-    )
+    adam = dict(lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
     sampling = Sampling(args.limit, [EOS], tokens_at_once=config.rollout_tokens)
     limits = Limits(rows=None, tokens=config.micro_batch_tokens)
     force_ours(work)
