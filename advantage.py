@@ -55,13 +55,13 @@ def group_advantages(
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
     batch = r.reshape(1, -1)  # (1, P * G)
+    tokens = None if lengths is None else lengths.double().masked_fill(r.isnan(), 0.0)  # (P, G)
 
     if baseline == "mean":
         b = r.nanmean(1, keepdim=True)  # (P, 1)
     elif baseline == "leave_one_out":
         b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the others
     elif baseline == "length":
-        tokens = lengths.double().masked_fill(r.isnan(), 0.0)
         b = (tokens * r).nansum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     elif baseline == "batch":
         b = batch.nanmean(1, keepdim=True)
@@ -86,7 +86,6 @@ def group_advantages(
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        tokens = lengths.double().masked_fill(r.isnan(), 0.0)
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 

@@ -55,10 +55,9 @@ def share_of_advantage(groups: list[Group], task: Task, low: float, high: float)
     between these shares of a right answer's, bounds left out."""
     if task.correct is None:
         return None
-    k = task.reward_names.index(task.correct)
     trained = [group for group in groups if group.advantages is not None]
     sizes = [float(group.advantages.abs().sum()) for group in trained]
-    of_groups = [float(group.reward_parts[:, k].nanmean()) for group in trained]
+    of_groups = [float(task.what_says_right(group.reward_parts).nanmean()) for group in trained]
     inside = [low * task.correct_at < of_group < high * task.correct_at for of_group in of_groups]
     return sum(s for s, ok in zip(sizes, inside, strict=True) if ok) / sum(sizes) if sum(sizes) else None
 

@@ -76,11 +76,14 @@ class Task:
         earlier = [names[:i].count(name) for i, name in enumerate(names)]
         return [f"{name}_{n + 1}" if n else name for name, n in zip(names, earlier, strict=True)]
 
+    def what_says_right(self, reward_parts: Tensor) -> Tensor | None:
+        """(..., K), the values of each reward -> (...), those of the one that says what is right, if one does"""
+        return None if self.correct is None else reward_parts[..., self.reward_names.index(self.correct)]
+
     def is_right(self, reward_parts: Tensor) -> Tensor | None:
-        """(..., K), the values of each reward -> (...); None where nothing says what is right"""
-        if self.correct is None:
-            return None
-        return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9  # NaN is not right
+        """(..., K) -> (...); None where nothing says what is right"""
+        values = self.what_says_right(reward_parts)
+        return None if values is None else values >= self.correct_at - 1e-9  # NaN is not right
 
     def draw(self, index: int, seed: int) -> dict:
         """The index-th prompt of the run: every row once an epoch, in an order of its own for each epoch."""
