@@ -90,6 +90,13 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
     return state["cursor"]
 
 
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Of the policy alone. Each rank that calls this reads all of them."""
+    with _reading(folder), _one_process_needs_no_distributed():
+        reader = HuggingFaceStorageReader(folder / "model")
+        dcp.load(dict(model.named_parameters()), storage_reader=reader, no_dist=True)
+
+
 def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Tensor]]:
     """The tensors of a checkpoint, by the folder they are in; tied weights once."""
     models = {"model": model} if reference is None else {"model": model, "reference": reference}
