@@ -547,6 +547,35 @@ def test_evaluation_against_counting(go, rewards):
         assert figures["eval/pass@3"] == pytest.approx(statistics.mean(map(max, groups)))
 
 
+def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, capsys):
+    """Of the model it starts from, of the trained one, and of a checkpoint; on two ranks as on one."""
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
+    made = go("made", **held_out)
+    before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
+    assert before != after
+    trained = [dict(model=made / "model"), dict(model=made / "checkpoint" / "000002")]
+    for i, (model, figures) in enumerate([({}, before), *((model, after) for model in trained)]):
+        settings = held_out | dict(steps=0) | model
+        capsys.readouterr()
+        out = go(f"{i}", **settings)
+        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", capsys.readouterr().out)
+        assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
+        assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
+    run(sorting | settings, tmp_path / "two", world=2)
+    assert metrics(tmp_path / "two") == metrics(out)
+    assert (tmp_path / "two" / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
+
+
+def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
+    out = go(steps=0, eval_every=1, eval_prompts=7, reward="letters lucky", reward_weights=[1.0, 0.5])
+    (figures,) = metrics(out)
+    shown = capsys.readouterr().out.partition("held out (")[2]
+    for name in ("reward", "reward/letters", "reward/lucky"):
+        half = figures[f"eval/{name}_ci"]
+        assert half > 0 and re.search(rf"\n{name} +{figures[f'eval/{name}']:.3f} ± {half:.3f}\n", shown)
+    assert figures["eval/accuracy"] is figures["eval/accuracy_ci"] is None and "accuracy" not in shown
+
+
 # ---- A chat model, rewards in TRL's signature ----
 
 TEMPLATE = (
