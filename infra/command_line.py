@@ -15,18 +15,28 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import Field
+from dataclasses import Field, dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
+from config import setting as flag
+from infra import run_folder
 from infra.faults import report_failure
 from infra.model import Opened
 from tasks import Task, encode_prompt, task_defaults, task_file, task_names, text_of
 from tasks._files import Row, excerpt
 from tasks._rewards import GIVEN
 
+
+@dataclass
+class Flags(Config):
+    config: str | None = flag(None, "file of settings: a run's config.json, or your own; flags win over it")
+
+
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
+FLAGS = {field.name: field for field in dataclasses.fields(Flags)}
 
 
 def parse(args: list[str], on_gpu: bool) -> Config:
@@ -37,14 +47,16 @@ def parse(args: list[str], on_gpu: bool) -> Config:
     errors += [f"{word.strip()}: belongs to no flag" for word in stray]
     given = vars(namespace)
     wants_help = given.pop("help", False)
-    config = Config(**{name: _read(SETTINGS[name], value) for name, value in given.items()})
+    settings = {name: _read(FLAGS[name], value) for name, value in given.items()}
     context = []  # frames of a task's file that cannot be loaded
     try:
+        settings, unknown = _with_files(settings, on_gpu)
+        errors += unknown
         if wants_help:
-            parser.set_defaults(**_defaults_in_words(config))
+            parser.set_defaults(**_defaults_in_words(settings))
             parser.print_help()
             raise SystemExit(0)
-        config = ready(config, on_gpu)
+        config = ready(Config(**settings), on_gpu)
     except UserError as error:
         errors.append(str(error))
         context = getattr(error, "__notes__", [])
@@ -55,6 +67,28 @@ def parse(args: list[str], on_gpu: bool) -> Config:
     return config
 
 
+def _with_files(flags: dict, on_gpu: bool) -> tuple[dict, list[str]]:
+    """Flags win over --config, and both over what the run has that --out goes on with. -> settings, errors"""
+    file, errors = flags.pop("config", None), []
+    if file is not None:
+        found = _beyond_defaults(run_folder.settings_in(run_folder.read_object(Path(file))), on_gpu)
+        errors = [f"{file}: {_no_such_flag(f'--{name}')}" for name in found if name not in SETTINGS]
+        flags = found | flags
+    out = flags.get("out")
+    if isinstance(out, str) and not flags.get("overwrite") and run_folder.made_steps(Path(out)) is not None:
+        there = run_folder.settings_in(run_folder.read_object(Path(out) / "config.json"))
+        flags = _beyond_defaults(there, on_gpu) | flags
+    return {name: flags[name] for name in SETTINGS if name in flags}, errors
+
+
+def _beyond_defaults(settings: dict, on_gpu: bool) -> dict:
+    """A run's settings are all filled in. Without what comes from its task and algorithm, others bring their own."""
+    by_hand = ("task", "algorithm", "model", "data", "micro_batch_size")
+    chosen = {name: settings[name] for name in by_hand if name in settings}
+    defaults = vars(_defaults_beside(chosen, on_gpu))
+    return chosen | {name: x for name, x in settings.items() if name not in defaults or x != defaults[name]}
+
+
 def ready(config: Config, on_gpu: bool) -> Config:
     """Resolved settings that a run can start with; or a UserError with a line for each mistake."""
     wrong = wrong_values(config)
@@ -63,6 +97,12 @@ def ready(config: Config, on_gpu: bool) -> Config:
     if errors:
         raise UserError("\nerror: ".join(errors))
     return resolved
+
+
+def _defaults_beside(chosen: dict, on_gpu: bool) -> Config:
+    """Of all settings, for this task, algorithm ..."""
+    config = Config(**chosen)
+    return _resolve_with_task(_without(wrong_values(config), config), on_gpu)
 
 
 def _resolve_with_task(config: Config, on_gpu: bool) -> Config:
@@ -125,12 +165,12 @@ def _sort_words(args: list[str]) -> tuple[list[str], list[str]]:
         if _is_flag(word):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
-            is_setting = word.startswith("--") and name in SETTINGS
+            is_setting = word.startswith("--") and name in FLAGS
             is_known = is_setting or word in ("-h", "--help")
             if not is_known:
                 errors.append(_no_such_flag(word))
             elif is_setting:
-                is_missing = _is_flag(following) and _kind_of(SETTINGS[name]) is not bool
+                is_missing = _is_flag(following) and _kind_of(FLAGS[name]) is not bool
                 words.append(f"--{name}={value}" if equals or is_missing else f"--{name}")
             else:
                 words.append(word)
@@ -141,7 +181,7 @@ def _sort_words(args: list[str]) -> tuple[list[str], list[str]]:
 
 def _no_such_flag(word: str) -> str:
     name = word.lstrip("-").split("=")[0].replace("-", "_")
-    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8))  # a slip
+    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8))  # a slip
     hint = NOT_HERE.get(name) or (f"did you mean --{near}?" if near else "see --help")
     return f"{word}: there is no such flag; {hint}"
 
@@ -184,7 +224,7 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     groups = {}
-    for name, setting in SETTINGS.items():
+    for name, setting in FLAGS.items():
         heading = setting.metadata["heading"]
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
@@ -206,13 +246,12 @@ def _help_of(setting: Field) -> str:
     return f"{setting.metadata['text'].replace('%', '%%')} ({brackets})"
 
 
-def _defaults_in_words(config: Config) -> dict[str, str]:
-    """Of every setting; where it is by task or algorithm, for those of `config`."""
-    chosen = Config(task=config.task, algorithm=config.algorithm)
-    plain = _without(wrong_values(chosen), chosen)
-    on_cpu, on_gpu = (_resolve_with_task(plain, on_gpu) for on_gpu in (False, True))
+def _defaults_in_words(settings: dict) -> dict[str, str]:
+    """Of every setting; where it is by task or algorithm, for those of `settings`."""
+    chosen = {name: settings[name] for name in ("task", "algorithm") if name in settings}
+    on_cpu, on_gpu = (_defaults_beside(chosen, on_gpu) for on_gpu in (False, True))
     by_task = task_defaults(on_cpu.task, None)
-    words = {}
+    words = {"config": "none"}
     for name in SETTINGS:
         default, here, there = getattr(Config(), name), getattr(on_cpu, name), getattr(on_gpu, name)
         if default is not None:
@@ -221,7 +260,7 @@ def _defaults_in_words(config: Config) -> dict[str, str]:
             words[name] = f"{_in_words(here)}, on a GPU {_in_words(there)}"
         elif name in by_task:
             words[name] = f"{_in_words(here)}, by task"
-        elif name in ALGORITHMS[plain.algorithm]:
+        elif name in ALGORITHMS[on_cpu.algorithm]:
             words[name] = f"{_in_words(here)}, by algorithm"
         else:
             words[name] = _in_words(here)
@@ -348,6 +387,8 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
 
 
 def _contradictions_of_step(config: Config) -> Iterator[str]:
+    if config.steps == 0 and config.eval_every == 0:
+        yield "--steps 0: evaluates, which --eval_every 0 says never to do; give --eval_every 1"
     completions = config.prompts_per_step * config.num_generations
     in_group = compares_in_group(config.scale_rewards, config.baseline)
     if config.num_generations == 1 and in_group:

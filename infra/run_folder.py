@@ -69,7 +69,11 @@ def open_run(config: Config) -> int | None:
             "give another --out, or start over with --overwrite"
         )
     if config.steps < made:
-        raise UserError(f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more")
+        weights = out / "model" if (out / "model").exists() else out / "checkpoint" / f"{made:06d}"
+        raise UserError(
+            f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more, or evaluate it: "
+            f"--model {weights} --steps 0 --out ..."
+        )
     if config.steps == made and (out / "model").exists():
         return None
     if latest(out) is None and (out / "model").exists():
@@ -106,11 +110,16 @@ def claim(config: Config, done: int) -> list[str]:
 def made_steps(out: Path) -> int | None:
     """How many steps the run in this folder has made, in its newest checkpoint or, finished, altogether; None: no step
     at all, so that there is nothing to lose."""
-    lines = [line for line in read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl") if line["step"] > 0]
+    there = settings_of(out)
+    if there is None:
+        return None
+    first = 1 if there.steps else 0  # of an evaluation, that is what there is
+    lines = read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl")
+    lines = [line for line in lines if line["step"] >= first]
     if latest(out) is not None:
         return latest(out)
     if (out / "model").exists():
-        return lines[-1]["step"] if lines else settings_of(out).steps
+        return lines[-1]["step"] if lines else there.steps
     return 0 if lines else None
 
 
@@ -173,14 +182,31 @@ def _notes(config: Config) -> list[str]:
 def settings_of(out: Path) -> Config | None:
     """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
     file = out / "config.json"
-    content = _parse(file.read_text(errors="replace"), str(file)) if file.is_file() else None
-    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+    content = read_object(file) if file.is_file() else {}
+    if not isinstance(content.get("settings"), dict):
         return None  # not written by a run
-    known = {name: math.inf if x == "inf" else x for name, x in content["settings"].items() if name in SETTINGS}
+    known = {name: x for name, x in settings_in(content).items() if name in SETTINGS}
     try:
         return resolve(Config(**known), {}, on_gpu=False)
     except (KeyError, TypeError) as error:
         raise UserError(f"{file}: not the settings of a run ({error}): mend it, or give another --out") from None
+
+
+def settings_in(content: dict) -> dict:
+    """Of a run's config.json, but for those that are of its folder; or of a file of one's own."""
+    if isinstance(content.get("settings"), dict):
+        content = {name: x for name, x in content["settings"].items() if name not in ("out", "overwrite")}
+    return {name: math.inf if x == "inf" else x for name, x in content.items()}
+
+
+def read_object(file: Path) -> dict:
+    try:
+        content = _parse(file.read_text(errors="replace"), str(file))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: must hold a JSON object")
+    return content
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -40,7 +40,7 @@ from conftest import (
     torchrun,
 )
 from infra import checkpoint, report, run_folder
-from infra.command_line import ready
+from infra.command_line import parse, ready
 
 NOISY = """
 import random
@@ -404,8 +404,11 @@ def test_a_folder_that_may_not_be_written(small, tmp_path):
 # ---- --out ----
 
 
+FIGURE = r" +\d\.\d+ ± \d\.\d+"
+
+
 def test_a_finished_run_says_so_and_is_left_as_it_is(small, whole):
-    table = re.compile(r"\n +before +after\n.*accuracy +\d\.\d+ +\d\.\d+\n.*pass@2 +\d\.\d+ +\d\.\d+\n.*", re.DOTALL)
+    table = re.compile(rf"\nheld out .* before +after\n.*accuracy{FIGURE * 2}\n.*pass@2{FIGURE * 2}\n.*", re.DOTALL)
     (result,) = table.findall(screen(whole).read_text())
     assert result.count("step 0, reward") == result.count("step 7, reward") == 2
     before = contents(whole)
@@ -539,6 +542,40 @@ def test_an_extended_run_is_the_one_made_in_one_go(small, tmp_path):
     assert "continued after step 2" in run(settings | dict(steps=4), tmp_path / "out")
     run(settings | dict(steps=4), tmp_path / "whole")
     assert_same_files(tmp_path / "out", tmp_path / "whole")
+
+
+def test_out_alone_goes_on_with_the_settings_that_are_there(out):
+    its_own = dict(algorithm="dapo", beta=0.1, eval_every=3, epsilon_high=0.3, overwrite=True)
+    made(out, **its_own)
+    words = ["--out", str(out)]
+    assert parse(words, on_gpu=False) == config_of(out, **its_own | dict(overwrite=False))
+    assert run_folder.open_run(parse(words, on_gpu=False)) is None
+    assert run_folder.open_run(parse([*words, "--steps", "9", "--beta", "0.1", "--eval_k", "1"], on_gpu=False)) == 4
+    other = parse([*words, "--algorithm", "gspo"], on_gpu=False)
+    with pytest.raises(UserError, match=r"--algorithm: dapo there, gspo here\n  --normalization: global there"):
+        run_folder.open_run(other)
+    assert parse([*words, "--overwrite"], on_gpu=False) == config_of(out, steps=80, overwrite=True)
+
+
+def test_a_run_that_made_no_step_gives_no_settings(out):
+    run_folder.claim(config_of(out, beta=0.1), 0)
+    assert parse(["--out", str(out)], on_gpu=False) == config_of(out, steps=80)
+
+
+def test_an_evaluation_is_made_again_and_never_written_over_by_another(out):
+    run_folder.claim(config_of(out, steps=0), 0)
+    (out / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert run_folder.open_run(config_of(out, steps=0, eval_k=8)) == run_folder.open_run(config_of(out)) == 0
+    with pytest.raises(UserError, match="--model: None there, m here"):
+        run_folder.open_run(config_of(out, steps=0, model="m"))
+
+
+def test_a_run_is_evaluated_elsewhere(out):
+    made(out, finished=False)
+    for weights in (out / "checkpoint" / "000004", out / "model"):
+        weights.mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=f"has made 4 already; .* evaluate it: --model {weights} --steps 0 --out"):
+            run_folder.open_run(config_of(out, steps=0))
 
 
 def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monkeypatch):
