@@ -505,6 +505,44 @@ def test_every_update_of_a_step_has_the_learning_rate_of_its_metrics(go):
     assert seen[::2] == seen[1::2] == [line["learning_rate"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
 
 
+# ---- In a script of one's own ----
+
+IMPORTS = """
+import ast, importlib, json, logging, pathlib, random, sys, warnings
+import numpy, torch, transformers
+
+def state():
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    of_loggers = {x.name: [x.level, len(x.handlers), len(x.filters), x.propagate, x.disabled] for x in loggers}
+    of_loggers = {name: x for name, x in of_loggers.items() if x != [logging.NOTSET, 0, 0, True, False]}
+    rest = [warnings.filters, warnings.showwarning, logging.root.manager.disable, logging.getLoggerClass()]
+    rest += [transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()]
+    rest += [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), sys.excepthook]
+    rest += [random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()]
+    return {"loggers": of_loggers, "rest": [str(x) for x in rest]}
+
+own = [*pathlib.Path().glob("*.py"), *pathlib.Path().glob("infra/*.py"), *pathlib.Path().glob("tasks/*.py")]
+own = {str(x.with_suffix("")).replace("/", "."): x for x in own if "test" not in x.name}
+for path in own.values():  # what libraries do is theirs
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.col_offset == 0:
+            if node.module not in own and node.module not in ("infra", "tasks"):
+                importlib.import_module(node.module)
+                [getattr(sys.modules[node.module], x.name) for x in node.names]
+before = state()
+for name in own:
+    importlib.import_module(name)
+    print(json.dumps([name, before == state()]))
+"""
+
+
+def test_an_import_changes_nothing():
+    """No logging, no filter of warnings, no threads, no random state."""
+    shown = subprocess.check_output([sys.executable, "-c", IMPORTS], cwd=ROOT, text=True)
+    unchanged = dict(json.loads(line) for line in shown.splitlines())
+    assert len(unchanged) > 20 and unchanged["train"] and all(unchanged.values()), unchanged
+
+
 # ---- What a run leaves behind ----
 
 
