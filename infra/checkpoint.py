@@ -90,11 +90,12 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
     return state["cursor"]
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Of the policy alone. Each rank that calls this reads all of them."""
-    with _reading(folder), _one_process_needs_no_distributed():
-        reader = HuggingFaceStorageReader(folder / "model")
-        dcp.load(dict(model.named_parameters()), storage_reader=reader, no_dist=True)
+def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """Of the policy alone. A rank that calls this needs no other one."""
+    reader = HuggingFaceStorageReader(folder / "model")
+    with _one_process_needs_no_distributed():
+        dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
+    return model
 
 
 def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Tensor]]:

@@ -69,9 +69,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     opened = open_model(of_run.model or task_file(of_run.task).model(of_run), config)
 
     def load() -> PreTrainedModel:
-        model = opened.load()
-        checkpoint.load_weights(folder, model)
-        return model
+        with _named(str(folder), "weights"):
+            return checkpoint.load_weights(folder, opened.load())
 
     return replace(opened, load=load)
 
