@@ -85,8 +85,8 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict:
-    """Each figure is a mean over prompts, with half the width of its 95 % interval beside it. Rewards and lengths are
-    those of the greedy completions."""
+    """Each figure is a mean over prompts, with half the width of its 95 % interval beside it, by the normal
+    approximation. Rewards and lengths are those of the greedy completions."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     greedy_parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
@@ -101,14 +101,10 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict
     }
     figures = {}
     for name, values in of_prompts.items():
-        figures |= {f"eval/{name}": mean(values), f"eval/{name}_ci": half_interval(values)}
+        given = [float(v) for v in values if not math.isnan(v)]
+        half = 1.96 * statistics.stdev(given) / math.sqrt(len(given)) if len(given) > 1 else None
+        figures |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
     return figures
-
-
-def half_interval(values: Iterable[float]) -> float | None:
-    """Of the mean, by the normal approximation."""
-    values = [float(v) for v in values if not math.isnan(v)]
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
