@@ -4,7 +4,7 @@ What is left at None is filled in by `resolve`, once: from the algorithm's prese
 the task's defaults (what suits its size), or by the machine. A value given by hand always wins.
 
 infra/command_line.py makes a flag of each setting and says what is wrong with its value; a setting that is added here
-needs nothing there. Left out: settings files (a run writes its own, config.json).
+needs nothing there. What a run has is in its config.json, which --config reads.
 """
 
 import dataclasses
@@ -174,8 +174,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     """Fill in what was left at None. What is resolved already stays as it is."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    kind = "evaluation" if config.steps == 0 else config.algorithm
-    defaults["out"] = f"runs/{task_of(config)}-{kind}-{config.seed}"
+    defaults["out"] = f"runs/{task_of(config)}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     defaults["rollout_tokens"] = 524288 if on_gpu else 32768
     if config.micro_batch_size is None:
         defaults["micro_batch_tokens"] = 16384 if on_gpu else 2048
