@@ -93,8 +93,11 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Of the policy alone. A rank that calls this needs no other one."""
     reader = HuggingFaceStorageReader(folder / "model")
-    with _one_process_needs_no_distributed():
-        dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
+    try:
+        with _one_process_needs_no_distributed():
+            dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise ValueError(_cause(error)) from error
     return model
 
 

@@ -311,6 +311,25 @@ def test_a_promise_to_go_on_is_made_where_it_is_true(out):
     assert "same command" not in checkpoint._when_deleted(damaged)
 
 
+@pytest.mark.parametrize("damage", ["elsewhere", "no weights", "torn weights", "no base"])
+def test_a_checkpoint_that_cannot_be_a_model_is_told_so(half, capsys, tmp_path, damage):
+    folder = half / "checkpoint" / "000004"
+    if damage == "elsewhere":
+        folder = folder.rename(tmp_path / "000004")
+    elif damage == "no weights":
+        shutil.rmtree(folder / "model")
+    elif damage == "torn weights":
+        os.truncate(next((folder / "model").iterdir()), 9999)
+    else:
+        config = half / "config.json"
+        config.write_text(config.read_text().replace('"model": null', '"model": "./gone"'))
+    assert train.main(["--task", "sorting", "--steps", "0", "--model", str(folder), "--out", f"{tmp_path}/out"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    what = {"elsewhere": "must stand in its run's folder", "no base": "--model ./gone: there is no such folder"}
+    assert what.get(damage, f"--model {folder}: its weights cannot be loaded: ") in told
+    assert not (tmp_path / "out").exists()
+
+
 DAMAGES = {
     "no weights": lambda folder: shutil.rmtree(folder / "model"),
     "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
