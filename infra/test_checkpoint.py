@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -415,9 +416,11 @@ def not_allowed_in(folder: Path) -> None:
         os.setuid(65534)
 
 
-def test_a_folder_that_may_not_be_written(small, tmp_path):
-    shown = run(small, tmp_path / "out", partial(at, "open_run", 1, partial(not_allowed_in, tmp_path)), code=2)
-    assert shown == f"error: --out {tmp_path}/out: Permission denied\n"
+def test_a_folder_that_may_not_be_written(small):
+    with tempfile.TemporaryDirectory() as folder:  # the folders above it may be read by everyone
+        out = Path(folder) / "out"
+        shown = run(small, out, partial(at, "open_run", 1, partial(not_allowed_in, out.parent)), code=2)
+        assert shown == f"error: --out {out}: Permission denied\n"
 
 
 # ---- --out ----

@@ -48,6 +48,7 @@ def test_without_flags():
     assert (plain.task, plain.algorithm, plain.out) == ("addition", "grpo", "runs/addition-grpo-0")
     assert (plain.prompts_per_step, plain.num_generations, plain.max_completion_length) == (16, 8, 64)
     assert (plain.steps, plain.learning_rate) == (80, 2e-4)
+    assert read("--steps 0").out == "runs/addition-evaluation-0"
 
 
 @pytest.mark.parametrize("task", task_names())
