@@ -144,3 +144,8 @@ def test_rows_are_taken_as_they_come(tmp_path, shape):
     is_chat = isinstance(ROWS[shape]["prompt"], list)
     given = {"prompts": [ROWS[shape]["prompt"]], "completions": [ANSWER if is_chat else "46"]}
     assert seen[0] == seen[0] | columns | given and seen[0].keys() >= {"completion_ids", "trainer_state", "log_metric"}
+
+
+def test_an_evaluation_has_a_step_that_a_reward_can_divide_by():
+    state = load_task(Config(task="addition", steps=0)).state
+    assert state.global_step / state.max_steps == 0.0
