@@ -1,7 +1,8 @@
 """The command line -> settings, and everything that can be wrong with them before a run.
 
-A flag is made of each field of Config. Every mistake is told at once, each in a line that says what was given, what is
-allowed and what to change. Left out: what only the model or the machine can tell (model.py, memory.py).
+A flag is made of each field of Config. Settings also come from files: --config, and the run that --out goes on with.
+Every mistake is told at once, each in a line that says what was given, what is allowed and what to change. Left out:
+what only the model or the machine can tell (model.py, memory.py).
 """
 
 import dataclasses
@@ -153,7 +154,9 @@ def _read_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     given, errors = {}, []
     for flag, *words in groups:
         name, equals, value = flag.removeprefix("--").partition("=")
-        name, words, taken = name.replace("-", "_"), [value, *words] if equals else words, 0
+        name = name.replace("-", "_")
+        words = [value, *words] if equals else words
+        taken = 0
         if flag.startswith("--") and name in FLAGS:
             taken = len(words) if _is_list(FLAGS[name]) else 1
             given[name] = _read(FLAGS[name], words[:taken])

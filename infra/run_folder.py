@@ -108,7 +108,7 @@ def made_steps(out: Path) -> int | None:
     there = settings_of(out)
     if there is None:
         return None
-    first = 1 if there.steps else 0  # of an evaluation, that is what there is
+    first = 1 if there.steps else 0  # an evaluation is step 0
     lines = read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl")
     lines = [line for line in lines if line["step"] >= first]
     if latest(out) is not None:
