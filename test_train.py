@@ -596,7 +596,8 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, 
         settings = held_out | dict(steps=0) | model
         capsys.readouterr()
         out = go(f"{i}", **settings)
-        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", capsys.readouterr().out)
+        shown = capsys.readouterr().out
+        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown) and "tools.plot" not in shown
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
     run(sorting | settings, tmp_path / "two", world=2)

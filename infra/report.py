@@ -325,7 +325,8 @@ def finished(out: Path, note: str = "") -> int:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
     names = [name for name in ("model", "metrics.jsonl", "samples.jsonl", "config.json") if (out / name).exists()]
     print(f"\nin {out}/: {', '.join(names)}")
-    print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
+    if len(lines) > 1:
+        print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0
 
 

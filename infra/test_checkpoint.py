@@ -436,6 +436,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(small, whole):
     before = contents(whole)
     shown = run(small | dict(micro_batch_size=2), whole)
     assert table.findall("\n" + shown) == [result] and "step 7/7" not in shown
+    assert f"python -m tools.plot {whole} " in shown and "pip install matplotlib" in shown
+    assert f"in {whole}/: model, metrics.jsonl, samples.jsonl, config.json\n" in shown
     assert contents(whole) == before
 
 
