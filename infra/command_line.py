@@ -50,6 +50,8 @@ def parse(args: list[str], on_gpu: bool) -> Config:
             print(_help(settings))
             raise SystemExit(0)
         config = ready(Config(**settings), on_gpu)
+    except OSError as error:  # of a file with settings
+        errors.append(f"{error.filename}: {error.strerror}")
     except UserError as error:
         errors.append(str(error))
         context = getattr(error, "__notes__", [])

@@ -196,10 +196,7 @@ def read_settings(file: Path) -> dict:
 
 
 def _read_object(file: Path) -> dict:
-    try:
-        content = _parse(file.read_text(errors="replace"), file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
+    content = _parse(file.read_text(errors="replace"), file)
     if not isinstance(content, dict):
         raise UserError(f"{file}: must hold a JSON object")
     return content

@@ -153,6 +153,12 @@ def test_a_mistake_in_a_file_is_told_as_that_of_a_flag(tmp_path, capsys, setting
         assert all(part in line for part in one.format(file).split("...")), line
 
 
+def test_a_run_that_may_not_be_read_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(Path, "is_file", lambda path: open(path / "no" / "such"))  # as where it is not allowed
+    (told,) = mistakes(capsys, "--out there")
+    assert "there/config.json" in told
+
+
 # ---- Mistakes ----
 
 UNKNOWN = [  # a line -> what each of its mistakes is told with
