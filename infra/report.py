@@ -318,7 +318,8 @@ def finished(out: Path, note: str = "") -> int:
     title = "held out (± 95 %)" if evaluations else "trained on"
     print(f"\n{title:24}" + "".join(f"{when:>17}" for when in columns))
     for name in worth_showing(shown[-1]) or ["reward", "completion_length", "entropy"]:
-        print(f"{name.removeprefix('eval/'):24}" + "".join(f"{text_of(line, name):>17}" for line in columns.values()))
+        cells = [with_interval(line, name) for line in columns.values()]
+        print(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>17}" for cell in cells))
     samples = [line for line in run_folder.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
     for step in [line["step"] for line in columns.values()]:
         for line in [line for line in samples if line["step"] == step]:
@@ -337,8 +338,8 @@ def worth_showing(metrics: dict) -> list[str]:
     return [name for name in names if metrics["eval/accuracy"] is None or "reward" not in name]
 
 
-def text_of(metrics: dict, name: str) -> str:
-    """With its interval, if it has one."""
+def with_interval(metrics: dict, name: str) -> str:
+    """A figure, and half the width of its interval if it has one."""
     half = metrics.get(f"{name}_ci")
     return text(metrics.get(name)) + ("" if half is None else f" ± {text(half)}")
 
