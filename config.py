@@ -4,7 +4,7 @@ What is left at None is filled in by `resolve`, once: from the algorithm's prese
 the task's defaults (what suits its size), or by the machine. A value given by hand always wins.
 
 infra/command_line.py makes a flag of each setting and says what is wrong with its value; a setting that is added here
-needs nothing there. Left out: settings files (a run writes its own, config.json).
+needs nothing there. What a run has is in its config.json, which --config reads.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class Config:
     dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal", at_least=0)
 
     heading("Optimization; a step is one rollout with all its updates")
-    steps: int | None = setting(None, "how many the run has", at_least=1, may_change=True)
+    steps: int | None = setting(None, "how many the run has; 0: evaluate, train nothing", at_least=0, may_change=True)
     num_iterations: int = setting(1, "passes over the completions of a step", at_least=1)
     minibatches: int = setting(1, "optimizer updates in each pass", at_least=1)
     learning_rate: float | None = setting(None, "AdamW's, after warm-up", above=0)
@@ -174,7 +174,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     """Fill in what was left at None. What is resolved already stays as it is."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    defaults["out"] = f"runs/{task_of(config)}-{config.algorithm}-{config.seed}"
+    defaults["out"] = f"runs/{task_of(config)}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     defaults["rollout_tokens"] = 524288 if on_gpu else 32768
     if config.micro_batch_size is None:
         defaults["micro_batch_tokens"] = 16384 if on_gpu else 2048

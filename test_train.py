@@ -505,6 +505,44 @@ def test_every_update_of_a_step_has_the_learning_rate_of_its_metrics(go):
     assert seen[::2] == seen[1::2] == [line["learning_rate"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
 
 
+# ---- In a script of one's own ----
+
+IMPORTS = """
+import ast, importlib, json, logging, pathlib, random, sys, warnings
+import numpy, torch, transformers
+
+def state():
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    of_loggers = {x.name: [x.level, len(x.handlers), len(x.filters), x.propagate, x.disabled] for x in loggers}
+    of_loggers = {name: x for name, x in of_loggers.items() if x != [logging.NOTSET, 0, 0, True, False]}
+    rest = [warnings.filters, warnings.showwarning, logging.root.manager.disable, logging.getLoggerClass()]
+    rest += [transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()]
+    rest += [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), sys.excepthook]
+    rest += [random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()]
+    return {"loggers": of_loggers, "rest": [str(x) for x in rest]}
+
+own = [*pathlib.Path().glob("*.py"), *pathlib.Path().glob("infra/*.py"), *pathlib.Path().glob("tasks/*.py")]
+own = {str(x.with_suffix("")).replace("/", "."): x for x in own if "test" not in x.name}
+for path in own.values():  # what libraries do is theirs
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.col_offset == 0:
+            if node.module not in own and node.module not in ("infra", "tasks"):
+                importlib.import_module(node.module)
+                [getattr(sys.modules[node.module], x.name) for x in node.names]
+before = state()
+for name in own:
+    importlib.import_module(name)
+    print(json.dumps([name, before == state()]))
+"""
+
+
+def test_an_import_changes_nothing():
+    """No logging, no filter of warnings, no threads, no random state."""
+    shown = subprocess.check_output([sys.executable, "-c", IMPORTS], cwd=ROOT, text=True)
+    unchanged = dict(json.loads(line) for line in shown.splitlines())
+    assert len(unchanged) > 20 and unchanged["train"] and all(unchanged.values()), unchanged
+
+
 # ---- What a run leaves behind ----
 
 
@@ -545,6 +583,36 @@ def test_evaluation_against_counting(go, rewards):
         assert figures["eval/accuracy"] == pytest.approx(statistics.mean(greedy["values"]))
         assert figures["eval/pass@1"] == pytest.approx(statistics.mean(map(statistics.mean, groups)))
         assert figures["eval/pass@3"] == pytest.approx(statistics.mean(map(max, groups)))
+
+
+def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, capsys):
+    """Of the model it starts from, of the trained one, and of a checkpoint; on two ranks as on one."""
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
+    made = go("made", **held_out)
+    before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
+    assert before != after
+    trained = [dict(model=made / "model"), dict(model=made / "checkpoint" / "000002")]
+    for i, (model, figures) in enumerate([({}, before), *((model, after) for model in trained)]):
+        settings = held_out | dict(steps=0) | model
+        capsys.readouterr()
+        out = go(f"{i}", **settings)
+        shown = capsys.readouterr().out
+        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown) and "tools.plot" not in shown
+        assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
+        assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
+    run(sorting | settings, tmp_path / "two", world=2)
+    assert metrics(tmp_path / "two") == metrics(out)
+    assert (tmp_path / "two" / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
+
+
+def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
+    out = go(steps=0, eval_every=1, eval_prompts=7, reward="letters lucky", reward_weights=[1.0, 0.5])
+    (figures,) = metrics(out)
+    shown = capsys.readouterr().out.partition("held out (")[2]
+    for name in ("reward", "reward/letters", "reward/lucky"):
+        half = figures[f"eval/{name}_ci"]
+        assert half > 0 and re.search(rf"\n{name} +{figures[f'eval/{name}']:.3f} ± {half:.3f}\n", shown)
+    assert figures["eval/accuracy"] is figures["eval/accuracy_ci"] is None and "accuracy" not in shown
 
 
 # ---- A chat model, rewards in TRL's signature ----

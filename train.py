@@ -280,7 +280,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 
 
 def train(cfg: Config) -> int:
-    """A whole run, or what is left of one. -> exit code"""
+    """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     cfg = command_line.ready(cfg, torch.cuda.is_available())  # also where it does not come from the command line
     device, out = ranks.start(), Path(cfg.out)
     with ranks.together():
@@ -316,7 +316,8 @@ def train(cfg: Config) -> int:
             checkpoint.save(out, step, run.model, refreshed, run.optimizer, run.cursor, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
             return log.stopped(stop, step)
-    checkpoint.save_model(out / "model", run.model, run.tokenizer)
+    if cfg.steps:
+        checkpoint.save_model(out / "model", run.model, run.tokenizer)
     return report.finished(out)
 
 

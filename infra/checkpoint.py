@@ -90,6 +90,17 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
     return state["cursor"]
 
 
+def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """Of the policy alone. A rank that calls this needs no other one."""
+    reader = HuggingFaceStorageReader(folder / "model")
+    try:
+        with _one_process_needs_no_distributed():
+            dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise ValueError(_cause(error)) from error
+    return model
+
+
 def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Tensor]]:
     """The tensors of a checkpoint, by the folder they are in; tied weights once."""
     models = {"model": model} if reference is None else {"model": model, "reference": reference}

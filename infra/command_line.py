@@ -1,50 +1,57 @@
 """The command line -> settings, and everything that can be wrong with them before a run.
 
-A flag is made of each field of Config. Every mistake is told at once, each in a line that says what was given, what is
-allowed and what to change. Left out: what only the model or the machine can tell (model.py, memory.py).
+A flag is made of each field of Config. Settings also come from files: --config, and the run that --out goes on with.
+Every mistake is told at once, each in a line that says what was given, what is allowed and what to change. Left out:
+what only the model or the machine can tell (model.py, memory.py).
 """
 
-import argparse
 import dataclasses
 import difflib
-import functools
-import itertools
 import math
 import operator
 import os
+import shutil
+import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import Field
+from collections.abc import Iterator
+from dataclasses import Field, dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
+from config import setting as a_setting
+from infra import run_folder
 from infra.faults import report_failure
 from infra.model import Opened
 from tasks import Task, encode_prompt, task_defaults, task_file, task_names, text_of
 from tasks._files import Row, excerpt
 from tasks._rewards import GIVEN
 
+
+@dataclass
+class Flags(Config):
+    config: str | None = a_setting(None, "file of settings: a run's config.json, or your own; flags win over it")
+
+
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
+FLAGS = {field.name: field for field in dataclasses.fields(Flags)}
 
 
 def parse(args: list[str], on_gpu: bool) -> Config:
     """The command line -> resolved settings; or all that is wrong with it on stderr, and exit code 2."""
-    words, errors = _sort_words(args)
-    parser = _make_parser()
-    namespace, stray = parser.parse_known_args(words)
-    errors += [f"{word.strip()}: belongs to no flag" for word in stray]
-    given = vars(namespace)
-    wants_help = given.pop("help", False)
-    config = Config(**{name: _read(SETTINGS[name], value) for name, value in given.items()})
+    flags, errors = _read_flags(args)
     context = []  # frames of a task's file that cannot be loaded
     try:
-        if wants_help:
-            parser.set_defaults(**_defaults_in_words(config))
-            parser.print_help()
+        settings, unknown = _with_files(flags, on_gpu)
+        errors += unknown
+        if not HELP.isdisjoint(args):
+            print(_help(settings))
             raise SystemExit(0)
-        config = ready(config, on_gpu)
+        config = ready(Config(**settings), on_gpu)
+    except OSError as error:  # of a file with settings
+        errors.append(f"{error.filename}: {error.strerror}")
     except UserError as error:
         errors.append(str(error))
         context = getattr(error, "__notes__", [])
@@ -55,29 +62,53 @@ def parse(args: list[str], on_gpu: bool) -> Config:
     return config
 
 
+def _with_files(flags: dict, on_gpu: bool) -> tuple[dict, list[str]]:
+    """Flags win over --config, and both over what the run has that --out goes on with. -> settings, errors"""
+    file, errors = flags.pop("config", None), []
+    if file is not None:
+        found = _beyond_defaults(Path(file), on_gpu)
+        errors = [f"{file}: {_no_such_flag(f'--{name}')}" for name in found if name not in SETTINGS]
+        flags = found | flags
+    out = flags.get("out")
+    if isinstance(out, str) and not flags.get("overwrite") and run_folder.made_steps(Path(out)) is not None:
+        flags = _beyond_defaults(Path(out) / "config.json", on_gpu) | flags
+    return {name: flags[name] for name in SETTINGS if name in flags}, errors
+
+
+def _beyond_defaults(file: Path, on_gpu: bool) -> dict:
+    """The settings in a file without what its task and algorithm bring, all of which a run has written: others bring
+    their own."""
+    settings = run_folder.read_settings(file)
+    by_hand = ("task", "algorithm", "model", "data", "micro_batch_size")
+    chosen = {name: settings[name] for name in by_hand if name in settings}
+    brought = vars(_filled_in(Config(**chosen), on_gpu))
+    return chosen | {name: x for name, x in settings.items() if name not in brought or x != brought[name]}
+
+
 def ready(config: Config, on_gpu: bool) -> Config:
     """Resolved settings that a run can start with; or a UserError with a line for each mistake."""
-    wrong = wrong_values(config)
-    resolved = _resolve_with_task(_without(wrong, config), on_gpu)
-    errors = [*wrong.values(), *check(resolved)]
+    resolved = _filled_in(config, on_gpu)
+    wrong_defaults = wrong_values(resolved)  # of a task
+    errors = [*wrong_values(config).values(), *wrong_defaults.values()]
+    if not wrong_defaults:
+        errors += _contradictions_of_task(resolved)
+        errors += _contradictions_of_objective(resolved)
+        errors += _contradictions_of_step(resolved)
     if errors:
         raise UserError("\nerror: ".join(errors))
     return resolved
 
 
-def _resolve_with_task(config: Config, on_gpu: bool) -> Config:
-    return resolve(config, task_defaults(task_of(config), config.model), on_gpu)
-
-
-def _without(wrong: Iterable[str], config: Config) -> Config:
+def _filled_in(config: Config, on_gpu: bool) -> Config:
     """The default stands in for a value that cannot be, so that the rest can be checked."""
     plain = Config()
-    return dataclasses.replace(config, **{name: getattr(plain, name) for name in wrong})
+    config = dataclasses.replace(config, **{name: getattr(plain, name) for name in wrong_values(config)})
+    return resolve(config, task_defaults(task_of(config), config.model), on_gpu)
 
 
 # ---- Words -> values ----
 
-YES, NO = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
+TRUTHS = dict.fromkeys("true t yes y 1".split(), True) | dict.fromkeys("false f no n 0".split(), False)
 OTHER_NAMES = {  # what others call them
     "lr": "learning_rate", "epsilon": "epsilon_low", "max_steps": "steps", "loss_type": "normalization",
     "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "micro_batch_size",
@@ -113,119 +144,96 @@ def _is_list(setting: Field) -> bool:
     return get_origin(setting.type) is list
 
 
-def _sort_words(args: list[str]) -> tuple[list[str], list[str]]:
-    """-> the words for argparse, and a line for each flag that does not exist; such a flag is left out with its values.
-
-    argparse would end the program at a flag whose value is missing, and take -1e-3 for a flag: the one gets an empty
-    value, the other a space before it. Hyphens in the name of a setting become underscores.
-    """
-    words, errors = [], []
-    is_known = True  # the flag that the word belongs to
-    for word, following in itertools.pairwise([*args, "--"]):
-        if _is_flag(word):
-            name, equals, value = word.removeprefix("--").partition("=")
-            name = name.replace("-", "_")
-            is_setting = word.startswith("--") and name in SETTINGS
-            is_known = is_setting or word in ("-h", "--help")
-            if not is_known:
-                errors.append(_no_such_flag(word))
-            elif is_setting:
-                is_missing = _is_flag(following) and _kind_of(SETTINGS[name]) is not bool
-                words.append(f"--{name}={value}" if equals or is_missing else f"--{name}")
-            else:
-                words.append(word)
-        elif is_known:
-            words.append(" " + word if word.startswith("-") else word)
-    return words, errors
+def _read_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """-> values by the name of their setting, and a line for each word that belongs to none. Hyphens in a name count as
+    underscores. A flag that does not exist takes its values with it."""
+    groups = [[""]]  # a flag and the words after it
+    for word in args:
+        if word.startswith("-") and isinstance(_as_kind(float, word), str):
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    given, errors = {}, []
+    for flag, *words in groups:
+        name, equals, value = flag.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        words = [value, *words] if equals else words
+        taken = 0
+        if flag.startswith("--") and name in FLAGS:
+            taken = len(words) if _is_list(FLAGS[name]) else 1
+            given[name] = _read(FLAGS[name], words[:taken])
+        elif flag not in ("", *HELP):
+            taken = len(words)
+            errors.append(_no_such_flag(flag))
+        errors += [f"{word}: belongs to no flag" for word in words[taken:]]
+    return given, errors
 
 
 def _no_such_flag(word: str) -> str:
     name = word.lstrip("-").split("=")[0].replace("-", "_")
-    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8))  # a slip
+    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8))  # a slip
     hint = NOT_HERE.get(name) or (f"did you mean --{near}?" if near else "see --help")
     return f"{word}: there is no such flag; {hint}"
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and isinstance(_as_kind(float, word), str)
-
-
-def _read(setting: Field, words: str | list[str]) -> Any:
+def _read(setting: Field, words: list[str]) -> Any:
     kind = _kind_of(setting)
-    return [_as_kind(kind, word) for word in words] if _is_list(setting) else _as_kind(kind, words)
+    values = [_as_kind(kind, word) for word in words or ["true" if kind is bool else ""]]
+    return values if _is_list(setting) else values[0]
 
 
 def _as_kind(kind: type, word: str) -> Any:
     """A word that cannot be read stays as it is, and `wrong_values` tells it."""
     word = word.strip()
-    if kind is bool and word.lower() in (*YES, *NO):
-        return word.lower() in YES
+    if kind is bool:
+        return TRUTHS.get(word.lower(), word)
     try:
-        return word if kind is bool else kind(word)
+        return kind(word)
     except ValueError:
         return word
 
 
 # ---- --help ----
 
-METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
+HELP = {"-h", "--help"}
+ABOUT = """GRPO of a language model. Defaults by task and algorithm are those of the --task and --algorithm that stand
+beside --help."""
+PLACEHOLDERS = {str: "TEXT", int: "N", float: "X", bool: "[true|false]"}
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    """All values are read as text: argparse would stop at the first that is none."""
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        usage="%(prog)s [--setting value ...]",
-        description="GRPO of a language model. Defaults by task and algorithm are those of the --task and --algorithm "
-        "that stand beside --help.",
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32),
-        argument_default=argparse.SUPPRESS,
-        add_help=False,
-        allow_abbrev=False,
-    )
-    groups = {}
-    for name, setting in SETTINGS.items():
-        heading = setting.metadata["heading"]
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        kind = _kind_of(setting)
-        groups[heading].add_argument(
-            f"--{name}",
-            nargs="+" if _is_list(setting) else "?" if kind is bool else None,
-            const="true" if kind is bool else None,
-            metavar="NAME" if _names_of(setting) else METAVARS[kind],
-            help=_help_of(setting),
-        )
-    parser.add_argument("-h", "--help", action="store_true", help="show this, and end")
-    return parser
+def _help(settings: dict) -> str:
+    width = shutil.get_terminal_size().columns - 2
+    lines = ["usage: train.py [--setting value ...]", "", textwrap.fill(ABOUT, width)]
+    defaults, heading = _defaults_in_words(settings), None
+    for name, setting in FLAGS.items():
+        if setting.metadata["heading"] != heading:
+            heading = setting.metadata["heading"]
+            lines += ["", f"{heading}:"]
+        value = "NAME" if _names_of(setting) else PLACEHOLDERS[_kind_of(setting)]
+        flag = f"  --{name} {value} ..." if _is_list(setting) else f"  --{name} {value}"
+        limits = ", ".join(_names_of(setting)) or " and ".join(_limits_of(setting))
+        brackets = "; ".join(filter(None, [limits, f"default {defaults[name]}"]))
+        text = f"{setting.metadata['text']} ({brackets})"
+        lines.append(textwrap.fill(text, width, initial_indent=f"{flag:30}  ", subsequent_indent=" " * 32))
+    return "\n".join(lines)
 
 
-def _help_of(setting: Field) -> str:
-    brackets = ", ".join(_names_of(setting)) or " and ".join(_limits_of(setting))
-    brackets = f"{brackets}; default %(default)s" if brackets else "default %(default)s"
-    return f"{setting.metadata['text'].replace('%', '%%')} ({brackets})"
-
-
-def _defaults_in_words(config: Config) -> dict[str, str]:
-    """Of every setting; where it is by task or algorithm, for those of `config`."""
-    chosen = Config(task=config.task, algorithm=config.algorithm)
-    plain = _without(wrong_values(chosen), chosen)
-    on_cpu, on_gpu = (_resolve_with_task(plain, on_gpu) for on_gpu in (False, True))
+def _defaults_in_words(settings: dict) -> dict[str, str]:
+    """Of every setting; where it is by task or algorithm, for those of `settings`."""
+    chosen = {name: settings[name] for name in ("task", "algorithm") if name in settings}
+    on_cpu, on_gpu = (_filled_in(Config(**chosen), on_gpu) for on_gpu in (False, True))
     by_task = task_defaults(on_cpu.task, None)
-    words = {}
+    words = {"config": "none"}
     for name in SETTINGS:
-        default, here, there = getattr(Config(), name), getattr(on_cpu, name), getattr(on_gpu, name)
-        if default is not None:
-            words[name] = _in_words(default)
-        elif here != there:
-            words[name] = f"{_in_words(here)}, on a GPU {_in_words(there)}"
+        here, there = getattr(on_cpu, name), getattr(on_gpu, name)
+        words[name] = _in_words(here)
+        if here != there:
+            words[name] += f", on a GPU {_in_words(there)}"
         elif name in by_task:
-            words[name] = f"{_in_words(here)}, by task"
-        elif name in ALGORITHMS[plain.algorithm]:
-            words[name] = f"{_in_words(here)}, by algorithm"
-        else:
-            words[name] = _in_words(here)
-    return words | {"task": task_of(Config())}
+            words[name] += ", by task"
+        elif name in ALGORITHMS[on_cpu.algorithm]:
+            words[name] += ", by algorithm"
+    return words | {"task": task_of(Config()), "algorithm": Config.algorithm, "dtype": Config.dtype}
 
 
 def _in_words(value: Any) -> str:
@@ -296,14 +304,6 @@ def _limits_of(setting: Field) -> list[str]:
 # ---- Settings together ----
 
 
-def check(config: Config) -> list[str]:
-    """What is wrong with resolved settings, a line each."""
-    wrong = wrong_values(config)
-    if wrong:
-        return list(wrong.values())
-    return [*_contradictions_of_task(config), *_contradictions_of_objective(config), *_contradictions_of_step(config)]
-
-
 def _contradictions_of_task(config: Config) -> Iterator[str]:
     if config.model is None and not hasattr(task_file(config.task), "model"):
         yield f"--task {config.task}: needs --model, a folder or a hub name"
@@ -348,6 +348,8 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
 
 
 def _contradictions_of_step(config: Config) -> Iterator[str]:
+    if config.steps == 0 and config.eval_every == 0:
+        yield "--steps 0: evaluates, which --eval_every 0 says never to do; give --eval_every 1"
     completions = config.prompts_per_step * config.num_generations
     in_group = compares_in_group(config.scale_rewards, config.baseline)
     if config.num_generations == 1 and in_group:

@@ -57,6 +57,8 @@ def needed(model_config: PretrainedConfig, config: Config, world: int, longest_p
 
     def of_an_update(tokens: float) -> float:
         """With micro-batches of so many tokens."""
+        if config.steps == 0:
+            return 0.0
         of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
         between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
         kept = tokens * h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
@@ -65,7 +67,7 @@ def needed(model_config: PretrainedConfig, config: Config, world: int, longest_p
 
     return {
         "weights": 4 * parameters / n,
-        "Adam": 8 * parameters / n,
+        "Adam": 8 * parameters / n if config.steps != 0 else 0.0,
         "reference": 4 * parameters / n if config.beta else 0,
         "rollout": copy + rows * cache,
         "update": of_an_update(max(length, of_a_micro_batch)),

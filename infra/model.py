@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from config import Config, UserError
-from infra import ranks
+from infra import checkpoint, ranks, run_folder
 from infra.shard import make_mesh, shard
+from tasks import task_file
 
 
 @dataclass
@@ -33,12 +34,14 @@ class Opened:
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """A folder, a name on the hub, or a model with its tokenizer. Its dropout is off."""
+    """A folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer. Its dropout is off."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
         return Opened(model.config, tokenizer, lambda: model)
+    if (Path(source) / "state.json").is_file():
+        return _open_checkpoint(Path(source), config)
     if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
         raise UserError(f"--model {source}: there is no such folder")
     with _named(source, "configuration"):
@@ -56,6 +59,20 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
     return Opened(model_config, tokenizer, lambda: _load_weights(source, model_config, tokenizer, config))
+
+
+def _open_checkpoint(folder: Path, config: Config) -> Opened:
+    """The model that its run started from, with the weights of the checkpoint."""
+    of_run = run_folder.settings_of(folder.absolute().parent.parent)
+    if of_run is None:
+        raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
+    opened = open_model(of_run.model or task_file(of_run.task).model(of_run), config)
+
+    def load() -> PreTrainedModel:
+        with _named(str(folder), "weights"):
+            return checkpoint.load_weights(folder, opened.load())
+
+    return replace(opened, load=load)
 
 
 def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel | None]:

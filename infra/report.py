@@ -8,6 +8,7 @@ import json
 import math
 import resource
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -84,18 +85,26 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict:
-    """Rewards and lengths are those of the greedy completions."""
+    """Each figure is a mean over prompts, with half the width of its 95 % interval beside it, by the normal
+    approximation. Rewards and lengths are those of the greedy completions."""
     n = len(sampled[0].rewards)
+    ks = sorted({2**i for i in range(n.bit_length())} | {n})
     greedy_parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
     right = task.is_right(greedy_parts)
     correct = [] if right is None else [int(task.is_right(group.reward_parts).sum()) for group in sampled]
-    return {
-        "eval/accuracy": None if right is None else mean(right.tolist()),
-        **{f"eval/pass@{k}": mean(pass_at_k(n, c, k) for c in correct) for k in sorted({1, n})},
-        "eval/completion_length": mean(len(group.completions[0].ids) for group in greedy),
-        "eval/reward": mean(torch.cat([group.rewards for group in greedy])),
-        **{f"eval/reward/{name}": mean(greedy_parts[:, i]) for i, name in enumerate(task.reward_names)},
+    of_prompts = {
+        "accuracy": [] if right is None else right.tolist(),
+        **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
+        "completion_length": [len(group.completions[0].ids) for group in greedy],
+        "reward": torch.cat([group.rewards for group in greedy]).tolist(),
+        **{f"reward/{name}": greedy_parts[:, i].tolist() for i, name in enumerate(task.reward_names)},
     }
+    figures = {}
+    for name, values in of_prompts.items():
+        given = [float(v) for v in values if not math.isnan(v)]
+        half = 1.96 * statistics.stdev(given) / math.sqrt(len(given)) if len(given) > 1 else None
+        figures |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
+    return figures
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -304,24 +313,35 @@ def finished(out: Path, note: str = "") -> int:
         print(f"{out}/metrics.jsonl is gone or empty: there are no figures to show")
         return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
-    before, after = (evaluations[0], evaluations[-1]) if evaluations else (lines[0], lines[-1])
-    names = worth_showing(after) or ["reward", "completion_length", "entropy"]
-    print(f"\n{'':24}{'before':>10}{'after':>10}")
-    for name in names:
-        print(f"{name.removeprefix('eval/'):24}{text(before.get(name)):>10}{text(after[name]):>10}")
+    shown = evaluations or lines
+    columns = {"before": shown[0], "after": shown[-1]} if len(shown) > 1 else {"": shown[0]}
+    title = "held out (± 95 %)" if evaluations else "trained on"
+    print(f"\n{title:24}" + "".join(f"{when:>17}" for when in columns))
+    for name in worth_showing(shown[-1]) or ["reward", "completion_length", "entropy"]:
+        cells = [with_interval(line, name) for line in columns.values()]
+        print(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>17}" for cell in cells))
     samples = [line for line in run_folder.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
-    for step in sorted({before["step"], after["step"]}):
+    for step in [line["step"] for line in columns.values()]:
         for line in [line for line in samples if line["step"] == step]:
             print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
-    print(f"\nin {out}/: model/, metrics.jsonl, samples.jsonl, config.json")
-    print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
+    names = [name for name in ("model", "metrics.jsonl", "samples.jsonl", "config.json") if (out / name).exists()]
+    print(f"\nin {out}/: {', '.join(names)}")
+    if len(lines) > 1:
+        print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0
 
 
 def worth_showing(metrics: dict) -> list[str]:
     """The figures of an evaluation; rewards only where nothing says which answers are right."""
-    names = [name for name in metrics if name.startswith("eval/") and metrics[name] is not None]
+    names = [name for name in metrics if name.startswith("eval/") and not name.endswith("_ci")]
+    names = [name for name in names if metrics[name] is not None]
     return [name for name in names if metrics["eval/accuracy"] is None or "reward" not in name]
+
+
+def with_interval(metrics: dict, name: str) -> str:
+    """A figure, and half the width of its interval if it has one."""
+    half = metrics.get(f"{name}_ci")
+    return text(metrics.get(name)) + ("" if half is None else f" ± {text(half)}")
 
 
 def as_text(prompt: str | list[dict]) -> str:

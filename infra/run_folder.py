@@ -10,7 +10,6 @@ Nothing is written before all is ready to start. Left out: what the user puts in
 """
 
 import dataclasses
-import errno
 import fcntl
 import itertools
 import json
@@ -19,6 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,7 @@ def open_run(config: Config) -> int | None:
     out = Path(config.out)
     try:
         above = next(path for path in (out, *out.absolute().parents) if path.exists())
-        os.listdir(above)  # fails where it is no folder
-        if not os.access(above, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}") from None
     if (out / ".lock").exists():
@@ -59,7 +57,7 @@ def open_run(config: Config) -> int | None:
         _check_that_nothing_is_read_from_inside(config)
         return 0
     made = made_steps(out)
-    if there is None or made is None:
+    if made is None:
         return 0
     changed = _changed(there, config)
     if changed:
@@ -69,7 +67,11 @@ def open_run(config: Config) -> int | None:
             "give another --out, or start over with --overwrite"
         )
     if config.steps < made:
-        raise UserError(f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more")
+        weights = out / "model" if (out / "model").exists() else out / "checkpoint" / f"{made:06d}"
+        raise UserError(
+            f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more, or evaluate it: "
+            f"--model {weights} --steps 0 --out ..."
+        )
     if config.steps == made and (out / "model").exists():
         return None
     if latest(out) is None and (out / "model").exists():
@@ -83,10 +85,7 @@ def open_run(config: Config) -> int | None:
 def claim(config: Config, done: int) -> list[str]:
     """The folder becomes this run's: called when all is ready to start. -> notes"""
     out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}") from None
+    out.mkdir(parents=True, exist_ok=True)
     _lock(out)
     if open_run(config) != done:
         raise UserError(f"another process has written to {out} by now: start again, or give another --out")
@@ -106,11 +105,16 @@ def claim(config: Config, done: int) -> list[str]:
 def made_steps(out: Path) -> int | None:
     """How many steps the run in this folder has made, in its newest checkpoint or, finished, altogether; None: no step
     at all, so that there is nothing to lose."""
-    lines = [line for line in read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl") if line["step"] > 0]
+    there = settings_of(out)
+    if there is None:
+        return None
+    first = 1 if there.steps else 0  # an evaluation is step 0
+    lines = read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl")
+    lines = [line for line in lines if line["step"] >= first]
     if latest(out) is not None:
         return latest(out)
     if (out / "model").exists():
-        return lines[-1]["step"] if lines else settings_of(out).steps
+        return lines[-1]["step"] if lines else there.steps
     return 0 if lines else None
 
 
@@ -120,9 +124,8 @@ def goes_on(config: Config) -> str:
     there, done = settings_of(out), latest(out)
     if there is None or not done or _changed(there, config):
         return ""
-    return (
-        f"the same command {'without --overwrite ' if config.overwrite else ''}goes on after step {done}, from {out}/"
-    )
+    without = "without --overwrite " if config.overwrite else ""
+    return f"the same command {without}goes on after step {done}, from {out}/"
 
 
 def _starts_over(config: Config) -> bool:
@@ -133,22 +136,24 @@ def _starts_over(config: Config) -> bool:
 def _check_that_nothing_is_read_from_inside(config: Config) -> None:
     moved = [path.resolve() for pattern in WRITTEN for path in Path(config.out).glob(pattern)]
     for name in PATHS:
-        given = getattr(config, name) or []
-        for word in [given] if isinstance(given, str) else given:
+        for word in _words(config, name):
             if any(Path(word).resolve().is_relative_to(path) for path in moved):
                 raise UserError(f"--{name} {word}: --overwrite would move it away; give another --out")
 
 
 def _changed(there: Config, here: Config) -> list[str]:
-    return [name for name in SETTINGS if name not in settings_that_may_change() and _differs(name, there, here)]
+    fixed = [name for name in SETTINGS if name not in settings_that_may_change()]
+    return [name for name in fixed if _meant(there, name) != _meant(here, name)]
 
 
-def _differs(name: str, there: Config, here: Config) -> bool:
-    was, now = getattr(there, name), getattr(here, name)
-    if name in PATHS and was and now:  # other words for one file are the same
-        real = os.path.realpath
-        return real(was) != real(now) if isinstance(was, str) else list(map(real, was)) != list(map(real, now))
-    return was != now
+def _meant(config: Config, name: str) -> Any:
+    """Other words for one file mean the same."""
+    return [*map(os.path.realpath, _words(config, name))] if name in PATHS else getattr(config, name)
+
+
+def _words(config: Config, name: str) -> list[str]:
+    given = getattr(config, name) or []
+    return [given] if isinstance(given, str) else given
 
 
 def _notes(config: Config) -> list[str]:
@@ -173,48 +178,58 @@ def _notes(config: Config) -> list[str]:
 def settings_of(out: Path) -> Config | None:
     """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
     file = out / "config.json"
-    content = _parse(file.read_text(errors="replace"), str(file)) if file.is_file() else None
-    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+    if not file.is_file() or not isinstance(_read_object(file).get("settings"), dict):
         return None  # not written by a run
-    known = {name: math.inf if x == "inf" else x for name, x in content["settings"].items() if name in SETTINGS}
+    known = {name: x for name, x in read_settings(file).items() if name in SETTINGS}
     try:
         return resolve(Config(**known), {}, on_gpu=False)
     except (KeyError, TypeError) as error:
         raise UserError(f"{file}: not the settings of a run ({error}): mend it, or give another --out") from None
 
 
+def read_settings(file: Path) -> dict:
+    """Of a run, from its config.json, without those of its folder; or of a file of one's own."""
+    content = _read_object(file)
+    if isinstance(content.get("settings"), dict):
+        content = {name: x for name, x in content["settings"].items() if name not in ("out", "overwrite")}
+    return {name: math.inf if x == "inf" else x for name, x in content.items()}
+
+
+def _read_object(file: Path) -> dict:
+    content = _parse(file.read_text(errors="replace"), file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: must hold a JSON object")
+    return content
+
+
 def read_lines(file: Path) -> list[dict]:
     """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
     if not file.exists():
         return []
-    lines = [_parse(text, f"{file}:{n}") for n, text in enumerate(file.read_text(errors="replace").split("\n")[:-1], 1)]
-    for n, line in enumerate(lines, 1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+    lines = []
+    for n, text in enumerate(file.read_text(errors="replace").split("\n")[:-1], 1):
+        lines.append(_parse(text, file, n))
+        if not isinstance(lines[-1], dict) or not isinstance(lines[-1].get("step"), int):
             raise UserError(f"{file}:{n}: not a line of a run: mend or delete it")
     return lines
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, file: Path, number: int | None = None) -> Any:
+    """`number`: of the line, where it is one of a .jsonl file"""
     try:
         return json.loads(text)
     except ValueError as error:
-        line = f":{error.lineno}" if where.endswith(".json") and isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{where}{line}: damaged, not JSON ({error}): mend that line") from None
+        number = number or getattr(error, "lineno", 1)
+        raise UserError(f"{file}:{number}: damaged, not JSON ({error}): mend that line") from None
 
 
 def provenance() -> dict:
     """Where and with what a run was made."""
-    here = Path(__file__).parent.parent
-
-    def git(*args: str) -> str:
-        if not shutil.which("git"):
-            return ""
-        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True).stdout.strip()
-
-    commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
+    command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
+    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "commit": (commit or None) if not dirty else f"{commit}-dirty",
+        "commit": (git and git.stdout.strip()) or None,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

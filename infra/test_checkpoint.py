@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +41,7 @@ from conftest import (
     torchrun,
 )
 from infra import checkpoint, report, run_folder
-from infra.command_line import ready
+from infra.command_line import parse, ready
 
 NOISY = """
 import random
@@ -311,6 +312,25 @@ def test_a_promise_to_go_on_is_made_where_it_is_true(out):
     assert "same command" not in checkpoint._when_deleted(damaged)
 
 
+@pytest.mark.parametrize("damage", ["elsewhere", "no weights", "torn weights", "no base"])
+def test_a_checkpoint_that_cannot_be_a_model_is_told_so(half, capsys, tmp_path, damage):
+    folder = half / "checkpoint" / "000004"
+    if damage == "elsewhere":
+        folder = folder.rename(tmp_path / "000004")
+    elif damage == "no weights":
+        shutil.rmtree(folder / "model")
+    elif damage == "torn weights":
+        os.truncate(next((folder / "model").iterdir()), 9999)
+    else:
+        config = half / "config.json"
+        config.write_text(config.read_text().replace('"model": null', '"model": "./gone"'))
+    assert train.main(["--task", "sorting", "--steps", "0", "--model", str(folder), "--out", f"{tmp_path}/out"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    what = {"elsewhere": "must stand in its run's folder", "no base": "--model ./gone: there is no such folder"}
+    assert what.get(damage, f"--model {folder}: its weights cannot be loaded: ") in told
+    assert not (tmp_path / "out").exists()
+
+
 DAMAGES = {
     "no weights": lambda folder: shutil.rmtree(folder / "model"),
     "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
@@ -396,21 +416,28 @@ def not_allowed_in(folder: Path) -> None:
         os.setuid(65534)
 
 
-def test_a_folder_that_may_not_be_written(small, tmp_path):
-    shown = run(small, tmp_path / "out", partial(at, "open_run", 1, partial(not_allowed_in, tmp_path)), code=2)
-    assert shown == f"error: --out {tmp_path}/out: Permission denied\n"
+def test_a_folder_that_may_not_be_written(small):
+    with tempfile.TemporaryDirectory() as folder:  # the folders above it may be read by everyone
+        out = Path(folder) / "out"
+        shown = run(small, out, partial(at, "open_run", 1, partial(not_allowed_in, out.parent)), code=2)
+        assert shown == f"error: --out {out}: Permission denied\n"
 
 
 # ---- --out ----
 
 
+FIGURE = r" +\d\.\d+ ± \d\.\d+"
+
+
 def test_a_finished_run_says_so_and_is_left_as_it_is(small, whole):
-    table = re.compile(r"\n +before +after\n.*accuracy +\d\.\d+ +\d\.\d+\n.*pass@2 +\d\.\d+ +\d\.\d+\n.*", re.DOTALL)
+    table = re.compile(rf"\nheld out .* before +after\n.*accuracy{FIGURE * 2}\n.*pass@2{FIGURE * 2}\n.*", re.DOTALL)
     (result,) = table.findall(screen(whole).read_text())
     assert result.count("step 0, reward") == result.count("step 7, reward") == 2
     before = contents(whole)
     shown = run(small | dict(micro_batch_size=2), whole)
     assert table.findall("\n" + shown) == [result] and "step 7/7" not in shown
+    assert f"python -m tools.plot {whole} " in shown and "pip install matplotlib" in shown
+    assert f"in {whole}/: model, metrics.jsonl, samples.jsonl, config.json\n" in shown
     assert contents(whole) == before
 
 
@@ -539,6 +566,40 @@ def test_an_extended_run_is_the_one_made_in_one_go(small, tmp_path):
     assert "continued after step 2" in run(settings | dict(steps=4), tmp_path / "out")
     run(settings | dict(steps=4), tmp_path / "whole")
     assert_same_files(tmp_path / "out", tmp_path / "whole")
+
+
+def test_out_alone_goes_on_with_the_settings_that_are_there(out):
+    its_own = dict(algorithm="dapo", beta=0.1, eval_every=3, epsilon_high=0.3, overwrite=True)
+    made(out, **its_own)
+    words = ["--out", str(out)]
+    assert parse(words, on_gpu=False) == config_of(out, **its_own | dict(overwrite=False))
+    assert run_folder.open_run(parse(words, on_gpu=False)) is None
+    assert run_folder.open_run(parse([*words, "--steps", "9", "--beta", "0.1", "--eval_k", "1"], on_gpu=False)) == 4
+    other = parse([*words, "--algorithm", "gspo"], on_gpu=False)
+    with pytest.raises(UserError, match=r"--algorithm: dapo there, gspo here\n  --normalization: global there"):
+        run_folder.open_run(other)
+    assert parse([*words, "--overwrite"], on_gpu=False) == config_of(out, steps=80, overwrite=True)
+
+
+def test_a_run_that_made_no_step_gives_no_settings(out):
+    run_folder.claim(config_of(out, beta=0.1), 0)
+    assert parse(["--out", str(out)], on_gpu=False) == config_of(out, steps=80)
+
+
+def test_an_evaluation_is_made_again_and_never_written_over_by_another(out):
+    run_folder.claim(config_of(out, steps=0), 0)
+    (out / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert run_folder.open_run(config_of(out, steps=0, eval_k=8)) == run_folder.open_run(config_of(out)) == 0
+    with pytest.raises(UserError, match="--model: None there, m here"):
+        run_folder.open_run(config_of(out, steps=0, model="m"))
+
+
+def test_a_run_is_evaluated_elsewhere(out):
+    made(out, finished=False)
+    for weights in (out / "checkpoint" / "000004", out / "model"):
+        weights.mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=f"has made 4 already; .* evaluate it: --model {weights} --steps 0 --out"):
+            run_folder.open_run(config_of(out, steps=0))
 
 
 def test_other_words_for_the_same_file_are_no_other_settings(out, tmp_path, monkeypatch):

@@ -1,13 +1,17 @@
 """The command line: flags -> settings, --help, and every mistake told at once, in a line that says what to change."""
 
+import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from config import ALGORITHMS, Config, UserError
+from infra import run_folder
 from infra.command_line import (
+    FLAGS,
     NOT_HERE,
     OTHER_NAMES,
     SETTINGS,
@@ -44,6 +48,7 @@ def test_without_flags():
     assert (plain.task, plain.algorithm, plain.out) == ("addition", "grpo", "runs/addition-grpo-0")
     assert (plain.prompts_per_step, plain.num_generations, plain.max_completion_length) == (16, 8, 64)
     assert (plain.steps, plain.learning_rate) == (80, 2e-4)
+    assert read("--steps 0").out == "runs/addition-evaluation-0"
 
 
 @pytest.mark.parametrize("task", task_names())
@@ -99,6 +104,61 @@ def test_what_is_fine(line):
     read(line)
 
 
+# ---- Settings from files ----
+
+
+def in_a_file(folder: Path, settings: object) -> Path:
+    (folder / "mine.json").write_text(json.dumps(settings))
+    return folder / "mine.json"
+
+
+def test_settings_from_a_file_of_ones_own(tmp_path):
+    settings = dict(task="sorting", steps=7, beta=0.1, shard=True, reward=["r.py:f"], delta=None, out="there")
+    file = in_a_file(tmp_path, settings)
+    by_hand = "--task sorting --steps 9 --beta 0.1 --shard --reward r.py:f --out there"
+    assert read(f"--config {file} --steps 9") == read(f"--steps 9 --config={file}") == read(by_hand)
+
+
+def test_settings_of_an_earlier_run(tmp_path):
+    """All but those of its folder; what came from its task and algorithm gives way to another's."""
+    words = (
+        "--task sorting --algorithm dapo --epsilon_high inf --steps 7 --micro_batch_size 3 --micro_batch_tokens 2048"
+    )
+    run_folder.claim(read(f"{words} --out {tmp_path} --overwrite"), 0)
+    assert read(f"--config {tmp_path}/config.json") == read(words)
+    for more in ("--algorithm gspo --steps 9", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
+        assert read(f"{more} --config {tmp_path}/config.json") == read(f"{words} {more}")
+
+
+FILES = [  # what the file holds, flags beside it, what each mistake is told with
+    ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", ["--reward r.py:f", "--beta -1", "--steps many"]),
+    (
+        {"lerning_rate": 1, "task": "math"},
+        "--zzz",
+        ["--zzz", "{}: --lerning_rate: ... --learning_rate?", "--task math"],
+    ),
+    ({"settings": {"algorithm": "rloo", "gone": 1}}, "--minibatches 2", ["{}: --gone: ", "--objective reinforce"]),
+    ({"algorithm": ["ppo"], "out": 3}, "", ["--algorithm ['ppo']", "--out 3"]),
+    ([1], "", ["{}: must hold a JSON object"]),
+    ({}, "--config none.json", ["none.json: No such file or directory"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words", "told"), FILES)
+def test_a_mistake_in_a_file_is_told_as_that_of_a_flag(tmp_path, capsys, settings, words, told):
+    file = in_a_file(tmp_path, settings)
+    said = mistakes(capsys, f"--config {file} {words}")
+    assert len(said) == len(told), said
+    for line, one in zip(said, told, strict=True):
+        assert all(part in line for part in one.format(file).split("...")), line
+
+
+def test_a_run_that_may_not_be_read_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(Path, "is_file", lambda path: open(path / "no" / "such"))  # as where it is not allowed
+    (told,) = mistakes(capsys, "--out there")
+    assert "there/config.json" in told
+
+
 # ---- Mistakes ----
 
 UNKNOWN = [  # a line -> what each of its mistakes is told with
@@ -128,16 +188,16 @@ UNKNOWN = [  # a line -> what each of its mistakes is told with
     ("--step 3 --zzz=4", "did you mean --steps?", "--zzz=4: there is no such flag"),
 ]
 VALUES = [
-    ("--steps many", "--steps many: must be a whole number, at least 1"),
-    ("--steps 1.5", "--steps 1.5: must be a whole number, at least 1"),
-    ("--steps", "--steps: needs a value: a whole number, at least 1"),
+    ("--steps many", "--steps many: must be a whole number, at least 0"),
+    ("--steps 1.5", "--steps 1.5: must be a whole number, at least 0"),
+    ("--steps", "--steps: needs a value: a whole number, at least 0"),
     ("--steps --beta 0.1", "--steps: needs a value"),
     ("--model= --reward", "--model: needs a value: text", "--reward: needs a value: text"),
     ("--beta much", "--beta much: must be a number, at least 0 and finite"),
     ("--mask_truncated perhaps", "--mask_truncated perhaps: must be true or false"),
     ("--reward r.py:f r.py:g --reward_weights 1 heavy", "--reward_weights heavy: must be a number, finite"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights nan", "--reward_weights nan: must be a number, finite"),
-    ("--steps 0", "--steps 0: must be a whole number, at least 1"),
+    ("--steps -1", "--steps -1: must be a whole number, at least 0"),
     ("--samples_per_step -2", "--samples_per_step -2: ... at least -1"),
     ("--top_p 1.5", "--top_p 1.5: must be a number, above 0 and at most 1"),
     ("--adam_beta2 1", "--adam_beta2 1: must be a number, at least 0 and below 1"),
@@ -178,6 +238,7 @@ CONTRADICTIONS = [
     ("--ref_sync_every 5", "--ref_sync_every: ... --beta above 0"),
     ("--kl_importance", "--kl_importance: ... --beta above 0"),
     ("--shard_size 2", "--shard_size 2: is part of --shard"),
+    ("--steps 0 --eval_every 0", "--steps 0: evaluates, which --eval_every 0"),
 ]
 
 
@@ -193,12 +254,12 @@ BOUNDS = [  # a value, the numbers that refuse it; they take the second value
     (
         0,
         1,
-        "prompts_per_step num_generations max_completion_length steps num_iterations minibatches eval_prompts eval_k",
+        "prompts_per_step num_generations max_completion_length num_iterations minibatches eval_prompts eval_k",
     ),
     (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
     (0, 1e-9, "sapo_tau_pos sapo_tau_neg"),
-    (-1, 0, "top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
     (-1e-9, 0, "off_policy_mask"),
     (-1e-9, 0, "beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
@@ -252,7 +313,7 @@ def test_other_names_lead_to_flags_that_exist():
 
 def test_other_ranks_leave_the_telling_to_the_first(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert mistakes(capsys, "--steps 0") == []
+    assert mistakes(capsys, "--steps -1") == []
 
 
 def test_a_task_that_cannot_be_loaded_is_told_with_the_frames_of_its_file(capsys, monkeypatch):
@@ -312,13 +373,13 @@ def entries(capsys, monkeypatch, line: str) -> dict[str, str]:
     """What --help says of each flag, on one line; a flag that is there twice would fail here."""
     parts = re.split(r"\n +--(?=\w)", help_text(capsys, monkeypatch, line, columns=1000))[1:]
     pairs = [re.split(r"\W", part, maxsplit=1) for part in parts]
-    assert [name for name, _ in pairs] == list(SETTINGS)
+    assert [name for name, _ in pairs] == list(FLAGS)
     return {name: " ".join(rest.partition("\n\n")[0].split()) for name, rest in pairs}
 
 
 def test_help_names_each_flag_once_with_its_default_and_names(capsys, monkeypatch):
     said = entries(capsys, monkeypatch, "--help")
-    for name, setting in SETTINGS.items():
+    for name, setting in FLAGS.items():
         assert setting.metadata["text"] in said[name] and re.search(r"default [^()]+\)$", said[name]), said[name]
         assert ", ".join(setting.metadata["names"] or []) in said[name]
     assert ", ".join(task_names()) in said["task"]
@@ -351,7 +412,7 @@ def test_help_is_grouped_as_the_settings_are_and_fits_the_screen(capsys, monkeyp
             heading = line[:-1]
         elif line.startswith("  --"):
             found.append((line.split()[0][2:], heading))
-    assert found == [(name, setting.metadata["heading"]) for name, setting in SETTINGS.items()]
+    assert found == [(name, setting.metadata["heading"]) for name, setting in FLAGS.items()]
     headings = dict(found)
     assert len(set(headings.values())) == 6 and headings["beta"] == headings["ratio"] == "The objective"
     assert headings["model"] != headings["top_p"] != headings["steps"] != headings["dtype"] != headings["seed"]

@@ -33,6 +33,12 @@ def test_weights_and_cache_are_what_a_model_has(dtype):
     assert halves["rollout"] == copy + held / 2 and halves["reference"] == 0
 
 
+def test_an_evaluation_needs_the_weights_and_a_cache():
+    need = memory.needed(SETTINGS, settings(steps=0, eval_every=1), 1, 10)
+    assert {name for name in need if need[name]} == {"weights", "rollout", "one completion"}
+    assert memory.totals(need)[2] < memory.totals(memory.needed(SETTINGS, settings(), 1, 10))[2] / 2
+
+
 def test_sharded_each_rank_needs_its_part_and_a_whole_copy_to_sample():
     one = memory.needed(SETTINGS, settings(beta=0.1), 1, 10)
     part = memory.needed(SETTINGS, settings(beta=0.1, shard=True, shard_size=4), 8, 10)

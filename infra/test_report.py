@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,25 @@ def test_one_reward_says_what_is_right_and_where_none_does_there_is_no_figure():
     assert [figures[name] for name in names] == [None] * 4
     assert [evaluated[f"eval/{name}"] for name in ("accuracy", "pass@1", "pass@4")] == [None] * 3
     assert evaluated["eval/reward"] == 0.125
+
+
+def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_intervals():
+    """Three prompts of which 0, 1 and 5 of 5 samples are right; the interval is 1.96 standard errors to each side."""
+
+    def group(values: list[float]) -> Group:
+        rewards = torch.tensor(values, dtype=torch.float64)
+        return Group([1], [Completion([7], [0.0], False)] * len(values), rewards, rewards[:, None])
+
+    greedy, sampled = [[1.0], [0.0], [1.0]], [[0.0] * 5, [1.0] + [0.0] * 4, [1.0] * 5]
+    figures = of_evaluation([*map(group, greedy)], [*map(group, sampled)], TASK)
+    assert [name for name in figures if "@" in name and "_ci" not in name] == [f"eval/pass@{k}" for k in (1, 2, 4, 5)]
+    of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@5": [0, 1, 1]}
+    of_prompts |= {"reward": [1, 0, 1], "reward/right": [1, 0, 1]}
+    for name, values in of_prompts.items():
+        assert figures[f"eval/{name}"] == pytest.approx(np.mean(values))
+        assert figures[f"eval/{name}_ci"] == pytest.approx(1.96 * np.std(values, ddof=1) / 3**0.5)
+    alone = of_evaluation([group([math.nan]), group([1.0])], [group([1.0])] * 2, Task([], [], [right], [1.0]))
+    assert (alone["eval/reward"], alone["eval/reward_ci"], alone["eval/accuracy_ci"]) == (1.0, None, None)
 
 
 def test_every_number_that_is_written_is_json():

@@ -138,7 +138,7 @@ def load_task(config: Config) -> Task:
         task = file.load(config)
     if not isinstance(task, Task):
         raise UserError(f"--task {config.task}: load returned a {type(task).__name__} where a Task was due")
-    task.state.max_steps = config.steps
+    task.state.max_steps = config.steps or 1  # rewards divide by it
     rows, rewards = load_files(config.data, config.reward, task)
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0

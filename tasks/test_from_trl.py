@@ -1,5 +1,6 @@
 """Reward functions as users of TRL have them, in files, run as they are."""
 
+import json
 import sys
 
 import pytest
@@ -119,3 +120,32 @@ def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, is_chat, function, 
     task.begin(6)
     assert score(task, task.train, [group], tokenizer) == [[[value] for value in values]]
     assert means_of_logged(task.logged) == ({"logged/accuracy": 1.0} if function == "logging" else {})
+
+
+QUESTION, ANSWER = [{"role": "user", "content": "12+34="}], [{"role": "assistant", "content": "46"}]
+ROWS = {  # as TRL's data sets have them
+    "prompt": {"prompt": "12+34="},
+    "prompt and completion": {"prompt": "12+34=", "completion": "46"},
+    "the same as messages": {"prompt": QUESTION, "completion": ANSWER},
+    "nested columns": {"prompt": QUESTION, "extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}},
+}
+
+
+@pytest.mark.parametrize("shape", ROWS)
+def test_rows_are_taken_as_they_come(tmp_path, shape):
+    """The prompt is the prompt, and all else goes to the rewards as it is."""
+    seen = []
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[shape]))
+    task = load_task(Config(task="tldr", data=f"{tmp_path}/rows.jsonl", eval_every=0))
+    task.rewards = [lambda **given: seen.append(given) or [1.0]]
+    tokenizer = char_tokenizer("0123456789#+=")
+    score(task, task.train, [[Completion([*tokenizer("46").input_ids, EOS_ID], [0.0] * 3, False)]], tokenizer)
+    columns = {name: [value] for name, value in ROWS[shape].items() if name != "prompt"}
+    is_chat = isinstance(ROWS[shape]["prompt"], list)
+    given = {"prompts": [ROWS[shape]["prompt"]], "completions": [ANSWER if is_chat else "46"]}
+    assert seen[0] == seen[0] | columns | given and seen[0].keys() >= {"completion_ids", "trainer_state", "log_metric"}
+
+
+def test_an_evaluation_has_a_step_that_a_reward_can_divide_by():
+    state = load_task(Config(task="addition", steps=0)).state
+    assert state.global_step / state.max_steps == 0.0
