@@ -28,7 +28,8 @@ from config import UserError
 from tasks._files import as_user_error, excerpt
 
 GIVEN = ("prompts", "completions", "completion_ids")
-OF_THE_RUN = ("trainer_state", "log_metric")
+OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
+LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
 
 # ---- Found by their names ----
@@ -54,12 +55,13 @@ def load_reward(name: str, own: list[str]) -> Callable:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """As a module of the packages it stands in, so that it can import its neighbours, relatively too."""
+    """As a module of the packages it stands in, so that it can import its neighbours, relatively too. They come after
+    what is there of this name here, also for processes that it starts."""
     names, root = [path.stem], path.resolve().parent
-    sys.path.insert(0, str(root))
+    sys.path.insert(1, str(root))
     while (root / "__init__.py").exists():
         names, root = [root.name, *names], root.parent
-        sys.path.insert(0, str(root))
+        sys.path.insert(1, str(root))
     spec = importlib.util.spec_from_file_location(".".join(names), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
@@ -172,8 +174,9 @@ def _runner() -> asyncio.Runner:
 
 
 def listed(values: Any) -> Any:
-    """A generator runs the user's code too, so it is read where that is watched."""
-    return list(values) if isinstance(values, Iterator) else values
+    """Of a tensor, or of a generator, which runs the user's code too and so is read where that is watched."""
+    values = list(values) if isinstance(values, Iterator) else values
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[float]:
@@ -181,7 +184,6 @@ def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[
     name, prompts = reward.__name__, columns["prompts"]
     if callable(values):
         raise UserError(f"reward function {name} returned a {type(values).__name__}; {_to_bind(reward)}")
-    values = values.tolist() if hasattr(values, "tolist") else values
 
     def wrong(i: int, what: str) -> UserError:
         where = f"for prompt {excerpt(prompts[i])} and completion {excerpt(columns['completions'][i])}"
@@ -193,8 +195,8 @@ def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[
     read = []
     for i, value in enumerate(values):
         number = math.nan if value is None else as_number(value)
-        if number is None or math.isinf(number):
-            raise wrong(i, f"{repr(value)[:200]} where a finite number or None was due")
+        if number is None or abs(number) > LARGEST:
+            raise wrong(i, f"{repr(value)[:200]} where a number up to {LARGEST:g} or None was due")
         if value is not None and math.isnan(number):
             say_once(f"reward function {name} returned nan, which counts as None")
         read.append(number)
