@@ -100,6 +100,12 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
             f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
             f"{', '.join(wrong[:3])}"
         )
+    spoiled = [key for key, weights in model.named_parameters() if not weights.isfinite().all()]
+    if spoiled:
+        raise UserError(
+            f"--model {name}: {len(spoiled)} weights are not finite (NaN or infinity): {', '.join(spoiled[:3])}; "
+            "delete it and get it anew, or start from another one"
+        )
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
         raise UserError(
