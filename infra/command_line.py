@@ -382,6 +382,8 @@ def warnings(config: Config) -> list[str]:
         notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
+    if any(weight < 0 for weight in config.reward_weights):
+        notes.append("reward_weights below 0: the run learns to make those rewards small")
     if config.temperature != 1.0 and config.eval_every:
         notes.append(f"pass@k is sampled at temperature {config.temperature:g}")
     return notes
@@ -391,44 +393,63 @@ def warnings(config: Config) -> list[str]:
 
 
 def check_prompts(task: Task, opened: Opened, config: Config) -> int:
-    """Every prompt can be encoded and leaves room for its completion. -> tokens of the longest"""
-    tokenizer, context, limit = opened.tokenizer, opened.context, config.max_completion_length
+    """Every prompt can be encoded and leaves room for its completion, or is dropped where the settings say so.
+    -> tokens of the longest"""
+    tokenizer, context, limit = opened.tokenizer, opened.context or math.inf, config.max_completion_length
     if task.eos_id is not None and tokenizer.eos_token_id != task.eos_id:
         raise UserError(
             f"--model {config.model}: --task {config.task} is for its own small model, or one trained from it"
         )
-    longest, too_long, letters, lost = 0, [], 0, 0
-    for row in task.train + task.eval:
-        prompt = row["prompt"]
-        shown = f"{row.where}: {excerpt(prompt)}" if isinstance(row, Row) else excerpt(prompt)
-        if not isinstance(prompt, str) and tokenizer.chat_template is None:
-            raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
-        try:
-            ids = encode_prompt(tokenizer, prompt)
-        except Exception as error:  # of a chat template, say
-            raise UserError(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown}") from error
-        if not ids:
-            raise UserError(f"a prompt has no tokens: {shown}")
-        if context and len(ids) + limit > context:
-            too_long.append(f"{len(ids)} tokens, {row.where if isinstance(row, Row) else shown}")
-        elif letters < 1000:
-            wanted = _letters(text_of(prompt))
-            letters += wanted.total()
-            known = [token for token in ids if token not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
-            lost += (wanted - _letters(tokenizer.decode(known))).total()
-        longest = max(longest, len(ids))
+    rows = task.train + task.eval
+    lengths = [len(_encoded(tokenizer, row)) for row in rows]
+    too_long = {id(row): (n, row) for row, n in zip(rows, lengths, strict=True) if n + limit > context}
     if too_long:
-        more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
-        raise UserError(
-            f"{len(too_long)} prompts and a completion of {limit} exceed the model's context of {context}: "
-            f"shorten them, or lower --max_completion_length: {'; '.join(too_long[:3])}{more}"
-        )
+        listed = [f"{n} tokens, {_place(row) or excerpt(row['prompt'])}" for n, row in too_long.values()]
+        more = f"; and {len(listed) - 3} more" if len(listed) > 3 else ""
+        listed = "; ".join(listed[:3]) + more
+        told = f"{len(too_long)} prompts and a completion of {limit} exceed the model's context of {context}"
+        task.train, task.eval = ([row for row in part if id(row) not in too_long] for part in (task.train, task.eval))
+        if not config.drop_long_prompts:
+            raise UserError(f"{told}: shorten or --drop_long_prompts, or lower --max_completion_length: {listed}")
+        if not task.train or (config.eval_every and not task.eval):
+            raise UserError(f"{told}, and too few others are left: lower --max_completion_length: {listed}")
+        task.notes.append(f"{told}, and are left out: {listed}")
+    _check_letters(tokenizer, task.train + task.eval, config)
+    return max(n for n in lengths if n + limit <= context)
+
+
+def _place(row: dict) -> str:
+    return row.where if isinstance(row, Row) else ""
+
+
+def _encoded(tokenizer: Any, row: dict) -> list[int]:
+    shown = ": ".join(filter(None, [_place(row), excerpt(row["prompt"])]))
+    if not isinstance(row["prompt"], str) and tokenizer.chat_template is None:
+        raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
+    try:
+        ids = encode_prompt(tokenizer, row["prompt"])
+    except Exception as error:  # of a chat template, say
+        raise UserError(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown}") from error
+    if not ids:
+        raise UserError(f"a prompt has no tokens: {shown}")
+    return ids
+
+
+def _check_letters(tokenizer: Any, rows: list[dict], config: Config) -> None:
+    """A tokenizer that loads may still lose what it is given; the first prompts tell."""
+    letters = lost = 0
+    for row in rows:
+        if letters >= 1000:
+            break
+        known = [i for i in _encoded(tokenizer, row) if i not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
+        wanted = _letters(text_of(row["prompt"]))
+        letters += wanted.total()
+        lost += (wanted - _letters(tokenizer.decode(known))).total()
     if lost > letters / 2:
         raise UserError(
             f"--model {config.model}: its tokenizer cannot encode the prompts ({lost} of {letters} letters are lost): "
             "is one of its files missing, or is it for other text?"
         )
-    return longest
 
 
 def _letters(text: str) -> Counter:

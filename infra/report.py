@@ -6,6 +6,7 @@ Every figure is over the whole step and all ranks. One that has no value (no wro
 import importlib.util
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -117,6 +118,8 @@ def std(rewards: Tensor) -> float | None:
 
 # ---- Files and screen ----
 
+STEPS_WITHOUT_SIGNAL = 10  # in a row, until it is said
+
 
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
@@ -127,8 +130,9 @@ class RunLog:
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
         self.tracker = None
-        if config.report_to and importlib.util.find_spec(config.report_to) is None:
-            raise UserError(f"--report_to {config.report_to}: not installed; pip install {config.report_to}")
+        self.without_signal = 0  # steps in a row
+        if not quiet:
+            check_tracker(config.report_to)
 
     def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
         cfg = self.config
@@ -180,13 +184,26 @@ class RunLog:
         append(self.out / "metrics.jsonl", [metrics])
         if self.tracker:
             self.tracker(metrics)
-        if "reward" in metrics:
+        if groups:
             self.draw_status(metrics)
+            self.note_no_signal(metrics["step"], groups)
         if "eval/accuracy" in metrics:
             figures = "  ".join(
                 f"{name.removeprefix('eval/')} {text(metrics[name])}" for name in worth_showing(metrics)
             )
             self.say(f"step {metrics['step']}, held out: {figures}")
+
+    def note_no_signal(self, step: int, groups: list[Group]) -> None:
+        """Said once for each time that it lasts."""
+        self.without_signal = 0 if any(group.advantages.any() for group in groups) else self.without_signal + 1
+        if self.without_signal == 1 and all(group.rewards.isnan().all() for group in groups):
+            self.say(f"note: step {step}: no completion got a reward (None for all), so nothing is learnt from it")
+        if self.without_signal == STEPS_WITHOUT_SIGNAL:
+            self.say(
+                f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are all equal. "
+                f"Look at {self.out}/samples.jsonl: is it too hard or too easy, or in a form that no reward reads? "
+                "More --num_generations make a difference likelier"
+            )
 
     def draw_status(self, metrics: dict) -> None:
         step, steps = metrics["step"], self.config.steps
@@ -230,30 +247,41 @@ def sample_line(
         "kind": kind,
         "prompt": group.row["prompt"],
         "completion": decode(group.completions[i].ids),
-        "reward": none_if_nan(float(group.rewards[i])),
-        "rewards": dict(zip(reward_names, map(none_if_nan, group.reward_parts[i].tolist()), strict=True)),
+        "reward": float(group.rewards[i]),
+        "rewards": dict(zip(reward_names, group.reward_parts[i].tolist(), strict=True)),
         "advantage": None if group.advantages is None else float(group.advantages[i]),
         "length": len(group.completions[i].ids),
         "truncated": group.completions[i].truncated,
         "columns": {name: value for name, value in group.row.items() if name != "prompt"},
+        "extras": group.extras[i],
     }
 
 
-def none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def as_json(lines: list[dict]) -> str:
+    return "".join(json.dumps(_valid(line), allow_nan=False, default=str) + "\n" for line in lines)
+
+
+def _valid(value: Any) -> Any:
     """A number that is not finite has no form in JSON: it becomes null."""
-    valid = [
-        {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in line.items()} for line in lines
-    ]
-    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in valid)
+    if isinstance(value, dict):
+        return {str(name): _valid(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append(path: Path, lines: list[dict]) -> None:
     with path.open("a") as file:
         file.write(as_json(lines))
+
+
+def check_tracker(name: str | None) -> None:
+    """It is there, and would not ask for a password in the middle of a run."""
+    if name and importlib.util.find_spec(name) is None:
+        raise UserError(f"--report_to {name}: not installed; pip install {name}")
+    is_online = name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online"
+    if is_online and not importlib.import_module("wandb").login(prompt=False):
+        raise UserError("--report_to wandb: not logged in; run wandb login, or set WANDB_MODE=offline")
 
 
 def open_tracker(config: Config) -> Any:

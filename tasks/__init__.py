@@ -25,7 +25,7 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -37,7 +37,7 @@ from torch import Tensor
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import as_user_error, excerpt, hold_out, read_rows
-from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, load_reward
+from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, listed, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -59,6 +59,7 @@ class Task:
     notes: list[str] = field(default_factory=list)  # on what was found, to be told
     state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(global_step=0, max_steps=None))  # of the run
     logged: list[tuple[str, float]] = field(default_factory=list)  # by rewards, in this step
+    extras: list[list[dict]] = field(default_factory=list)  # by rewards, for each completion that was just scored
 
     def begin(self, step: int) -> None:
         self.state.global_step = step - 1  # steps that are done
@@ -224,8 +225,10 @@ def text_of(completion: Prompt) -> str:
 
 def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenizer: Any) -> list[list[list[float]]]:
     """A value for each row, completion and reward function; NaN where a function gives none."""
+    task.extras = []
     if not rows:
         return []
+    logged: dict[str, list] = {}
     pairs = [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
     columns = {name: [row.get(name) for row, _ in pairs] for name in rows[0] if name != "prompt"}
     columns |= dict(
@@ -233,9 +236,20 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
         completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
         completion_ids=[completion.ids for _, completion in pairs],
     )
-    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric), strict=True))
-    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))
-    return [[list(next(by_completion)) for _ in group] for group in groups]
+
+    def log_extra(name: str, values: Any) -> None:
+        logged[name] = listed(values)
+        if not isinstance(logged[name], list | tuple) or len(logged[name]) != len(pairs):
+            raise UserError(f"log_extra({name!r}, {excerpt(logged[name])}): {len(pairs)} values were due, in a list")
+
+    def in_groups(values: Iterable) -> list[list]:
+        left = iter(values)
+        return [[next(left) for _ in group] for group in groups]
+
+    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric, log_extra), strict=True))
+    scores = in_groups(map(list, zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))))
+    task.extras = in_groups({name: values[i] for name, values in logged.items()} for i in range(len(pairs)))
+    return scores
 
 
 def means_of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
