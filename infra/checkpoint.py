@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -214,11 +213,6 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 # ---- Files that are there whole or not at all ----
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
-    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path)
-    return path
 
 
 @contextmanager

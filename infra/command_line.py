@@ -393,63 +393,65 @@ def warnings(config: Config) -> list[str]:
 
 
 def check_prompts(task: Task, opened: Opened, config: Config) -> int:
-    """Every prompt can be encoded and leaves room for its completion, or is dropped where the settings say so.
+    """Every prompt can be encoded and leaves room for its completion, or is left out where the settings say so.
     -> tokens of the longest"""
-    tokenizer, context, limit = opened.tokenizer, opened.context or math.inf, config.max_completion_length
+    tokenizer = opened.tokenizer
+    room = (opened.context or math.inf) - config.max_completion_length
     if task.eos_id is not None and tokenizer.eos_token_id != task.eos_id:
         raise UserError(
             f"--model {config.model}: --task {config.task} is for its own small model, or one trained from it"
         )
-    rows = task.train + task.eval
-    lengths = [len(_encoded(tokenizer, row)) for row in rows]
-    too_long = {id(row): (n, row) for row, n in zip(rows, lengths, strict=True) if n + limit > context}
+    too_long: dict[int, str] = {}  # by the identity of a row
+    longest = letters = lost = 0
+    for row in task.train + task.eval:
+        where = row.where if isinstance(row, Row) else excerpt(row["prompt"])
+        ids = _encoded(tokenizer, row["prompt"], where)
+        if len(ids) > room:
+            too_long[id(row)] = f"{len(ids)} tokens, {where}"
+            continue
+        longest = max(longest, len(ids))
+        if letters < 1000:
+            wanted = _letters(text_of(row["prompt"]))
+            letters += wanted.total()
+            known = [token for token in ids if token not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
+            lost += (wanted - _letters(tokenizer.decode(known))).total()
     if too_long:
-        listed = [f"{n} tokens, {_place(row) or excerpt(row['prompt'])}" for n, row in too_long.values()]
-        more = f"; and {len(listed) - 3} more" if len(listed) > 3 else ""
-        listed = "; ".join(listed[:3]) + more
-        told = f"{len(too_long)} prompts and a completion of {limit} exceed the model's context of {context}"
-        task.train, task.eval = ([row for row in part if id(row) not in too_long] for part in (task.train, task.eval))
-        if not config.drop_long_prompts:
-            raise UserError(f"{told}: shorten or --drop_long_prompts, or lower --max_completion_length: {listed}")
-        if not task.train or (config.eval_every and not task.eval):
-            raise UserError(f"{told}, and too few others are left: lower --max_completion_length: {listed}")
-        task.notes.append(f"{told}, and are left out: {listed}")
-    _check_letters(tokenizer, task.train + task.eval, config)
-    return max(n for n in lengths if n + limit <= context)
-
-
-def _place(row: dict) -> str:
-    return row.where if isinstance(row, Row) else ""
-
-
-def _encoded(tokenizer: Any, row: dict) -> list[int]:
-    shown = ": ".join(filter(None, [_place(row), excerpt(row["prompt"])]))
-    if not isinstance(row["prompt"], str) and tokenizer.chat_template is None:
-        raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
-    try:
-        ids = encode_prompt(tokenizer, row["prompt"])
-    except Exception as error:  # of a chat template, say
-        raise UserError(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown}") from error
-    if not ids:
-        raise UserError(f"a prompt has no tokens: {shown}")
-    return ids
-
-
-def _check_letters(tokenizer: Any, rows: list[dict], config: Config) -> None:
-    """A tokenizer that loads may still lose what it is given; the first prompts tell."""
-    letters = lost = 0
-    for row in rows:
-        if letters >= 1000:
-            break
-        known = [i for i in _encoded(tokenizer, row) if i not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
-        wanted = _letters(text_of(row["prompt"]))
-        letters += wanted.total()
-        lost += (wanted - _letters(tokenizer.decode(known))).total()
+        _leave_out(too_long, task, opened, config)
     if lost > letters / 2:
         raise UserError(
             f"--model {config.model}: its tokenizer cannot encode the prompts ({lost} of {letters} letters are lost): "
             "is one of its files missing, or is it for other text?"
         )
+    return longest
+
+
+def _encoded(tokenizer: Any, prompt: Any, where: str) -> list[int]:
+    if not isinstance(prompt, str) and tokenizer.chat_template is None:
+        raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
+    try:
+        ids = encode_prompt(tokenizer, prompt)
+    except Exception as error:  # of a chat template, say
+        told = f"{type(error).__name__}: {error}: {where}: {excerpt(prompt)}"
+        raise UserError(f"a prompt could not be encoded: {told}") from error
+    if not ids:
+        raise UserError(f"a prompt has no tokens: {where}: {excerpt(prompt)}")
+    return ids
+
+
+def _leave_out(too_long: dict[int, str], task: Task, opened: Opened, config: Config) -> None:
+    some = [*too_long.values()][:3]
+    if len(too_long) > 3:
+        some.append(f"and {len(too_long) - 3} more")
+    told = (
+        f"{len(too_long)} prompts and a completion of {config.max_completion_length} exceed the model's context of "
+        f"{opened.context} ({'; '.join(some)})"
+    )
+    if not config.drop_long_prompts:
+        raise UserError(f"{told}: shorten or --drop_long_prompts, or lower --max_completion_length")
+    task.train, task.eval = ([row for row in part if id(row) not in too_long] for part in (task.train, task.eval))
+    if not task.train or (config.eval_every and not task.eval):
+        raise UserError(f"{told}, and too few others are left: lower --max_completion_length")
+    task.notes.append(f"{told}, and are left out")
 
 
 def _letters(text: str) -> Counter:

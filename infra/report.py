@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from batch import Batch, Group
 from config import ALGORITHMS, Config, UserError
-from infra import checkpoint, ranks, run_folder
+from infra import ranks, run_folder
 from infra.shard import ranks_of_a_copy
 from tasks import Task
 
@@ -216,17 +217,13 @@ class RunLog:
             f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
             f"  {left // 60}:{left % 60:02d} left"
         )
-        print(
-            f"\r\033[K{self.status}" if self.on_terminal else self.status,
-            end="" if self.on_terminal else "\n",
-            flush=True,
-        )
+        self.say(self.status, end="" if self.on_terminal else "\n")
 
     def generating(self, tokens: int, rows: int) -> None:
         """Progress inside a long rollout."""
         if self.on_terminal and time.monotonic() - self.last_drawn > 0.2:
             self.last_drawn = time.monotonic()
-            print(f"\r\033[K{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="", flush=True)
+            self.say(f"{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="")
 
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
@@ -234,9 +231,9 @@ class RunLog:
         self.say(f"stopped by {name} after step {step}; {run_folder.goes_on(self.config)}")
         return 128 + signal_number
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, end: str = "\n") -> None:
         if not self.quiet:
-            print(f"\r\033[K{line}" if self.on_terminal else line, flush=True)
+            print(f"\r\033[K{line}" if self.on_terminal else line, end=end, flush=True)
 
 
 def sample_line(
@@ -311,7 +308,7 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
     file = Path(out) / "not_finite.safetensors"
     with ranks.together():
         if ranks.rank() == 0:
-            checkpoint.save_tensors(file, {name: x for name, x in vars(batch).items() if x is not None})
+            save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
         if not loss.isfinite():
             cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
         else:

@@ -422,10 +422,13 @@ def test_prompts_that_are_too_long_can_be_left_out():
     assert check_prompts(task, tokenizer, config) == 2
     assert [row["prompt"] for row in task.train] == ["1", "22"] and [row["prompt"] for row in task.eval] == ["3"]
     (note,) = task.notes
-    words = ["2 prompts and a completion of 3 exceed", "left out: 8 tokens, '11111111'; 9 tokens, '222222222'"]
+    words = [
+        "2 prompts and a completion of 3 exceed",
+        "(8 tokens, '11111111'; 9 tokens, '222222222'), and are left out",
+    ]
     assert all(word in note for word in words)
     for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):
-        with pytest.raises(UserError, match=r"1 prompts and .* too few others are left: .* 8 tokens, '11111111'"):
+        with pytest.raises(UserError, match=r"1 prompts and .* \(8 tokens, '11111111'\), and too few others are left"):
             check_prompts(task, tokenizer, config)
     config.eval_every = 0
     assert check_prompts(task_of("1", held_out=["1" * 8]), tokenizer, config) == 1

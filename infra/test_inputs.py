@@ -175,7 +175,7 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (DATA_OF + "nothing.jsonl", "a prompt has no tokens: {0}/nothing.jsonl:2: ''"),
     (
         DATA_OF + "too_long.jsonl",
-        "4 prompts and a completion of 5 exceed the model's context of 256: ... 400 tokens, {0}/too_long.jsonl:2; "
+        "4 prompts and a completion of 5 exceed the model's context of 256 (400 tokens, {0}/too_long.jsonl:2; "
         "... too_long.jsonl:4; and 1 more",
     ),
     (DATA_OF + "half_a_megabyte.jsonl", "1 prompts and a completion of 5 exceed the model's context ... 500000 tokens"),

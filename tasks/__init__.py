@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -238,8 +239,8 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
     )
 
     def log_extra(name: str, values: Any) -> None:
-        logged[name] = listed(values)
-        if not isinstance(logged[name], list | tuple) or len(logged[name]) != len(pairs):
+        logged[name] = json.loads(json.dumps(listed(values), default=str))  # as it will be written
+        if not isinstance(logged[name], list) or len(logged[name]) != len(pairs):
             raise UserError(f"log_extra({name!r}, {excerpt(logged[name])}): {len(pairs)} values were due, in a list")
 
     def in_groups(values: Iterable) -> list[list]:

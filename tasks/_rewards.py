@@ -90,17 +90,16 @@ def taken(reward: Callable, names: list[str]) -> list[str]:
 
 def check_signature(reward: Callable, names: list[str]) -> None:
     """A call with these names can be made."""
-    takes, reason = taken(reward, names), None
+    takes = taken(reward, names)
+    if not any(name in GIVEN for name in takes):
+        raise UserError(f"reward function {reward.__name__}: takes none of {', '.join(GIVEN)}; {_to_bind(reward)}")
     try:
         _signature(reward).bind(**dict.fromkeys(takes))
-    except ValueError:
+    except ValueError:  # it does not tell
         return
     except TypeError as error:
-        reason = f"{error}; what it can be given is {', '.join(names)}"
-    if not any(name in GIVEN for name in takes):
-        reason = f"it takes none of {', '.join(GIVEN)}; {_to_bind(reward)}"
-    if reason:
-        raise UserError(f"reward function {reward.__name__}: {reason}")
+        told = f"{error}; what it can be given is {', '.join(names)}"
+        raise UserError(f"reward function {reward.__name__}: {told}") from None
 
 
 def _to_bind(reward: Callable) -> str:

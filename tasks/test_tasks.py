@@ -568,6 +568,7 @@ def test_a_reward_can_log_something_of_each_completion(tokenizer):
 
     def second(log_extra, **columns):
         log_extra("n", columns["n"])
+        log_extra("kind", [int] * 4)  # what has no form in JSON is written as text
         return columns["n"]
 
     rows = [{"prompt": "1", "n": n} for n in (1, 2)]
@@ -575,8 +576,8 @@ def test_a_reward_can_log_something_of_each_completion(tokenizer):
     groups = [[completion(tokenizer, text) for text in texts] for texts in (("a", "bb"), ("c", "ab"))]
     score(task, rows, groups, tokenizer)
     assert task.extras == [
-        [{"text": "A", "length": 1, "n": 1}, {"text": "BB", "length": 2, "n": 1}],
-        [{"text": "C", "length": 1, "n": 2}, {"text": "AB", "length": 2, "n": 2}],
+        [dict(text=text, length=len(text), n=row["n"], kind=str(int)) for text in texts]
+        for row, texts in zip(rows, (("A", "BB"), ("C", "AB")), strict=True)
     ]
     task.rewards = [lambda completions, **given: [0.0] * len(completions)]
     score(task, rows, groups, tokenizer)
