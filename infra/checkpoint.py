@@ -45,7 +45,7 @@ def save(
     first = ranks.rank() == 0
     tensors, numbers = _optimizer_state(model, optimizer)
     parts = _weights(model, reference) | {"optimizer": tensors}
-    _check_finite(parts, f"after step {step} {{}}: nothing was saved. Lower --learning_rate, or check the rewards")
+    _check_finite(parts, f"after step {step}", "nothing was saved. Lower --learning_rate, or check the rewards")
     if first:
         for torn in folder.parent.glob("*.partial"):
             shutil.rmtree(torn)
@@ -84,7 +84,7 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
         for name, part in parts.items():
             if part:
                 _read_tensors(folder / name, part)
-    _check_finite(parts, f"in the checkpoint {folder} {{}}: {_when_deleted(folder)}")
+    _check_finite(parts, f"in the checkpoint {folder}", _when_deleted(folder))
     _restore(optimizer, model, parts["optimizer"] | state["numbers"])
     return state["cursor"]
 
@@ -95,13 +95,13 @@ def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[st
     return {name: dict(one.named_parameters()) for name, one in models.items()}
 
 
-def _check_finite(parts: dict[str, dict[str, Tensor]], message: str) -> None:
+def _check_finite(parts: dict[str, dict[str, Tensor]], where: str, advice: str) -> None:
     """On all ranks, each of which looks at its own part of what is sharded."""
     with ranks.together():
         for part, tensors in parts.items():
             for name, x in tensors.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
-                    raise UserError(message.format(f"{name} of the {part} is not finite (NaN or infinity)"))
+                    raise UserError(f"{where} {name} of the {part} is not finite (NaN or infinity): {advice}")
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -123,22 +123,22 @@ def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     return room
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    with _one_process_needs_no_distributed():
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
-    with _one_process_needs_no_distributed():
-        dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
-
-
 @contextmanager
 def _one_process_needs_no_distributed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+@_one_process_needs_no_distributed()
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+@_one_process_needs_no_distributed()
+def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
+    dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
 
 
 def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
