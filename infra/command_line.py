@@ -90,12 +90,12 @@ OTHER_NAMES = {  # what others call them
     "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data",
     "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low",
     "clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations",
-    "train_batch_size": "prompts_per_step", "train_file": "data",
+    "train_batch_size": "prompts_per_step", "train_file": "data", "filter_overlong_prompts": "drop_long_prompts",
 }  # fmt: skip
 NOT_HERE = {  # what others have, and what is here in its place
     "num_train_epochs": "the length of a run is its --steps", "total_epochs": "the length of a run is its --steps",
     "num_epochs": "the length of a run is its --steps", "epochs": "the length of a run is its --steps",
-    "max_prompt_length": "prompts are never cut", "logging_steps": "every step is logged",
+    "max_prompt_length": "prompts are never cut; see --drop_long_prompts", "logging_steps": "every step is logged",
     "warmup_ratio": "give the number of --warmup_steps", "generation_batch_size": "give --prompts_per_step",
     "resume_from_checkpoint": "the same command with the same --out continues a run",
     "overwrite_output_dir": "the same command with the same --out continues a run", "optim": "it is AdamW",
