@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import json
 import math
 import operator
 import os
@@ -460,6 +461,10 @@ def _letters(text: str) -> Counter:
 
 def notes(task: Task, tokenizer: Any) -> list[str]:
     found, columns = [*task.notes], task.train[0].keys()
+    trained_on = {json.dumps(row["prompt"]) for row in task.train}
+    in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)
+    if in_both:
+        found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append(
             "the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"

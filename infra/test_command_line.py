@@ -390,6 +390,11 @@ def test_prompts_that_are_fine_need_no_note(chat_tokenizer):
     assert notes(task_of(CHAT), chat_tokenizer) == []
 
 
+def test_held_out_prompts_that_are_trained_on_are_noted():
+    (note,) = notes(task_of("1", "2", held_out=["3", "1"]), char_tokenizer(LETTERS))
+    assert note == "1 of the 2 held-out prompts are trained on as well"
+
+
 def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
     (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
     assert "chat template is not applied" in note and "\n" not in note
