@@ -175,18 +175,16 @@ def load_task(config: Config) -> Task:
 def load_files(data: str | None, names: list[str], task: Task) -> tuple[list[dict], list[Callable]]:
     """-> rows and rewards, of files or by the name of one of the task's own. What is wrong is told at once."""
     own = dict(zip(task.reward_names, task.rewards, strict=True))
-    rows: list[dict] = []
-    rewards: list[Callable] = []
     mistakes: list[UserError] = []
-    try:
-        rows = read_rows(data) if data else []
-    except UserError as mistake:
-        mistakes.append(mistake)
-    for name in names:
+
+    def attempt(read: Callable, *given: Any) -> Any:
         try:
-            rewards.append(own[name] if name in own else load_reward(name, [*own]))
+            return read(*given)
         except UserError as mistake:
             mistakes.append(mistake)
+
+    rows = attempt(read_rows, data) if data else []
+    rewards = [own[name] if name in own else attempt(load_reward, name, [*own]) for name in names]
     if mistakes:
         together = UserError("\nerror: ".join(map(str, mistakes)))
         for mistake in mistakes:

@@ -73,16 +73,17 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _signature(reward: Callable) -> inspect.Signature:
-    """Of what a decorator wraps; but of a partial, without what is bound."""
-    return inspect.signature(reward, follow_wrapped=not isinstance(reward, functools.partial))
+    """Of what a decorator wraps; but of a partial, without what is bound. Some that are written in C do not tell, and
+    count as taking anything."""
+    try:
+        return inspect.signature(reward, follow_wrapped=not isinstance(reward, functools.partial))
+    except ValueError:
+        return inspect.signature(lambda **columns: None)
 
 
 def taken(reward: Callable, names: list[str]) -> list[str]:
     """Of these names, those that the function has room for."""
-    try:
-        parameters = _signature(reward).parameters.values()
-    except ValueError:  # some that are written in C do not tell
-        return names
+    parameters = _signature(reward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return names
     return [parameter.name for parameter in parameters if parameter.name in names]
@@ -95,8 +96,6 @@ def check_signature(reward: Callable, names: list[str]) -> None:
         raise UserError(f"reward function {reward.__name__}: takes none of {', '.join(GIVEN)}; {_to_bind(reward)}")
     try:
         _signature(reward).bind(**dict.fromkeys(takes))
-    except ValueError:  # it does not tell
-        return
     except TypeError as error:
         told = f"{error}; what it can be given is {', '.join(names)}"
         raise UserError(f"reward function {reward.__name__}: {told}") from None
