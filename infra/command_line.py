@@ -463,7 +463,7 @@ def notes(task: Task, tokenizer: Any) -> list[str]:
     found, columns = [*task.notes], task.train[0].keys()
     trained_on = {json.dumps(row["prompt"]) for row in task.train}
     in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)
-    if in_both:
+    if in_both and task.state.max_steps != 0:  # without a step, it is an evaluation
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append(

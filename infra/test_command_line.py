@@ -391,8 +391,11 @@ def test_prompts_that_are_fine_need_no_note(chat_tokenizer):
 
 
 def test_held_out_prompts_that_are_trained_on_are_noted():
-    (note,) = notes(task_of("1", "2", held_out=["3", "1"]), char_tokenizer(LETTERS))
+    task = task_of("1", "2", held_out=["3", "1"])
+    (note,) = notes(task, char_tokenizer(LETTERS))
     assert note == "1 of the 2 held-out prompts are trained on as well"
+    task.state.max_steps = 0
+    assert notes(task, char_tokenizer(LETTERS)) == []
 
 
 def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
