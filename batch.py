@@ -26,6 +26,7 @@ class Group:
     reward_parts: Tensor | None = None  # (G, K), of each reward function
     advantages: Tensor | None = None  # (G,)
     row: dict = field(default_factory=dict)  # of the task
+    extras: list[dict] | None = None  # of each completion, logged by its rewards
 
 
 @dataclass

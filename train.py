@@ -220,7 +220,11 @@ def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling
         scores = score(run.task, [rows[i] for i in own], [groups[i] for i in own], run.tokenizer)
     reward_parts = torch.tensor(ranks.gather(scores), dtype=torch.float64)  # (P, n, K), of K reward functions
     rewards = combine_rewards(reward_parts, run.task.weights)  # (P, n), as reported, however advantages combine them
-    return [Group(prompts[p], groups[p], rewards[p], reward_parts[p], row=rows[p]) for p in range(len(rows))]
+    extras = ranks.gather(run.task.extras)  # (P, n)
+    return [
+        Group(prompts[p], groups[p], rewards[p], reward_parts[p], row=rows[p], extras=extras[p])
+        for p in range(len(rows))
+    ]
 
 
 def evaluate(run: Run) -> tuple[dict, list[Group]]:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -46,7 +45,7 @@ def save(
     first = ranks.rank() == 0
     tensors, numbers = _optimizer_state(model, optimizer)
     parts = _weights(model, reference) | {"optimizer": tensors}
-    _check_finite(parts, f"after step {step} {{}}: nothing was saved. Lower --learning_rate, or check the rewards")
+    _check_finite(parts, f"after step {step}", "nothing was saved. Lower --learning_rate, or check the rewards")
     if first:
         for torn in folder.parent.glob("*.partial"):
             shutil.rmtree(torn)
@@ -85,7 +84,7 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
         for name, part in parts.items():
             if part:
                 _read_tensors(folder / name, part)
-    _check_finite(parts, f"in the checkpoint {folder} {{}}: {_when_deleted(folder)}")
+    _check_finite(parts, f"in the checkpoint {folder}", _when_deleted(folder))
     _restore(optimizer, model, parts["optimizer"] | state["numbers"])
     return state["cursor"]
 
@@ -107,13 +106,13 @@ def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[st
     return {name: dict(one.named_parameters()) for name, one in models.items()}
 
 
-def _check_finite(parts: dict[str, dict[str, Tensor]], message: str) -> None:
+def _check_finite(parts: dict[str, dict[str, Tensor]], where: str, advice: str) -> None:
     """On all ranks, each of which looks at its own part of what is sharded."""
     with ranks.together():
         for part, tensors in parts.items():
             for name, x in tensors.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
-                    raise UserError(message.format(f"{name} of the {part} is not finite (NaN or infinity)"))
+                    raise UserError(f"{where} {name} of the {part} is not finite (NaN or infinity): {advice}")
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -135,22 +134,22 @@ def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     return room
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    with _one_process_needs_no_distributed():
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
-    with _one_process_needs_no_distributed():
-        dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
-
-
 @contextmanager
 def _one_process_needs_no_distributed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+@_one_process_needs_no_distributed()
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+@_one_process_needs_no_distributed()
+def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
+    dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
 
 
 def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
@@ -225,11 +224,6 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 # ---- Files that are there whole or not at all ----
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
-    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path)
-    return path
 
 
 @contextmanager

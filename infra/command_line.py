@@ -7,6 +7,7 @@ what only the model or the machine can tell (model.py, memory.py).
 
 import dataclasses
 import difflib
+import json
 import math
 import operator
 import os
@@ -121,12 +122,12 @@ OTHER_NAMES = {  # what others call them
     "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data",
     "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low",
     "clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations",
-    "train_batch_size": "prompts_per_step", "train_file": "data",
+    "train_batch_size": "prompts_per_step", "train_file": "data", "filter_overlong_prompts": "drop_long_prompts",
 }  # fmt: skip
 NOT_HERE = {  # what others have, and what is here in its place
     "num_train_epochs": "the length of a run is its --steps", "total_epochs": "the length of a run is its --steps",
     "num_epochs": "the length of a run is its --steps", "epochs": "the length of a run is its --steps",
-    "max_prompt_length": "prompts are never cut", "logging_steps": "every step is logged",
+    "max_prompt_length": "prompts are never cut; see --drop_long_prompts", "logging_steps": "every step is logged",
     "warmup_ratio": "give the number of --warmup_steps", "generation_batch_size": "give --prompts_per_step",
     "resume_from_checkpoint": "the same command with the same --out continues a run",
     "overwrite_output_dir": "the same command with the same --out continues a run", "optim": "it is AdamW",
@@ -384,6 +385,8 @@ def warnings(config: Config) -> list[str]:
         notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
+    if any(weight < 0 for weight in config.reward_weights):
+        notes.append("reward_weights below 0: the run learns to make those rewards small")
     if config.temperature != 1.0 and config.eval_every:
         notes.append(f"pass@k is sampled at temperature {config.temperature:g}")
     return notes
@@ -393,38 +396,30 @@ def warnings(config: Config) -> list[str]:
 
 
 def check_prompts(task: Task, opened: Opened, config: Config) -> int:
-    """Every prompt can be encoded and leaves room for its completion. -> tokens of the longest"""
-    tokenizer, context, limit = opened.tokenizer, opened.context, config.max_completion_length
+    """Every prompt can be encoded and leaves room for its completion, or is left out where the settings say so.
+    -> tokens of the longest"""
+    tokenizer = opened.tokenizer
+    room = (opened.context or math.inf) - config.max_completion_length
     if task.eos_id is not None and tokenizer.eos_token_id != task.eos_id:
         raise UserError(
             f"--model {config.model}: --task {config.task} is for its own small model, or one trained from it"
         )
-    longest, too_long, letters, lost = 0, [], 0, 0
+    too_long: dict[int, str] = {}  # by the identity of a row
+    longest = letters = lost = 0
     for row in task.train + task.eval:
-        prompt = row["prompt"]
-        shown = f"{row.where}: {excerpt(prompt)}" if isinstance(row, Row) else excerpt(prompt)
-        if not isinstance(prompt, str) and tokenizer.chat_template is None:
-            raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
-        try:
-            ids = encode_prompt(tokenizer, prompt)
-        except Exception as error:  # of a chat template, say
-            raise UserError(f"a prompt could not be encoded: {type(error).__name__}: {error}: {shown}") from error
-        if not ids:
-            raise UserError(f"a prompt has no tokens: {shown}")
-        if context and len(ids) + limit > context:
-            too_long.append(f"{len(ids)} tokens, {row.where if isinstance(row, Row) else shown}")
-        elif letters < 1000:
-            wanted = _letters(text_of(prompt))
+        where = row.where if isinstance(row, Row) else excerpt(row["prompt"])
+        ids = _encoded(tokenizer, row["prompt"], where)
+        if len(ids) > room:
+            too_long[id(row)] = f"{len(ids)} tokens, {where}"
+            continue
+        longest = max(longest, len(ids))
+        if letters < 1000:
+            wanted = _letters(text_of(row["prompt"]))
             letters += wanted.total()
             known = [token for token in ids if token not in (tokenizer.unk_token_id, tokenizer.pad_token_id)]
             lost += (wanted - _letters(tokenizer.decode(known))).total()
-        longest = max(longest, len(ids))
     if too_long:
-        more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
-        raise UserError(
-            f"{len(too_long)} prompts and a completion of {limit} exceed the model's context of {context}: "
-            f"shorten them, or lower --max_completion_length: {'; '.join(too_long[:3])}{more}"
-        )
+        _leave_out(too_long, task, opened, config)
     if lost > letters / 2:
         raise UserError(
             f"--model {config.model}: its tokenizer cannot encode the prompts ({lost} of {letters} letters are lost): "
@@ -433,12 +428,45 @@ def check_prompts(task: Task, opened: Opened, config: Config) -> int:
     return longest
 
 
+def _encoded(tokenizer: Any, prompt: Any, where: str) -> list[int]:
+    if not isinstance(prompt, str) and tokenizer.chat_template is None:
+        raise UserError("the prompts are chat messages, but the tokenizer has no chat template: use string prompts")
+    try:
+        ids = encode_prompt(tokenizer, prompt)
+    except Exception as error:  # of a chat template, say
+        told = f"{type(error).__name__}: {error}: {where}: {excerpt(prompt)}"
+        raise UserError(f"a prompt could not be encoded: {told}") from error
+    if not ids:
+        raise UserError(f"a prompt has no tokens: {where}: {excerpt(prompt)}")
+    return ids
+
+
+def _leave_out(too_long: dict[int, str], task: Task, opened: Opened, config: Config) -> None:
+    some = [*too_long.values()][:3]
+    if len(too_long) > 3:
+        some.append(f"and {len(too_long) - 3} more")
+    told = (
+        f"{len(too_long)} prompts and a completion of {config.max_completion_length} exceed the model's context of "
+        f"{opened.context} ({'; '.join(some)})"
+    )
+    if not config.drop_long_prompts:
+        raise UserError(f"{told}: shorten or --drop_long_prompts, or lower --max_completion_length")
+    task.train, task.eval = ([row for row in part if id(row) not in too_long] for part in (task.train, task.eval))
+    if not task.train or (config.eval_every and not task.eval):
+        raise UserError(f"{told}, and too few others are left: lower --max_completion_length")
+    task.notes.append(f"{told}, and are left out")
+
+
 def _letters(text: str) -> Counter:
     return Counter(letter for letter in unicodedata.normalize("NFKD", text).casefold() if letter.isalnum())
 
 
 def notes(task: Task, tokenizer: Any) -> list[str]:
     found, columns = [*task.notes], task.train[0].keys()
+    trained_on = {json.dumps(row["prompt"]) for row in task.train}
+    in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)
+    if in_both and task.state.max_steps != 0:  # without a step, it is an evaluation
+        found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append(
             "the prompts are strings, so the model's chat template is not applied; give chat messages to apply it"

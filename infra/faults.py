@@ -7,6 +7,7 @@ the last checkpoint.
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -28,6 +29,10 @@ class FailedElsewhere(UserError):
 
 
 # ---- The end of a run ----
+
+GRACE = 5.0  # seconds that a reward has left when the run is to stop
+caught: list[int] = []  # signals that asked to stop
+caught_at: list[float] = []  # and when
 
 
 def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Callable[[Config], str]) -> int:
@@ -82,17 +87,15 @@ def leave(code: int) -> None:
 def stop_requests() -> list[int]:
     """Grows by a signal that asks to stop: the step in progress is finished first. A second one, later than the copies
     of the first that torchrun sends, ends the process at once."""
-    caught: list[int] = []
-    times: list[float] = []
+    caught.clear()
+    caught_at.clear()
 
     def note(number: int, frame: object) -> None:
         caught.append(number)
-        times.append(time.monotonic())
-        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":
-            os.write(
-                2, b"\nstopping after this step; once more in 3 seconds or later: at once\n"
-            )  # print may have been interrupted
-        if times[-1] - times[0] > 3:
+        caught_at.append(time.monotonic())
+        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":  # print may have been interrupted
+            os.write(2, b"\nstopping after this step; once more in 3 seconds or later: at once\n")
+        if caught_at[-1] - caught_at[0] > 3:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -103,20 +106,31 @@ def stop_requests() -> list[int]:
 
 def time_limit(seconds: float) -> Callable[[str], contextlib.AbstractContextManager]:
     """-> a context for calls of functions that the user wrote. Nothing can interrupt one that hangs, but its process
-    can be ended."""
+    can be ended: after these seconds, or some seconds after it was asked to stop."""
 
-    def too_late(name: str) -> None:
-        report_failure(f"error: reward function {name} took longer than --reward_timeout {seconds:g} seconds")
-        os._exit(2)
+    def watch_over(name: str, returned: threading.Event) -> None:
+        started = time.monotonic()
+        while not returned.wait(min(seconds, 1.0)):
+            now = time.monotonic()
+            if now - started >= seconds:
+                report_failure(f"error: reward function {name} took longer than --reward_timeout {seconds:g} seconds")
+                os._exit(2)
+            if caught and now - max(started, caught_at[0]) >= GRACE:
+                stopped_by = signal.Signals(caught[0]).name
+                say(f"stopped by {stopped_by} while reward function {name} was running: this step is lost")
+                os._exit(128 + caught[0])
 
     @contextlib.contextmanager
     def limited(name: str) -> Iterator[None]:
-        timer = threading.Timer(seconds, too_late, [name])
-        timer.start()
+        returned = threading.Event()
+        threading.Thread(target=watch_over, args=[name, returned], daemon=True).start()
+        # Code in C may let no other thread run. Then this ends the process, and shows where it was.
+        faulthandler.dump_traceback_later(min(seconds + GRACE, threading.TIMEOUT_MAX), exit=True, file=2)
         try:
             yield
         finally:
-            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+            returned.set()
 
     return limited
 

@@ -52,7 +52,13 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     if any(name.endswith("ForMaskedLM") for name in architectures) and not getattr(model_config, "is_decoder", False):
         raise UserError(f"--model {source}: {architectures[0]} fills in masks and cannot continue a text")
     if config.chat_template_kwargs:
-        given = _json_object("chat_template_kwargs", config.chat_template_kwargs)
+        try:
+            given = dict(json.loads(config.chat_template_kwargs))
+        except (ValueError, TypeError):
+            raise UserError(
+                f"--chat_template_kwargs {config.chat_template_kwargs}: must be a JSON object, such as "
+                '{"enable_thinking": false}'
+            ) from None
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
     # Sampling runs without dropout; scoring with it would compare two different policies.
     for field, value in model_config.to_dict().items():
@@ -117,6 +123,12 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
             f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
             f"{', '.join(wrong[:3])}"
         )
+    spoiled = [key for key, weights in model.named_parameters() if not weights.isfinite().all()]
+    if spoiled:
+        raise UserError(
+            f"--model {name}: {len(spoiled)} weights are not finite (NaN or infinity): {', '.join(spoiled[:3])}; "
+            "delete it and get it anew, or start from another one"
+        )
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
         raise UserError(
@@ -157,16 +169,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     if not ids:
         raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
     return sorted(set(ids))
-
-
-def _json_object(setting: str, text: str) -> dict:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f'--{setting} {text}: must be a JSON object, such as {{"enable_thinking": false}}')
-    return value
 
 
 @contextmanager

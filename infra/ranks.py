@@ -32,6 +32,9 @@ def start() -> torch.device:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if "RANK" in os.environ and missing:
         raise UserError(f"RANK is set, but not {', '.join(missing)}: start with torchrun; for one process, unset RANK")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise UserError(f"{name} is {os.environ[name]!r}, not a number: start with torchrun, or unset {name}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu and device.index >= torch.cuda.device_count():

@@ -6,6 +6,7 @@ Every figure is over the whole step and all ranks. One that has no value (no wro
 import importlib.util
 import json
 import math
+import os
 import resource
 import signal
 import statistics
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from batch import Batch, Group
 from config import ALGORITHMS, Config, UserError
-from infra import checkpoint, ranks, run_folder
+from infra import ranks, run_folder
 from infra.shard import ranks_of_a_copy
 from tasks import Task
 
@@ -126,6 +128,8 @@ def std(rewards: Tensor) -> float | None:
 
 # ---- Files and screen ----
 
+STEPS_WITHOUT_SIGNAL = 10  # in a row, until it is said
+
 
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
@@ -136,8 +140,9 @@ class RunLog:
         self.on_terminal = sys.stdout.isatty() and not quiet
         self.status, self.last_drawn = "", 0.0
         self.tracker = None
-        if config.report_to and importlib.util.find_spec(config.report_to) is None:
-            raise UserError(f"--report_to {config.report_to}: not installed; pip install {config.report_to}")
+        self.without_signal = 0  # steps in a row
+        if not quiet:
+            check_tracker(config.report_to)
 
     def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
         cfg = self.config
@@ -189,13 +194,26 @@ class RunLog:
         append(self.out / "metrics.jsonl", [metrics])
         if self.tracker:
             self.tracker(metrics)
-        if "reward" in metrics:
+        if groups:
             self.draw_status(metrics)
+            self.note_no_signal(metrics["step"], groups)
         if "eval/accuracy" in metrics:
             figures = "  ".join(
                 f"{name.removeprefix('eval/')} {text(metrics[name])}" for name in worth_showing(metrics)
             )
             self.say(f"step {metrics['step']}, held out: {figures}")
+
+    def note_no_signal(self, step: int, groups: list[Group]) -> None:
+        """Said once for each time that it lasts."""
+        self.without_signal = 0 if any(group.advantages.any() for group in groups) else self.without_signal + 1
+        if self.without_signal == 1 and all(group.rewards.isnan().all() for group in groups):
+            self.say(f"note: step {step}: no completion got a reward (None for all), so nothing is learnt from it")
+        if self.without_signal == STEPS_WITHOUT_SIGNAL:
+            self.say(
+                f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are all equal. "
+                f"Look at {self.out}/samples.jsonl: is it too hard or too easy, or in a form that no reward reads? "
+                "More --num_generations make a difference likelier"
+            )
 
     def draw_status(self, metrics: dict) -> None:
         step, steps = metrics["step"], self.config.steps
@@ -208,17 +226,13 @@ class RunLog:
             f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
             f"  {left // 60}:{left % 60:02d} left"
         )
-        print(
-            f"\r\033[K{self.status}" if self.on_terminal else self.status,
-            end="" if self.on_terminal else "\n",
-            flush=True,
-        )
+        self.say(self.status, end="" if self.on_terminal else "\n")
 
     def generating(self, tokens: int, rows: int) -> None:
         """Progress inside a long rollout."""
         if self.on_terminal and time.monotonic() - self.last_drawn > 0.2:
             self.last_drawn = time.monotonic()
-            print(f"\r\033[K{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="", flush=True)
+            self.say(f"{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="")
 
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
@@ -226,9 +240,9 @@ class RunLog:
         self.say(f"stopped by {name} after step {step}; {run_folder.goes_on(self.config)}")
         return 128 + signal_number
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, end: str = "\n") -> None:
         if not self.quiet:
-            print(f"\r\033[K{line}" if self.on_terminal else line, flush=True)
+            print(f"\r\033[K{line}" if self.on_terminal else line, end=end, flush=True)
 
 
 def sample_line(
@@ -239,30 +253,41 @@ def sample_line(
         "kind": kind,
         "prompt": group.row["prompt"],
         "completion": decode(group.completions[i].ids),
-        "reward": none_if_nan(float(group.rewards[i])),
-        "rewards": dict(zip(reward_names, map(none_if_nan, group.reward_parts[i].tolist()), strict=True)),
+        "reward": float(group.rewards[i]),
+        "rewards": dict(zip(reward_names, group.reward_parts[i].tolist(), strict=True)),
         "advantage": None if group.advantages is None else float(group.advantages[i]),
         "length": len(group.completions[i].ids),
         "truncated": group.completions[i].truncated,
         "columns": {name: value for name, value in group.row.items() if name != "prompt"},
+        "extras": group.extras[i],
     }
 
 
-def none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def as_json(lines: list[dict]) -> str:
+    return "".join(json.dumps(_valid(line), allow_nan=False, default=str) + "\n" for line in lines)
+
+
+def _valid(value: Any) -> Any:
     """A number that is not finite has no form in JSON: it becomes null."""
-    valid = [
-        {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in line.items()} for line in lines
-    ]
-    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in valid)
+    if isinstance(value, dict):
+        return {str(name): _valid(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append(path: Path, lines: list[dict]) -> None:
     with path.open("a") as file:
         file.write(as_json(lines))
+
+
+def check_tracker(name: str | None) -> None:
+    """It is there, and would not ask for a password in the middle of a run."""
+    if name and importlib.util.find_spec(name) is None:
+        raise UserError(f"--report_to {name}: not installed; pip install {name}")
+    is_online = name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online"
+    if is_online and not importlib.import_module("wandb").login(prompt=False):
+        raise UserError("--report_to wandb: not logged in; run wandb login, or set WANDB_MODE=offline")
 
 
 def open_tracker(config: Config) -> Any:
@@ -292,7 +317,7 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
     file = Path(out) / "not_finite.safetensors"
     with ranks.together():
         if ranks.rank() == 0:
-            checkpoint.save_tensors(file, {name: x for name, x in vars(batch).items() if x is not None})
+            save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
         if not loss.isfinite():
             cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
         else:

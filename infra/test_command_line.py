@@ -195,8 +195,11 @@ VALUES = [
     ("--model= --reward", "--model: needs a value: text", "--reward: needs a value: text"),
     ("--beta much", "--beta much: must be a number, at least 0 and finite"),
     ("--mask_truncated perhaps", "--mask_truncated perhaps: must be true or false"),
-    ("--reward r.py:f r.py:g --reward_weights 1 heavy", "--reward_weights heavy: must be a number, finite"),
-    ("--data d.jsonl --model m --reward r.py:f --reward_weights nan", "--reward_weights nan: must be a number, finite"),
+    ("--reward r.py:f r.py:g --reward_weights 1 heavy", "--reward_weights heavy: must be a number, at least -1e+09"),
+    (
+        "--data d.jsonl --model m --reward r.py:f --reward_weights nan",
+        "--reward_weights nan: must be a number, at least -1e+09",
+    ),
     ("--steps -1", "--steps -1: must be a whole number, at least 0"),
     ("--samples_per_step -2", "--samples_per_step -2: ... at least -1"),
     ("--top_p 1.5", "--top_p 1.5: must be a number, above 0 and at most 1"),
@@ -349,6 +352,7 @@ def test_a_program_is_told_as_well():
         (dict(algorithm="luspo"), "LUSPO wants this"),
         (dict(algorithm="dppo", ratio="sequence", normalization="sequence"), "by their own probability"),
         (dict(beta=0.1, kl_estimator="k1"), "adds noise alone"),
+        (dict(reward=["exact_sum"], reward_weights=[-1.0]), "learns to make those rewards small"),
         (dict(temperature=0.7), "pass@k is sampled at temperature 0.7"),
     ],
 )
@@ -447,6 +451,14 @@ def test_prompts_that_are_fine_need_no_note(chat_tokenizer):
     assert notes(task_of(CHAT), chat_tokenizer) == []
 
 
+def test_held_out_prompts_that_are_trained_on_are_noted():
+    task = task_of("1", "2", held_out=["3", "1"])
+    (note,) = notes(task, char_tokenizer(LETTERS))
+    assert note == "1 of the 2 held-out prompts are trained on as well"
+    task.state.max_steps = 0
+    assert notes(task, char_tokenizer(LETTERS)) == []
+
+
 def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
     (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
     assert "chat template is not applied" in note and "\n" not in note
@@ -469,6 +481,26 @@ def test_a_prompt_that_cannot_be_used_is_named(task, words):
     with pytest.raises(UserError) as told:
         checked(task, char_tokenizer(LETTERS), context=10, limit=3)
     assert all(word in str(told.value) for word in words)
+
+
+def test_prompts_that_are_too_long_can_be_left_out():
+    """Which is noted; and enough must be left."""
+    tokenizer = SimpleNamespace(tokenizer=char_tokenizer(LETTERS), context=10)
+    config = Config(max_completion_length=3, drop_long_prompts=True)
+    task = task_of("1", "1" * 8, "22", held_out=["2" * 9, "3"])
+    assert check_prompts(task, tokenizer, config) == 2
+    assert [row["prompt"] for row in task.train] == ["1", "22"] and [row["prompt"] for row in task.eval] == ["3"]
+    (note,) = task.notes
+    words = [
+        "2 prompts and a completion of 3 exceed",
+        "(8 tokens, '11111111'; 9 tokens, '222222222'), and are left out",
+    ]
+    assert all(word in note for word in words)
+    for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):
+        with pytest.raises(UserError, match=r"1 prompts and .* \(8 tokens, '11111111'\), and too few others are left"):
+            check_prompts(task, tokenizer, config)
+    config.eval_every = 0
+    assert check_prompts(task_of("1", held_out=["1" * 8]), tokenizer, config) == 1
 
 
 def test_a_template_that_refuses_a_prompt_is_a_mistake():

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,12 @@ def test_a_rank_without_its_friends(lone_rank):
     assert lone_rank(MASTER_ADDR="127.0.0.1") == told
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_rank_that_is_no_number(lone_rank, name):
+    given = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1") | {name: "x"}
+    assert lone_rank(**given) == f"{name} is 'x', not a number: start with torchrun, or unset {name}"
+
+
 def test_a_port_that_is_taken(lone_rank):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -259,11 +266,21 @@ def grade(prompt, text):
 def slow(prompts, **columns):
     time.sleep(60)
 
+def stubborn(prompts, **columns):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+def in_c(prompts, **columns):
+    sum(range(10**13))
+
 CALLS = []
 
 def overflows(prompts, **columns):
     CALLS.append(1)
-    return [(-1e300 if i % 2 else 1e300) if len(CALLS) > 1 and i < 2 else float(i) for i in range(len(prompts))]
+    return [(-1e90 if i % 2 else 1e90) if len(CALLS) > 1 and i < 2 else float(i) for i in range(len(prompts))]
 """
 
 
@@ -283,13 +300,39 @@ def test_a_reward_that_raises_is_one_line_under_the_frames_of_its_file(small, mi
     assert frames[0][1] == "raises" and frames[-1][1] == "grade" and "    return 1 / text.count(prompt)\n" in shown
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_reward_timeout(small, mine, tmp_path, world):
-    settings = small | dict(reward=f"{mine}:slow", reward_timeout=0.5)
+@pytest.mark.parametrize("reward, world", [("slow", 1), ("slow", 2), ("stubborn", 1)])
+def test_reward_timeout(small, mine, tmp_path, reward, world):
+    settings = small | dict(reward=f"{mine}:{reward}", reward_timeout=0.5)
     codes = exit_codes(start(settings, tmp_path / "out", world=world), SECONDS)
     shown = screen(tmp_path / "out").read_text()
     assert 2 in codes and 0 not in codes and "Traceback" not in shown
-    assert "error: reward function slow took longer than --reward_timeout 0.5 seconds" in shown.splitlines()
+    assert f"error: reward function {reward} took longer than --reward_timeout 0.5 seconds" in shown.splitlines()
+
+
+def test_the_timeout_ends_code_in_c_that_lets_no_thread_run(small, mine, tmp_path):
+    shown = run(small | dict(reward=f"{mine}:in_c", reward_timeout=0.5), tmp_path / "out", code=1)
+    assert "Timeout (" in shown and re.search(rf'File "{mine}", line \d+ in in_c', shown), shown
+
+
+def test_a_timeout_may_be_longer_than_any_clock_counts(monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with faults.time_limit(1e300)("mine"):
+        time.sleep(0.1)
+    assert not failed
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_that_waits_for_a_reward(small, mine, tmp_path, number, code):
+    (process,) = start(small | dict(reward=f"{mine}:stubborn", eval_every=0), tmp_path / "out")
+    while "started in" not in screen(tmp_path / "out").read_text():
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(process.pid, number)
+    asked = time.monotonic()
+    assert exit_codes([process], SECONDS) == [code] and time.monotonic() - asked < 2 * faults.GRACE
+    told = f"stopped by {number.name} while reward function stubborn was running: this step is lost"
+    assert screen(tmp_path / "out").read_text().splitlines()[-1] == told
 
 
 # ---- Numbers that are not finite ----

@@ -5,6 +5,8 @@ import ast
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,12 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import models
 from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import train
 from config import Config
-from conftest import ROOT, lines, metrics, run
+from conftest import ROOT, lines, metrics, run, samples
 from infra import command_line, faults
 from infra.model import open_model
 from tasks import Task, encode_prompt
@@ -36,9 +39,10 @@ def raises(prompts, completions, **columns):
 def short(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
-def logs(completions, log_metric, trainer_state):
+def logs(completions, log_metric, log_extra, trainer_state):
     for text in completions:
         log_metric("letters", len(text))
+    log_extra("backwards", (text[::-1] for text in completions))
     return [trainer_state.global_step + len(text) for text in completions]
 
 def needs(completions, solution):
@@ -89,6 +93,12 @@ def blind(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def spoiled(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][2, 3] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def pickled(folder: Path) -> None:
     torch.save(LlamaForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -130,6 +140,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
     "blind": blind,
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
+    "spoiled": spoiled,
     "pickled": pickled,
     "code_of_its_own": code_of_its_own,
     "bad_template": partial(edit, "tokenizer_config.json", chat_template="{{ raise_exception('alternate') }}"),
@@ -164,7 +175,7 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (DATA_OF + "nothing.jsonl", "a prompt has no tokens: {0}/nothing.jsonl:2: ''"),
     (
         DATA_OF + "too_long.jsonl",
-        "4 prompts and a completion of 5 exceed the model's context of 256: ... 400 tokens, {0}/too_long.jsonl:2; "
+        "4 prompts and a completion of 5 exceed the model's context of 256 (400 tokens, {0}/too_long.jsonl:2; "
         "... too_long.jsonl:4; and 1 more",
     ),
     (DATA_OF + "half_a_megabyte.jsonl", "1 prompts and a completion of 5 exceed the model's context ... 500000 tokens"),
@@ -191,6 +202,10 @@ BAD = [  # flags, the line they get (its beginning and, after ..., what else is 
     (MODEL_OF + "blind", "--model {0}/blind: its tokenizer cannot encode the prompts (... letters are lost)"),
     (MODEL_OF + "far_eos", "eos_token_id 99 of the model or its tokenizer: must be a token, from 0 to 8"),
     (MODEL_OF + "no_eos", "neither the model nor its tokenizer names an end-of-sequence token"),
+    (
+        MODEL_OF + "spoiled",
+        "--model {0}/spoiled: 1 weights are not finite (NaN or infinity): model.embed_tokens",
+    ),
     (MODEL_OF + "pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     (MODEL_OF + "code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
     (MODEL_OF + "model --attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ... fast"),
@@ -287,13 +302,16 @@ def usual(files, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path, world):
-    """A mean over all ranks; the step that it is told is that of the run."""
+    """A mean over all ranks; the step that it is told is that of the run. And what it logs of each completion stands
+    beside that completion."""
     settings = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/mine.py:logs", steps=2)
     settings |= dict(prompts_per_step=3, num_generations=2, max_completion_length=5, eval_every=2, eval_prompts=2)
     run(settings, tmp_path / "out", world=world)
     steps = [line for line in metrics(tmp_path / "out") if line["step"] > 0]
     for done, line in enumerate(steps):
         assert line["reward"] == pytest.approx(done + line["logged/letters"]) and line["logged/letters"] > 0
+    for line in samples(tmp_path / "out") + samples(tmp_path / "out", "eval"):
+        assert line["extras"] == {"backwards": re.sub("<pad>|<eos>", "", line["completion"])[::-1]}
 
 
 @pytest.mark.parametrize("model", ["no_pad", "pad_is_eos", "template"])
@@ -303,6 +321,29 @@ def test_models_that_must_work(files, usual, tmp_path, model):
     assert lines(out / "samples.jsonl") == lines(usual / "samples.jsonl")
     assert metrics(out) == metrics(usual)
     assert (out / "model" / "tokenizer.json").exists()
+
+
+POOL = """
+import multiprocessing
+
+def length(text):
+    return float(len(text))
+
+def pooled(completions, **columns):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(length, completions)
+"""
+
+
+def test_a_reward_may_start_processes_anew(files, tmp_path):
+    """They import train.py and the file of the reward, though its neighbour has the name of a file of ours."""
+    (tmp_path / "config.py").write_text("")
+    (tmp_path / "mine.py").write_text(POOL)
+    words = [*GOOD.replace("{0}", str(files)).split(), "--reward", "mine.py:pooled", "--out", "out"]
+    command = [sys.executable, ROOT / "train.py", *words, "--prompts_per_step", "1", "--reward_timeout", "60"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended
+    assert metrics(tmp_path / "out")[-1]["reward"] > 0
 
 
 LONG = json.dumps({"prompt": "a", "column": "b" * 10_000_000}) + "\n"

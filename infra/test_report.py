@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import sys
+from datetime import date
 
 import numpy as np
 import pytest
@@ -10,7 +12,17 @@ import torch
 
 from advantage import group_advantages
 from batch import Group
-from infra.report import as_json, finished, of_evaluation, of_groups, pass_at_k, share_of_advantage
+from config import Config, UserError
+from infra.report import (
+    RunLog,
+    as_json,
+    check_tracker,
+    finished,
+    of_evaluation,
+    of_groups,
+    pass_at_k,
+    share_of_advantage,
+)
 from rollout import Completion
 from tasks import Task
 
@@ -100,6 +112,43 @@ def test_every_number_that_is_written_is_json():
     (line,) = as_json([{"step": 1, "loss": math.nan, "reward": -math.inf, "kl": 0.5}]).splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "reward": None, "kl": 0.5}
     assert "NaN" not in line and "Infinity" not in line
+
+
+def test_columns_of_any_kind_can_be_written():
+    (line,) = as_json(
+        [{"step": 1, "columns": {"x": [math.inf, {"y": math.nan}], "day": date(2026, 1, 2), 3: (4,)}}]
+    ).splitlines()
+    assert json.loads(line) == {"step": 1, "columns": {"x": [None, {"y": None}], "day": "2026-01-02", "3": [4]}}
+
+
+@pytest.mark.parametrize("value, count", [(0.5, 0), (math.nan, 1)])
+def test_steps_without_a_signal_are_noted_once(tmp_path, capsys, value, count):
+    log = RunLog(Config(out=str(tmp_path)), str, ["right"], quiet=False)
+    dead = Group([1], [], torch.full((4,), value), None, torch.zeros(4))
+    alive = Group([1], [], torch.tensor([0.0, 1.0]), None, torch.tensor([-1.0, 1.0]))
+    for step, groups in enumerate([[dead] * 2] * 9 + [[dead, alive]] + [[dead]] * 30, 1):
+        log.note_no_signal(step, groups)
+    shown = capsys.readouterr().out.splitlines()
+    missing = [line for line in shown if "no completion got a reward" in line]
+    assert len(missing) == 2 * count and len(shown) == 2 * count + 1
+    assert "nothing was learnt in 10 steps" in shown[-1] and f"{tmp_path}/samples.jsonl" in shown[-1]
+
+
+def test_a_tracker_that_would_ask_for_a_password_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="--report_to tracker_of_mine: not installed; pip install tracker_of_mine"):
+        check_tracker("tracker_of_mine")
+    (tmp_path / "wandb.py").write_text("KEY = None\ndef login(prompt):\n    return not prompt and KEY is not None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"^--report_to wandb: not logged in; run wandb login, or set WANDB_MODE"):
+        RunLog(Config(report_to="wandb", out="out"), str, [], quiet=False)
+    RunLog(Config(report_to="wandb", out="out"), str, [], quiet=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_tracker("wandb")
+    monkeypatch.delenv("WANDB_MODE")
+    sys.modules["wandb"].KEY = "key"
+    check_tracker("wandb")
 
 
 def test_a_result_without_metrics_says_so(tmp_path, capsys):

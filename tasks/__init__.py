@@ -23,9 +23,10 @@ import copy
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -37,7 +38,7 @@ from torch import Tensor
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import as_user_error, excerpt, hold_out, read_rows
-from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, load_reward
+from tasks._rewards import GIVEN, OF_THE_RUN, as_number, call_rewards, check_signature, listed, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -59,6 +60,7 @@ class Task:
     notes: list[str] = field(default_factory=list)  # on what was found, to be told
     state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(global_step=0, max_steps=None))  # of the run
     logged: list[tuple[str, float]] = field(default_factory=list)  # by rewards, in this step
+    extras: list[list[dict]] = field(default_factory=list)  # by rewards, for each completion that was just scored
 
     def begin(self, step: int) -> None:
         self.state.global_step = step - 1  # steps that are done
@@ -173,18 +175,16 @@ def load_task(config: Config) -> Task:
 def load_files(data: str | None, names: list[str], task: Task) -> tuple[list[dict], list[Callable]]:
     """-> rows and rewards, of files or by the name of one of the task's own. What is wrong is told at once."""
     own = dict(zip(task.reward_names, task.rewards, strict=True))
-    rows: list[dict] = []
-    rewards: list[Callable] = []
     mistakes: list[UserError] = []
-    try:
-        rows = read_rows(data) if data else []
-    except UserError as mistake:
-        mistakes.append(mistake)
-    for name in names:
+
+    def attempt(read: Callable, *given: Any) -> Any:
         try:
-            rewards.append(own[name] if name in own else load_reward(name, [*own]))
+            return read(*given)
         except UserError as mistake:
             mistakes.append(mistake)
+
+    rows = attempt(read_rows, data) if data else []
+    rewards = [own[name] if name in own else attempt(load_reward, name, [*own]) for name in names]
     if mistakes:
         together = UserError("\nerror: ".join(map(str, mistakes)))
         for mistake in mistakes:
@@ -224,8 +224,10 @@ def text_of(completion: Prompt) -> str:
 
 def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenizer: Any) -> list[list[list[float]]]:
     """A value for each row, completion and reward function; NaN where a function gives none."""
+    task.extras = []
     if not rows:
         return []
+    logged: dict[str, list] = {}
     pairs = [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
     columns = {name: [row.get(name) for row, _ in pairs] for name in rows[0] if name != "prompt"}
     columns |= dict(
@@ -233,9 +235,20 @@ def score(task: Task, rows: list[dict], groups: list[list[Completion]], tokenize
         completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
         completion_ids=[completion.ids for _, completion in pairs],
     )
-    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric), strict=True))
-    by_completion = zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))
-    return [[list(next(by_completion)) for _ in group] for group in groups]
+
+    def log_extra(name: str, values: Any) -> None:
+        logged[name] = json.loads(json.dumps(listed(values), default=str))  # as it will be written
+        if not isinstance(logged[name], list) or len(logged[name]) != len(pairs):
+            raise UserError(f"log_extra({name!r}, {excerpt(logged[name])}): {len(pairs)} values were due, in a list")
+
+    def in_groups(values: Iterable) -> list[list]:
+        left = iter(values)
+        return [[next(left) for _ in group] for group in groups]
+
+    of_the_run = dict(zip(OF_THE_RUN, (copy.copy(task.state), task.log_metric, log_extra), strict=True))
+    scores = in_groups(map(list, zip(*call_rewards(task.rewards, columns, task.time_limit, **of_the_run))))
+    task.extras = in_groups({name: values[i] for name, values in logged.items()} for i in range(len(pairs)))
+    return scores
 
 
 def means_of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:

@@ -28,7 +28,8 @@ from config import UserError
 from tasks._files import as_user_error, excerpt
 
 GIVEN = ("prompts", "completions", "completion_ids")
-OF_THE_RUN = ("trainer_state", "log_metric")
+OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
+LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
 
 # ---- Found by their names ----
@@ -54,12 +55,13 @@ def load_reward(name: str, own: list[str]) -> Callable:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """As a module of the packages it stands in, so that it can import its neighbours, relatively too."""
+    """As a module of the packages it stands in, so that it can import its neighbours, relatively too. They come after
+    what is there of this name here, also for processes that it starts."""
     names, root = [path.stem], path.resolve().parent
-    sys.path.insert(0, str(root))
+    sys.path.insert(1, str(root))
     while (root / "__init__.py").exists():
         names, root = [root.name, *names], root.parent
-        sys.path.insert(0, str(root))
+        sys.path.insert(1, str(root))
     spec = importlib.util.spec_from_file_location(".".join(names), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
@@ -71,16 +73,17 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _signature(reward: Callable) -> inspect.Signature:
-    """Of what a decorator wraps; but of a partial, without what is bound."""
-    return inspect.signature(reward, follow_wrapped=not isinstance(reward, functools.partial))
+    """Of what a decorator wraps; but of a partial, without what is bound. Some that are written in C do not tell, and
+    count as taking anything."""
+    try:
+        return inspect.signature(reward, follow_wrapped=not isinstance(reward, functools.partial))
+    except ValueError:
+        return inspect.signature(lambda **columns: None)
 
 
 def taken(reward: Callable, names: list[str]) -> list[str]:
     """Of these names, those that the function has room for."""
-    try:
-        parameters = _signature(reward).parameters.values()
-    except ValueError:  # some that are written in C do not tell
-        return names
+    parameters = _signature(reward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return names
     return [parameter.name for parameter in parameters if parameter.name in names]
@@ -88,17 +91,14 @@ def taken(reward: Callable, names: list[str]) -> list[str]:
 
 def check_signature(reward: Callable, names: list[str]) -> None:
     """A call with these names can be made."""
-    takes, reason = taken(reward, names), None
+    takes = taken(reward, names)
+    if not any(name in GIVEN for name in takes):
+        raise UserError(f"reward function {reward.__name__}: takes none of {', '.join(GIVEN)}; {_to_bind(reward)}")
     try:
         _signature(reward).bind(**dict.fromkeys(takes))
-    except ValueError:
-        return
     except TypeError as error:
-        reason = f"{error}; what it can be given is {', '.join(names)}"
-    if not any(name in GIVEN for name in takes):
-        reason = f"it takes none of {', '.join(GIVEN)}; {_to_bind(reward)}"
-    if reason:
-        raise UserError(f"reward function {reward.__name__}: {reason}")
+        told = f"{error}; what it can be given is {', '.join(names)}"
+        raise UserError(f"reward function {reward.__name__}: {told}") from None
 
 
 def _to_bind(reward: Callable) -> str:
@@ -172,8 +172,9 @@ def _runner() -> asyncio.Runner:
 
 
 def listed(values: Any) -> Any:
-    """A generator runs the user's code too, so it is read where that is watched."""
-    return list(values) if isinstance(values, Iterator) else values
+    """Of a tensor, or of a generator, which runs the user's code too and so is read where that is watched."""
+    values = list(values) if isinstance(values, Iterator) else values
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[float]:
@@ -181,7 +182,6 @@ def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[
     name, prompts = reward.__name__, columns["prompts"]
     if callable(values):
         raise UserError(f"reward function {name} returned a {type(values).__name__}; {_to_bind(reward)}")
-    values = values.tolist() if hasattr(values, "tolist") else values
 
     def wrong(i: int, what: str) -> UserError:
         where = f"for prompt {excerpt(prompts[i])} and completion {excerpt(columns['completions'][i])}"
@@ -193,8 +193,8 @@ def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[
     read = []
     for i, value in enumerate(values):
         number = math.nan if value is None else as_number(value)
-        if number is None or math.isinf(number):
-            raise wrong(i, f"{repr(value)[:200]} where a finite number or None was due")
+        if number is None or abs(number) > LARGEST:
+            raise wrong(i, f"{repr(value)[:200]} where a number up to {LARGEST:g} or None was due")
         if value is not None and math.isnan(number):
             say_once(f"reward function {name} returned nan, which counts as None")
         read.append(number)

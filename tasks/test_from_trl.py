@@ -119,6 +119,7 @@ def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, is_chat, function, 
     group = [Completion([*tokenizer(x).input_ids, EOS_ID], [0.0] * (len(x) + 1), truncated=False) for x in GIVEN]
     task.begin(6)
     assert score(task, task.train, [group], tokenizer) == [[[value] for value in values]]
+    assert task.extras == [[{"golden": "46"} if function == "logging" else {}] * 2]
     assert means_of_logged(task.logged) == ({"logged/accuracy": 1.0} if function == "logging" else {})
 
 

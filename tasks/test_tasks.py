@@ -319,6 +319,7 @@ def test_tensors_and_arrays_are_fine(values):
         ([1.0, 1j, 1.0], 1, "returned 1j"),
         ([1.0, Decimal("NaN"), 1.0], 1, "returned Decimal('NaN')"),
         ([1.0, 10**400, 1.0], 1, "returned 1000"),
+        ([1.0, 1.0, -1e308], 2, "returned -1e+308 where a number up to 1e+100 or None was due"),
         ([1.0, torch.tensor([1.0, 2.0]), 1.0], 1, "returned tensor"),
         (torch.zeros(3, 2), 0, "returned [0.0, 0.0]"),
     ],
@@ -520,7 +521,7 @@ def test_a_function_that_makes_a_reward_is_told_to_be_bound(make):
 def test_score_calls_each_reward_once_with_everything_it_needs(tokenizer, prompt):
     calls = []
 
-    def first(prompts, completions, completion_ids, answer, trainer_state, log_metric, **columns):
+    def first(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **columns):
         calls.append((prompts, completions, completion_ids, answer, columns))
         return [0.0, 1.0, 2.0, 3.0]
 
@@ -557,6 +558,36 @@ def test_a_reward_is_told_the_step_and_can_log(tokenizer):
     task.rewards = [lambda log_metric, **given: log_metric("x", "3")]
     with pytest.raises(UserError, match=r"log_metric\('x', '3'\): a value must be a number"):
         score(task, task.train, [[completion(tokenizer, "a")]], tokenizer)
+
+
+def test_a_reward_can_log_something_of_each_completion(tokenizer):
+    def first(completions, log_extra):
+        log_extra("text", (text.upper() for text in completions))
+        log_extra("length", torch.tensor([len(text) for text in completions]))
+        return [0.0] * len(completions)
+
+    def second(log_extra, **columns):
+        log_extra("n", columns["n"])
+        log_extra("kind", [int] * 4)  # what has no form in JSON is written as text
+        return columns["n"]
+
+    rows = [{"prompt": "1", "n": n} for n in (1, 2)]
+    task = Task(rows, [], [first, second], [1.0, 1.0])
+    groups = [[completion(tokenizer, text) for text in texts] for texts in (("a", "bb"), ("c", "ab"))]
+    score(task, rows, groups, tokenizer)
+    assert task.extras == [
+        [dict(text=text, length=len(text), n=row["n"], kind=str(int)) for text in texts]
+        for row, texts in zip(rows, (("A", "BB"), ("C", "AB")), strict=True)
+    ]
+    task.rewards = [lambda completions, **given: [0.0] * len(completions)]
+    score(task, rows, groups, tokenizer)
+    assert task.extras == [[{}, {}], [{}, {}]]
+    score(task, [], [], tokenizer)
+    assert task.extras == []
+    for wrong in ([1], "abcd", None):
+        task.rewards = [lambda log_extra, wrong=wrong, **given: log_extra("x", wrong)]
+        with pytest.raises(UserError, match=r"log_extra\('x', .*\): 4 values were due, in a list"):
+            score(task, rows, groups, tokenizer)
 
 
 def test_the_time_limit_is_around_each_call(tokenizer):
