@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
-CHUNK_TOKENS = 256  # that go through the output head at once
+
+
+def chunk_tokens(on_gpu: bool) -> int:
+    """That go through the output head at once."""
+    return 2048 if on_gpu else 256
 
 
 def token_logprobs(
@@ -81,9 +85,8 @@ def _through_head(
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        values = _HeadLogProb.apply(
-            hidden, weight, bias, targets, temperature, CHUNK_TOKENS, with_entropy, entropy_grad
-        )
+        chunk = chunk_tokens(hidden.is_cuda)
+        values = _HeadLogProb.apply(hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad)
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
     with forward_replaced(head, score):

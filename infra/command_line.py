@@ -218,7 +218,7 @@ def _defaults_in_words(config: Config) -> dict[str, str]:
         if default is not None:
             words[name] = _in_words(default)
         elif here != there:
-            words[name] = f"{_in_words(here)}, on a GPU {_in_words(there)}"
+            words[name] = f"{_in_words(here)}, on a GPU {'what fits' if there is None else _in_words(there)}"
         elif name in by_task:
             words[name] = f"{_in_words(here)}, by task"
         elif name in ALGORITHMS[plain.algorithm]:

@@ -70,12 +70,12 @@ def test_flags_may_be_written_either_way():
 
 
 def test_any_settings_can_be_given_as_flags():
-    config = ready(Config(task="gsm8k", model="m", algorithm="dapo", reward=["r.py:f"], tis_cap=2.0, seed=7), True)
+    config = ready(Config(task="gsm8k", model="m", algorithm="dapo", reward=["r.py:f"], tis_cap=2.0, seed=7), False)
     words = []
     for name, value in vars(config).items():
         if value not in (None, []):
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    assert parse(words, on_gpu=False) == config
+    assert parse(words, on_gpu=True) == config
 
 
 @pytest.mark.parametrize(
