@@ -227,8 +227,8 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
     """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
     that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
+    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)  # first: what fits into memory is learnt here
     greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, with_entropy=False))
-    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)
     return report.of_evaluation(greedy, sampled, run.task), sampled
 
 
