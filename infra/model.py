@@ -62,6 +62,7 @@ def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrain
     """-> the model and, where there is a KL term, the reference. Sharded, the first rank loads the weights for all."""
     if config.shard:
         dtype = getattr(torch, config.dtype)
+        ranks.open_for_one(device)
         with ranks.together():
             mesh = make_mesh(config.shard_size, device)
         with ranks.together():

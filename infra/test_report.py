@@ -9,7 +9,7 @@ import torch
 
 from advantage import group_advantages
 from batch import Group
-from infra.report import as_json, finished, of_evaluation, of_groups, pass_at_k, share_of_advantage
+from infra.report import as_json, finished, of_evaluation, of_groups, of_machine, pass_at_k, share_of_advantage
 from rollout import Completion
 from tasks import Task
 
@@ -74,6 +74,16 @@ def test_one_reward_says_what_is_right_and_where_none_does_there_is_no_figure():
     assert [figures[name] for name in names] == [None] * 4
     assert [evaluated[f"eval/{name}"] for name in ("accuracy", "pass@1", "pass@4")] == [None] * 3
     assert evaluated["eval/reward"] == 0.125
+
+
+def test_peak_memory_on_a_gpu_and_on_a_cpu(monkeypatch):
+    on_cpu = of_machine(30, 1.0, 2.0)
+    assert on_cpu["peak_memory_gb"] > 0 and on_cpu["peak_memory_reserved_gb"] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
+    on_gpu = of_machine(30, 1.0, 2.0)
+    assert (on_gpu["peak_memory_gb"], on_gpu["peak_memory_reserved_gb"]) == (2.0, 3.0)
 
 
 def test_every_number_that_is_written_is_json():
