@@ -256,7 +256,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         cost = memory.costs(opened.config, cfg, ranks.world(), longest)
         cfg = memory.fitting(cfg, cost, free)
         log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names, quiet=ranks.rank() > 0)
-        log.say(memory.check(cfg, memory.needed(cfg, cost), free))
+        log.say(memory.check(cfg, cost, free))
     model, reference = load(opened, cfg, device)
     with ranks.together():
         ends = eos_ids(model, opened.tokenizer)

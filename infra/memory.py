@@ -126,8 +126,9 @@ def totals(need: dict[str, float]) -> tuple[float, float, float]:
     return stays, stays + max(need["rollout"], need["update"]), stays + need["one completion"]  # one after the other
 
 
-def check(config: Config, need: dict[str, float], free: float) -> str:
+def check(config: Config, cost: Costs, free: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit, and cannot be done in smaller parts."""
+    need = needed(config, cost)
     stays, peak, least = totals(need)
     parts = ", ".join(f"{name} {readable(need[name])}" for name in need if name != "one completion" and need[name])
     line = (

@@ -24,10 +24,12 @@ def settings(**flags) -> Config:
     return resolve(Config(**(given | flags)), {}, on_gpu=False)
 
 
+def costs(world: int = 1, **flags) -> memory.Costs:
+    return memory.costs(SETTINGS, settings(**flags), world, longest_prompt=10)
+
+
 def needed(world: int = 1, **flags) -> dict[str, float]:
-    """With prompts of up to 10 tokens."""
-    config = settings(**flags)
-    return memory.needed(config, memory.costs(SETTINGS, config, world, longest_prompt=10))
+    return memory.needed(settings(**flags), costs(world, **flags))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,13 +50,14 @@ def test_weights_and_cache_are_what_a_model_has(dtype):
 
 def test_sharded_each_rank_needs_its_part_and_a_whole_copy_to_sample():
     one = needed(beta=0.1)
-    part = needed(world=8, beta=0.1, shard=True, shard_size=4)
+    sharded = dict(world=8, beta=0.1, shard=True, shard_size=4)
+    part = needed(**sharded)
     for name in ("weights", "Adam", "reference"):
         assert part[name] == one[name] / 4
     cache = one["rollout"] / 12
     assert part["rollout"] == one["weights"] + 2 * cache, "12 completions on 8 ranks"
     with pytest.raises(UserError, match="cannot fit"):  # though each of the parts would
-        memory.check(settings(), part, one["weights"] + cache)
+        memory.check(settings(), costs(**sharded), one["weights"] + cache)
 
 
 def test_activations_are_about_what_autograd_keeps():
@@ -76,22 +79,22 @@ def test_activations_are_about_what_autograd_keeps():
 
 def test_what_cannot_fit_is_said_before_anything_is_loaded():
     need = needed()
-    assert "rollout" in memory.check(settings(), need, 1e12)
+    assert "rollout" in memory.check(settings(), costs(), 1e12)
     with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
-        memory.check(settings(), need, need["weights"] * 3)
+        memory.check(settings(), costs(), need["weights"] * 3)
     between = need["weights"] + need["Adam"] + (need["update"] + need["one completion"]) / 2
-    assert "in smaller parts" in memory.check(settings(), need, between)
+    assert "in smaller parts" in memory.check(settings(), costs(), between)
     assert needed(gradient_checkpointing=True)["update"] < need["update"]
 
 
 def test_sharded_an_update_that_cannot_fit_is_refused_because_it_cannot_be_done_in_smaller_parts():
     given = dict(shard=True, micro_batch_size=9)
-    need = needed(**given)
+    need, cost = needed(**given), costs(**given)
     stays, peak, _ = memory.totals(need)
     assert peak == stays + need["update"] > stays + need["rollout"]
-    memory.check(settings(**given), need, peak)
+    memory.check(settings(**given), cost, peak)
     with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
-        memory.check(settings(**given), need, peak - 1)
+        memory.check(settings(**given), cost, peak - 1)
 
 
 # ---- Real shapes ----
@@ -162,7 +165,7 @@ def test_budgets_given_by_hand_are_kept_and_one_completion_is_the_least():
     fitted = memory.fitting(config, cost, free=80e9)
     assert (fitted.rollout_tokens, fitted.micro_batch_tokens) == (7, 1024), "of 512 + 1024 tokens"
     with pytest.raises(UserError, match="It cannot fit"):
-        memory.check(fitted, memory.needed(fitted, cost), 80e9)
+        memory.check(fitted, cost, 80e9)
     rows = on_gpu(micro_batch_size=4)
     assert memory.fitting(rows, cost, free=1e12).micro_batch_tokens is None, "rows given alone: any number of tokens"
     on_cpu = settings(micro_batch_tokens=None)
