@@ -39,9 +39,7 @@ MOST_MICRO_BATCH_TOKENS = 1 << 15  # by then the GPU is busy, and gathering shar
 class Costs:
     """Bytes on each rank; `needed` puts them together."""
 
-    weights: float
-    adam: float
-    reference: float
+    stays: dict[str, float]  # from step to step: weights, Adam, reference
     rollout: float  # without completions
     row: float  # of the rollout: a completion at full length
     update: float  # without micro-batches
@@ -55,7 +53,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
     compute = 2 if config.dtype == "bfloat16" else 4  # bytes
-    n = ranks_of_a_copy(config.shard_size, world) if config.shard else 1
+    part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # of this rank
     copy = compute * parameters if compute < 4 or config.shard else 0
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
@@ -77,12 +75,10 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     of_a_layer = 4 * 11 * h + compute * 4 * i
     between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
     return Costs(
-        weights=4 * parameters / n,
-        adam=8 * parameters / n,
-        reference=4 * parameters / n if config.beta else 0,
+        stays={"weights": 4 * part, "Adam": 8 * part, "reference": 4 * part if config.beta else 0},
         rollout=copy,
         row=cache + distribution,
-        update=4 * parameters / n + (gathered if config.shard else copy) + batch + head,
+        update=4 * part + (gathered if config.shard else copy) + batch + head,
         token=h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers,
         length=length,
         sampled=math.ceil(max(completions, evaluated) / world),
@@ -92,7 +88,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
     """Budgets of tokens that were left open become what so many bytes hold."""
-    room = ROOM * free - (cost.weights + cost.adam + cost.reference)
+    room = ROOM * free - sum(cost.stays.values())
     return with_budgets(
         config,
         tokens_in(room - cost.rollout, cost.row / cost.length, cost.length, MOST_ROLLOUT_TOKENS),
@@ -110,10 +106,7 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
-    return {
-        "weights": cost.weights,
-        "Adam": cost.adam,
-        "reference": cost.reference,
+    return cost.stays | {
         "rollout": cost.rollout + rows * cost.row,
         "update": cost.update + tokens * cost.token,
         "one completion": max(cost.rollout + cost.row, cost.update + cost.length * cost.token),
