@@ -150,7 +150,7 @@ def readable(amount: float) -> str:
 
 
 def free_memory() -> float:
-    """Before the model is loaded."""
+    """On a GPU what nobody has taken, before the model is loaded; otherwise all memory of the machine."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]

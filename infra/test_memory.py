@@ -97,6 +97,14 @@ def test_sharded_an_update_that_cannot_fit_is_refused_because_it_cannot_be_done_
         memory.check(settings(**given), cost, peak - 1)
 
 
+def test_on_a_gpu_what_is_free_counts_and_a_chunk_of_the_head_is_larger(monkeypatch):
+    on_cpu = costs()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
+    assert memory.free_memory() == 5
+    assert costs().update - on_cpu.update == 2 * (2048 - 256) * 500 * 4
+
+
 # ---- Real shapes ----
 
 QWEN_7B = Qwen2Config(
