@@ -172,15 +172,21 @@ def task_of(config: Config) -> str:
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in what was left at None. What is resolved already stays as it is."""
+    """Fill in what was left at None. What is resolved already stays as it is. On a GPU the budgets of tokens wait until
+    its memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
     defaults["out"] = f"runs/{task_of(config)}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
-    defaults["rollout_tokens"] = 524288 if on_gpu else 32768
-    if config.micro_batch_size is None:
-        defaults["micro_batch_tokens"] = 16384 if on_gpu else 2048
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
     config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if on_gpu else "float32"
-    return config
+    return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
+
+
+def with_budgets(config: Config, rollout_tokens: int | None, micro_batch_tokens: int | None) -> Config:
+    """These, where they were left open. micro_batch_size alone means any number of tokens."""
+    budgets = {"rollout_tokens": rollout_tokens}
+    if config.micro_batch_size is None:
+        budgets["micro_batch_tokens"] = micro_batch_tokens
+    return dataclasses.replace(config, **{name: x for name, x in budgets.items() if getattr(config, name) is None})

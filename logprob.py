@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
-CHUNK_TOKENS = 256  # that go through the output head at once
+
+
+def chunk_tokens(on_gpu: bool) -> int:
+    """That go through the output head at once."""
+    return 2048 if on_gpu else 256
 
 
 def token_logprobs(
@@ -53,9 +57,11 @@ def token_logprobs(
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
 
-    through = _through_head if head_returns_logits(model, ids) else _through_logits
     with_entropy = with_entropy or entropy_grad
-    logp, entropy = through(model, ids, scored, temperature, with_entropy, entropy_grad)
+    if head_returns_logits(model, ids):
+        logp, entropy = _through_head(model, ids, scored, temperature, with_entropy, entropy_grad)
+    else:
+        logp, entropy = _through_logits(model, ids, scored, temperature, with_entropy)
 
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in (logp, entropy))
     if not with_entropy:
@@ -77,12 +83,11 @@ def _through_head(
 
     def score(hidden: Tensor) -> Tensor:
         hidden = hidden[:, :-1][scored[:, 1:]]  # (n, H), the states that predict them
-        weight, bias = head.weight, head.bias
         if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        chunk = chunk_tokens(hidden.is_cuda)
         values = _HeadLogProb.apply(
-            hidden, weight, bias, targets, temperature, CHUNK_TOKENS, with_entropy, entropy_grad
+            hidden, head.weight, head.bias, targets, temperature, chunk, with_entropy, entropy_grad
         )
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
@@ -96,7 +101,6 @@ def _through_logits(
     scored: Tensor,
     temperature: float,
     with_entropy: bool,
-    entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """The way for every other model: its own logits, one row at a time."""
     can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -174,6 +178,7 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 class _HeadLogProb(torch.autograd.Function):
     """States (n, H), a linear head and targets (n,) -> (n, 2): log-prob of each target, and entropy.
 
+    The head is taken in the dtype of the states, and its gradient given back in its own, which under autocast is fp32.
     The forward pass saves its inputs alone and the backward pass computes the logits z again. With p = softmax(z):
         d logp / dz = onehot(target) - p,      d H / dz = -p (log p + H)
     """
@@ -182,6 +187,7 @@ class _HeadLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings = temperature, chunk, entropy_grad
+        weight, bias = _to(weight, hidden), _to(bias, hidden)
         values = torch.zeros(len(hidden), 2, dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
         for out, h, y in zip(values.split(chunk), hidden.split(chunk), targets.split(chunk)):
             log_p = _head_log_p(h, weight, bias, temperature)  # (chunk, V)
@@ -193,8 +199,9 @@ class _HeadLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, own_weight, own_bias, targets = ctx.saved_tensors
         temperature, chunk, entropy_grad = ctx.settings
+        weight, bias = _to(own_weight, hidden), _to(own_bias, hidden)
         dtype = _at_least_fp32(hidden.dtype)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
@@ -211,7 +218,9 @@ class _HeadLogProb(torch.autograd.Function):
                 del p
             else:
                 d_z = log_p.exp_().mul_(-g_logp)
-            d_z.scatter_add_(1, targets[rows, None], g_logp).div_(temperature)
+            d_z.scatter_add_(1, targets[rows, None], g_logp)
+            if temperature != 1.0:
+                d_z.div_(temperature)
             if d_bias is not None:
                 d_bias += d_z.sum(0)
             d_z = d_z.to(weight.dtype)
@@ -222,13 +231,14 @@ class _HeadLogProb(torch.autograd.Function):
             elif d_weight is not None:
                 d_weight += d_z.T @ h  # the sum over chunks stays in fp32
             del log_p, d_z  # before the next chunk makes its own
-        return d_hidden, _to(d_weight, weight), _to(d_bias, bias), None, None, None, None, None
+        return d_hidden, _to(d_weight, own_weight), _to(d_bias, own_bias), None, None, None, None, None
 
 
 def _head_log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     z = F.linear(hidden, weight, bias)
-    return torch.log_softmax(z.to(_at_least_fp32(z.dtype)).div_(temperature), dim=-1)
+    z = z.to(_at_least_fp32(z.dtype))
+    return torch.log_softmax(z if temperature == 1.0 else z.div_(temperature), dim=-1)
 
 
-def _to(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.to(like.dtype)
+def _to(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(like.dtype)

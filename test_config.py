@@ -58,7 +58,8 @@ def test_what_the_machine_decides():
     assert (cpu.dtype, gpu.dtype) == ("float32", "bfloat16") and resolved(
         on_gpu=True, dtype="float32"
     ).dtype == "float32"
-    assert cpu.micro_batch_tokens == 2048 < gpu.micro_batch_tokens and cpu.rollout_tokens < gpu.rollout_tokens
+    assert (cpu.micro_batch_tokens, cpu.rollout_tokens) == (2048, 32768)
+    assert (gpu.micro_batch_tokens, gpu.rollout_tokens) == (None, None), "decided by its memory, later"
     assert resolved(micro_batch_size=3).micro_batch_tokens is None, "rows given alone: any number of tokens"
 
 
@@ -72,7 +73,7 @@ def test_resolving_leaves_what_it_is_given_as_it_is():
     given = Config(algorithm="dapo", reward=["a.py:f"])
     once = resolve(given, TASK, on_gpu=True)
     assert given == Config(algorithm="dapo", reward=["a.py:f"])
-    assert resolve(once, {name: 99 for name in TASK}, on_gpu=False) == once
+    assert resolve(once, {name: 99 for name in TASK}, on_gpu=True) == once
 
 
 def test_a_run_may_be_continued_with_what_does_not_change_it():

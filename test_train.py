@@ -572,11 +572,11 @@ def test_evaluation_against_counting(go, rewards):
     calls = lines(rewards.with_suffix(".jsonl"))
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
-    at = [0, 4, 7]  # greedy, sampled; two steps; greedy, sampled; a step; greedy, sampled
+    at = [0, 4, 7]  # sampled, greedy; two steps; sampled, greedy; a step; sampled, greedy
     assert len(calls) == 9 and len(samples(out, "eval")) == 6
     trained_on = {prompt for i in (2, 3, 6) for prompt in calls[i]["prompts"]}
     for figures, i in zip(evaluated, at):
-        greedy, sampled = calls[i], calls[i + 1]
+        sampled, greedy = calls[i], calls[i + 1]
         assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
         groups = [sampled["values"][j : j + 3] for j in range(0, 21, 3)]
         assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]

@@ -231,8 +231,8 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
     """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
     that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
+    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)  # first: what fits into memory is learnt here
     greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, with_entropy=False))
-    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)
     return report.of_evaluation(greedy, sampled, run.task), sampled
 
 
@@ -255,8 +255,12 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         task.time_limit = faults.time_limit(cfg.reward_timeout)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         longest = command_line.check_prompts(task, opened, cfg)
+    free = min(ranks.gather([memory.free_memory()]))
+    with ranks.together():
+        cost = memory.costs(opened.config, cfg, ranks.world(), longest)
+        cfg = memory.fitting(cfg, cost, free)
         log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names, quiet=ranks.rank() > 0)
-        log.say(memory.check(memory.needed(opened.config, cfg, ranks.world(), longest), memory.available()))
+        log.say(memory.check(cfg, cost, free))
     model, reference = load(opened, cfg, device)
     with ranks.together():
         ends = eos_ids(model, opened.tokenizer)
@@ -292,12 +296,12 @@ def train(cfg: Config) -> int:
     done = ranks.gather([done])[0]
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
-    run, log, notes = set_up(cfg, device)
+    run, log, notes = set_up(run_folder.with_its_budgets(cfg) if done else cfg, device)
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
     with ranks.together():  # all is ready: only from here on anything is written
-        notes += run_folder.claim(cfg, done) if ranks.rank() == 0 else []
+        notes += run_folder.claim(run.config, done) if ranks.rank() == 0 else []
         log.open(done)
     log.plan(run.model, run.task, device, notes, done)
 

@@ -229,7 +229,7 @@ def _defaults_in_words(settings: dict) -> dict[str, str]:
         here, there = getattr(on_cpu, name), getattr(on_gpu, name)
         words[name] = _in_words(here)
         if here != there:
-            words[name] += f", on a GPU {_in_words(there)}"
+            words[name] += f", on a GPU {'what fits' if there is None else _in_words(there)}"
         elif name in by_task:
             words[name] += ", by task"
         elif name in ALGORITHMS[on_cpu.algorithm]:

@@ -1,77 +1,120 @@
-"""What a run needs on each rank, from the configurations alone, before anything is loaded; and what is done where
-memory runs out all the same.
+"""What a run needs on each rank, from the configurations alone, before anything is loaded; the budgets of tokens that
+fit into what is free; and what is done where memory runs out all the same.
 
     weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
-    rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and the cache, keys and
-        values of every layer and token.
+    rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and for each completion the
+        cache, keys and values of every layer and token, and the distribution that its next token is drawn from.
     update: the step's completions as tensors, activations of one micro-batch, and two chunks of logits with the
         gradient of the output head (sharded: and two layers, gathered, with their gradients, embeddings and head).
 
 Weights, gradients, Adam and reference are exact. The cache is an upper bound: every completion at full length. The
 activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermediate size; counted on Llama-like models
-with fused attention), are an estimate. Left out: what the allocator loses to fragmentation, about a tenth.
+with fused attention), are an estimate. Left out: the prompts' activations in a rollout, of one layer at a time, and
+what the allocator loses to fragmentation, about a tenth.
 """
 
 import functools
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from batch import Batch, Limits, micro_batches
-from config import Config, UserError
+from config import Config, UserError, with_budgets
 from infra import faults, ranks
 from infra.model import empty_model
 from infra.shard import ranks_of_a_copy
+from logprob import chunk_tokens
+
+ROOM = 0.8  # of what is free is what the budgets may fill
+MOST_ROLLOUT_TOKENS = 1 << 22  # by then copying the cache takes most of the time, so more rows at once gain little
+MOST_MICRO_BATCH_TOKENS = 1 << 15  # by then the GPU is busy, and gathering sharded weights a small part of the time
 
 
-def needed(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> dict[str, float]:
-    """-> bytes by what they are for."""
+@dataclass
+class Costs:
+    """Bytes on each rank; `needed` puts them together."""
+
+    stays: dict[str, float]  # from step to step: weights, Adam, reference
+    rollout: float  # without completions
+    row: float  # of the rollout: a completion at full length
+    update: float  # without micro-batches
+    token: float  # of a micro-batch
+    length: int  # tokens of a completion with its prompt, at most
+    sampled: int  # completions that a rank samples, at most
+    trained: int  # and trains on
+
+
+def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
     compute = 2 if config.dtype == "bfloat16" else 4  # bytes
-    n = ranks_of_a_copy(config.shard_size, world) if config.shard else 1
+    part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # of this rank
     copy = compute * parameters if compute < 4 or config.shard else 0
     text = model_config.get_text_config()
-    layers, h = text.num_hidden_layers, text.hidden_size
+    layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     i = getattr(text, "intermediate_size", None) or 4 * h
     all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and a cache smaller than this
     heads = getattr(text, "num_key_value_heads", None) or all_heads
     head_size = getattr(text, "head_dim", None) or h // all_heads
 
     length = longest_prompt + config.max_completion_length
-    evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
     completions = config.prompts_per_step * config.num_generations
-    rows = math.ceil(max(completions, evaluated) / world)
-    rows = min(rows, max(1, config.rollout_tokens // length))
+    evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
+    cache = 2 * layers * heads * head_size * length * compute
+    distribution = vocabulary * (compute + 4 + 4 + 8)  # logits, those in fp32, probabilities, and their sums in fp64
 
-    ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and text.vocab_size in p.shape)
+    ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and vocabulary in p.shape)
     gathered = ends * compute + 2 * (parameters - ends) / layers * (compute + 4)
     batch = completions * length * (3 * 8 + 4 + 8)  # ids, attention, mask, the sampler's log-probs, weights
-    cache = 2 * layers * heads * head_size * length * compute  # of one completion
+    head = (2 * chunk_tokens(torch.cuda.is_available()) + h) * vocabulary * 4
+    of_a_layer = 4 * 11 * h + compute * 4 * i
+    between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
+    return Costs(
+        stays={
+            "weights": 4 * part,
+            "Adam": 8 * part if config.steps != 0 else 0,
+            "reference": 4 * part if config.beta else 0,
+        },
+        rollout=copy,
+        row=cache + distribution,
+        update=4 * part + (gathered if config.shard else copy) + batch + head,
+        token=h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers,
+        length=length,
+        sampled=math.ceil(max(completions, evaluated) / world),
+        trained=math.ceil(completions / world),
+    )
 
-    of_a_micro_batch = min((config.micro_batch_size or math.inf) * length, config.micro_batch_tokens or math.inf)
 
-    def of_an_update(tokens: float) -> float:
-        """With micro-batches of so many tokens."""
-        if config.steps == 0:
-            return 0.0
-        of_a_layer = tokens * (4 * 11 * h + compute * 4 * i)
-        between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
-        kept = tokens * h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers
-        head = 2 * 256 * text.vocab_size * 4 + text.vocab_size * h * 4
-        return 4 * parameters / n + (gathered if config.shard else copy) + batch + kept + head
+def fitting(config: Config, cost: Costs, free: float) -> Config:
+    """Budgets of tokens that were left open become what so many bytes hold."""
+    room = ROOM * free - sum(cost.stays.values())
+    return with_budgets(
+        config,
+        tokens_in(room - cost.rollout, cost.row / cost.length, cost.length, MOST_ROLLOUT_TOKENS),
+        tokens_in(room - cost.update, cost.token, cost.length, MOST_MICRO_BATCH_TOKENS),
+    )
 
-    return {
-        "weights": 4 * parameters / n,
-        "Adam": 8 * parameters / n if config.steps != 0 else 0.0,
-        "reference": 4 * parameters / n if config.beta else 0,
-        "rollout": copy + rows * cache,
-        "update": of_an_update(max(length, of_a_micro_batch)),
-        "one completion": max(copy + cache, of_an_update(length)),
+
+def tokens_in(room: float, of_a_token: float, completion: int, most: int) -> int:
+    """How many tokens so many bytes hold, as a power of two. A completion goes through whole in any case."""
+    return 1 << int(math.log2(min(most, max(completion, room / of_a_token))))
+
+
+def needed(config: Config, cost: Costs) -> dict[str, float]:
+    """-> bytes by what they are for, and those of the least that the run can do with"""
+    rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
+    of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
+    tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
+    update, smallest = (cost.update + n * cost.token if config.steps != 0 else 0.0 for n in (tokens, cost.length))
+    return cost.stays | {
+        "rollout": cost.rollout + rows * cost.row,
+        "update": update,
+        "one completion": max(cost.rollout + cost.row, smallest),
     }
 
 
@@ -81,26 +124,41 @@ def totals(need: dict[str, float]) -> tuple[float, float, float]:
     return stays, stays + max(need["rollout"], need["update"]), stays + need["one completion"]  # one after the other
 
 
-def check(need: dict[str, float], available: float) -> str:
-    """-> a line for the screen; a mistake where it cannot fit even one completion at a time."""
-    _, peak, least = totals(need)
+def check(config: Config, cost: Costs, free: float) -> str:
+    """-> a line for the screen; a mistake where it cannot fit, and cannot be done in smaller parts."""
+    need = needed(config, cost)
+    stays, peak, least = totals(need)
     parts = ", ".join(f"{name} {readable(need[name])}" for name in need if name != "one completion" and need[name])
-    line = f"memory on each rank: {parts}; at most {readable(peak)} at once, of {readable(available)}"
-    if least > available:
+    line = (
+        f"memory on each rank: {parts}; at most {readable(peak)} at once, of {readable(free)}, "
+        f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
+    )
+    if least > free:
         raise UserError(
             f"{line}. It cannot fit: with one completion at a time it needs {readable(least)}. "
             "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )
-    return line if peak <= available else f"{line}. Where it does not fit, it is done in smaller parts"
+    if config.shard and stays + need["update"] > free:
+        raise UserError(f"{line}. An update cannot fit: {lower(config.micro_batch_size, config.micro_batch_tokens)}")
+    return line if peak <= free else f"{line}. Where it does not fit, it is done in smaller parts"
+
+
+def lower(rows: int | None, tokens: int | None) -> str:
+    """What to do about an update that is too large for sharded weights."""
+    now = {"--micro_batch_size": rows, "--micro_batch_tokens": tokens}
+    given = " or ".join(f"{flag} (now {limit})" for flag, limit in now.items() if limit)
+    return f"with --shard no rank can go back without the others, so lower {given}, or try --gradient_checkpointing"
 
 
 def readable(amount: float) -> str:
     return f"{amount / 1e9:.1f} GB" if amount >= 1e9 else f"{amount / 1e6:.1f} MB"
 
 
-def available() -> float:
+def free_memory() -> float:
+    """On a GPU what nobody has taken, before the model is loaded; otherwise all memory of the machine."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -117,12 +175,7 @@ def in_smaller_pieces(compute: Callable) -> Callable:
                 pass  # what it held is free from here on
             torch.cuda.empty_cache()
             if run.config.shard:
-                now = {"--micro_batch_size": run.limits.rows, "--micro_batch_tokens": run.limits.tokens}
-                given = " or ".join(f"{flag} (now {limit})" for flag, limit in now.items() if limit)
-                raise UserError(
-                    "out of memory in an update, and with --shard no rank can go back without the others: lower "
-                    f"{given}, or try --gradient_checkpointing"
-                )
+                raise UserError(f"out of memory in an update: {lower(run.limits.rows, run.limits.tokens)}")
             halve(run.limits, batch)
 
     return until_it_fits

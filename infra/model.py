@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from config import Config, UserError
@@ -85,6 +86,7 @@ def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrain
     """-> the model and, where there is a KL term, the reference. Sharded, the first rank loads the weights for all."""
     if config.shard:
         dtype = getattr(torch, config.dtype)
+        ranks.open_for_one(device)
         with ranks.together():
             mesh = make_mesh(config.shard_size, device)
         with ranks.together():
@@ -178,3 +180,19 @@ def _named(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
+
+
+# ---- Experts under autocast ----
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """Products of experts are not among those that autocast computes in its dtype: an update would compute them in
+    fp32, slowly, where a rollout has bf16."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
+
+
+_autocast = torch.library.Library("aten", "IMPL")
+_autocast.impl("_grouped_mm", _grouped_mm, "AutocastCPU")
+_autocast.impl("_grouped_mm", _grouped_mm, "AutocastCUDA")

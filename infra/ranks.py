@@ -42,10 +42,23 @@ def start() -> torch.device:
             f"{device.index + 1} ranks or more on a machine of {torch.cuda.device_count()} GPUs: start one for each"
         )
     if on_gpu:
+        _let_segments_grow()
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        _open_process_group("nccl" if on_gpu else "gloo")
+        _open_process_group(backend(device))
     return device
+
+
+def backend(device: torch.device) -> str:
+    """Objects travel between CPUs, where a machine that is gone is noticed at once; tensors between GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _let_segments_grow() -> None:
+    """A cache that grows with every token would leave gaps behind that hold nothing else. PyTorch reads this when the
+    first tensor is made on the GPU."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _open_process_group(backend: str) -> None:
@@ -68,6 +81,12 @@ def _open_process_group(backend: str) -> None:
     if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
         machine = os.environ.get("GROUP_RANK")
         faults.siblings.update(pid for other, pid in gather([(machine, os.getpid())]) if other == machine)
+
+
+def open_for_one(device: torch.device) -> None:
+    """Without torchrun: weights are sharded by a process group, be it of one rank."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _meeting_point() -> str:

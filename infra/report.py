@@ -74,8 +74,10 @@ def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, .
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
+    reserved = []  # a CPU has no allocator that would hold more than it gives
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 1e9
+        reserved.append(torch.cuda.max_memory_reserved() / 1e9)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
     return {
@@ -83,6 +85,7 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
         "peak_memory_gb": max(ranks.gather([peak])),
+        "peak_memory_reserved_gb": max(ranks.gather(reserved), default=None),
     }
 
 

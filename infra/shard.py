@@ -35,10 +35,6 @@ def ranks_of_a_copy(shard_size: int, world: int) -> int:
 
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     """-> ranks as (copies, shards of a copy), or as shards alone where there is one copy."""
-    if not dist.is_initialized():  # without torchrun: one rank, one shard
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
     world = dist.get_world_size()
     sizes: list[int] = [0] * world
     dist.all_gather_object(sizes, ranks_of_a_copy(size, world))

@@ -20,6 +20,7 @@ from infra.report import (
     finished,
     of_evaluation,
     of_groups,
+    of_machine,
     pass_at_k,
     share_of_advantage,
 )
@@ -106,6 +107,16 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
         assert figures[f"eval/{name}_ci"] == pytest.approx(1.96 * np.std(values, ddof=1) / 3**0.5)
     alone = of_evaluation([group([math.nan]), group([1.0])], [group([1.0])] * 2, Task([], [], [right], [1.0]))
     assert (alone["eval/reward"], alone["eval/reward_ci"], alone["eval/accuracy_ci"]) == (1.0, None, None)
+
+
+def test_peak_memory_on_a_gpu_and_on_a_cpu(monkeypatch):
+    on_cpu = of_machine(30, 1.0, 2.0)
+    assert on_cpu["peak_memory_gb"] > 0 and on_cpu["peak_memory_reserved_gb"] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
+    on_gpu = of_machine(30, 1.0, 2.0)
+    assert (on_gpu["peak_memory_gb"], on_gpu["peak_memory_reserved_gb"]) == (2.0, 3.0)
 
 
 def test_every_number_that_is_written_is_json():

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 import train
-from conftest import assert_same_run, at, die, ended, errors, free_port, metrics, run, torchrun
+from conftest import assert_same_run, at, die, ended, errors, free_port, metrics, replace, run, torchrun
 from infra import ranks
 from tasks._characters import EOS_ID, char_tokenizer, small_config
 from tasks.sorting import LETTERS
@@ -117,6 +117,19 @@ def test_a_sharded_run_is_that_of_one_process(small, models, one_process, tmp_pa
     AutoModelForCausalLM.from_pretrained(out / "model")
 
 
+def one_way_for_each_device() -> None:
+    """As on GPUs, where objects travel another way than tensors."""
+    replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")
+
+
+@pytest.mark.parametrize("sharded", [{}, dict(shard=True, shard_size=2)])
+def test_a_process_group_with_a_backend_for_each_device(small, one_process, tmp_path, sharded):
+    settings = small | sharded | dict(save_every=1)
+    for steps in (2, 3):
+        run(settings | dict(steps=steps), tmp_path / "out", one_way_for_each_device, world=4)
+    assert_same_run(tmp_path / "out", one_process())
+
+
 # ---- Memory ----
 
 
@@ -210,8 +223,8 @@ def test_out_of_memory_on_one_rank_ends_all_with_a_line(small, tmp_path):
     settings = small | dict(shard=True, micro_batch_size=2)
     error, *others = errors(run(settings, tmp_path / "out", partial(oom_on, 1), code=None, world=2))
     assert time.monotonic() - started < 30
-    assert error.startswith("error: out of memory in an update, and with --shard no rank can go back without")
-    assert error.endswith(": lower --micro_batch_size (now 2), or try --gradient_checkpointing")
+    assert error.startswith("error: out of memory in an update: with --shard no rank can go back without the others")
+    assert error.endswith(", so lower --micro_batch_size (now 2), or try --gradient_checkpointing")
     assert all("lost contact" in line for line in others)
 
 

@@ -26,6 +26,7 @@ import rollout
 import train
 from batch import Limits
 from config import Config, resolve
+from infra import memory
 from logprob import token_logprobs
 from rollout import Sampling
 from tasks import Task
@@ -143,7 +144,7 @@ class Clock(transformers.TrainerCallback):
             wrap(owner, name, partial(self.timed, phase))
         self.steps: list[dict[str, np.ndarray]] = []
         reset_peak_memory()
-        self.held = memory("VmRSS")
+        self.held = bytes_held("VmRSS")
         self.on_step_begin()
 
     def timed(self, phase: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,7 @@ class Clock(transformers.TrainerCallback):
         return made | {"memory_gb": [self.peak]}
 
     def peak_gb(self) -> float:
-        return (memory("VmHWM") - self.held) / 1e9
+        return (bytes_held("VmHWM") - self.held) / 1e9
 
 
 def read_clock() -> np.ndarray:
@@ -185,7 +186,7 @@ def reset_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def memory(kind: str) -> int:
+def bytes_held(kind: str) -> int:
     """-> bytes held now, VmRSS, or at the peak, VmHWM: of this process as Linux counts them, or on a GPU by PyTorch"""
     if DEVICE == "cuda":
         return torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()
@@ -203,7 +204,9 @@ def our_run(work: Work, args: argparse.Namespace, micro_batch_tokens: int | None
     shape = dict(prompts_per_step=args.prompts, num_generations=args.group, max_completion_length=args.limit)
     config = Config(**shape, learning_rate=1e-6, warmup_steps=0, steps=1, micro_batch_tokens=micro_batch_tokens)
     config = resolve(config, {}, DEVICE == "cuda")
+    free = memory.free_memory()
     model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
+    config = memory.fitting(config, memory.costs(model.config, config, 1, PROMPT), free)
     adam = dict(lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
     sampling = Sampling(args.limit, [EOS], tokens_at_once=config.rollout_tokens)
@@ -238,9 +241,9 @@ def measure_steps(run: train.Run, prompts: list[int]) -> tuple[dict, dict]:
         run.config.prompts_per_step = n
         metrics.append(train.training_step(run, step)[0])
         clock.on_step_end()
-    memory = {"memory_rollout": [of_rollout[-1]], "memory_update": [clock.peak]}
+    peaks = {"memory_rollout": [of_rollout[-1]], "memory_update": [clock.peak]}
     facts = {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
-    return clock.figures() | memory | {"memory_gb": max(memory.values())}, facts
+    return clock.figures() | peaks | {"memory_gb": max(peaks.values())}, facts
 
 
 def measure_trl(args: argparse.Namespace, plain: bool = False, continuous: bool = False) -> tuple[dict, dict]:
@@ -314,7 +317,7 @@ def measure_logprobs(way: str, args: argparse.Namespace) -> tuple[dict, dict]:
 
     clock = Clock()
     for _ in range(2):
-        clock.held = memory("VmRSS")  # when it counts, with the gradients
+        clock.held = bytes_held("VmRSS")  # when it counts, with the gradients
         with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
             logp = logprobs()
         logp.sum().backward()

@@ -89,12 +89,13 @@ def kind_of(measurement: dict) -> str:
 
 
 def measurements(kind: str) -> list[dict]:
-    """The newest of those that differ in what was measured, or on what machine."""
+    """The newest of those that differ in what was measured, with which transformers, on a CPU or on which GPU."""
     newest = {}
     for measurement in map(json.loads, (ROOT / BENCH_LOG).read_text().splitlines()):
-        differ = [str(measurement.get(name)) for name in ("size", "lengths", "limit", "hardware")]
+        differ = [str(measurement.get(name)) for name in ("size", "lengths", "prompts", "limit", "transformers")]
+        on = "CPU" if unit(measurement) else measurement["hardware"]
         if kind_of(measurement) == kind:
-            newest[*differ, *measurement.get("results", [])] = measurement
+            newest[*differ, on, *measurement.get("results", [])] = measurement
     return [newest[key] for key in sorted(newest)]
 
 
@@ -104,7 +105,11 @@ def tables_of(kind: str) -> str:
 
 def measurement_table(measurement: dict) -> str:
     made = {"step": step_table, "scaling": scaling_table, "logprobs": logprobs_table}[kind_of(measurement)](measurement)
-    return f"{made}\n\n({{hardware}}; threads: {{threads}}; commit `{{commit:.7}}`)".format(**measurement)
+    return (
+        f"{made}\n\n({{hardware}}; threads: {{threads}}; transformers {{transformers}}; commit `{{commit:.7}}`)".format(
+            **measurement
+        )
+    )
 
 
 def medians(its: dict[str, list[float]]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def test_the_clock_sums_the_calls_of_a_phase_in_each_step_but_the_first():
 
 
 def test_what_is_measured_makes_a_line_of_each_table(args):
-    about = {"hardware": "2 CPU cores", "threads": 1, "commit": "0123456789"}
+    about = {"hardware": "2 CPU cores", "threads": 1, "transformers": "1.2.3", "commit": "0123456789"}
     figures, facts = bench_work.measure_ours(args)
     assert facts["trained"] == sum(bench_work.plan_work(args).lengths) and len(facts["grad_norm"]) == 3
     work = dict(size="tiny", prompts=3, group=4, limit=12, lengths="ragged", tokens=facts["trained"])

@@ -80,6 +80,7 @@ def test_kept_logs_are_those_of_the_runs(root):
 
 def measured(command: str, **more) -> dict:
     about = {"command": command, "commit": "abcdef0123", "hardware": "2 CPU cores", "threads": 1}
+    about |= {"transformers": "1.2.3"}
     return about | more
 
 
@@ -93,18 +94,21 @@ def test_the_tables_come_from_the_newest_measurements(root):
     point |= dict(memory_rollout=0.25, memory_update=0.5, rollout=9.0, rollout_cpu=2.0, update=9.0, update_cpu=3.0)
     passes = {name: [1.0, 3.0, 2.0] for name in ("seconds", "cpu_seconds", "memory_gb")}
     lines = [
-        measured("python bench.py step", **step | {"tokens": 7}),
+        measured("python bench.py step", **step | {"tokens": 7, "hardware": "1 CPU core"}),
         measured("python -m tools.bench step --repeats 9", **step),
         measured("python -m tools.bench step --equal", **step | {"lengths": "equal", "tokens": 9}),
+        measured("python -m tools.bench step --prompts 5", **step | {"prompts": 5, "tokens": 11}),
+        measured("python -m tools.bench step", **step | {"transformers": "1.2.4", "tokens": 12}),
         measured("python bench.py scaling", size="12m", points=[point]),
         measured("python bench.py overhead", shares={"rollout": 0.6}),
         measured("python bench.py logprobs", results={"token_logprobs": passes, "full logits": passes}),
     ]
     (root / evidence.BENCH_LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
     tables = evidence.tables()
-    assert "1000 tokens" in tables["step"] and " 9 tokens" in tables["step"] and " 7 tokens" not in tables["step"]
+    shown = [n for n in (7, 9, 11, 12, 1000) if f": {n} tokens" in tables["step"]]
+    assert shown == [9, 11, 12, 1000], "on another CPU, before: 7"
     assert "| ours | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 500 | 2.00 |" in tables["step"]
     assert "| ours / TRL | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 2.0 | 0.50 |" in tables["step"]
     assert "| 8 | 256 | 500 | 4.00 | 0.25 | 1000 | 3.00 | 0.50 |" in tables["scaling"]
     assert "| token_logprobs | 2.0 | 2.0 | 2.00 |" in tables["logprobs"]
-    assert "(2 CPU cores; threads: 1; commit `abcdef0`)" in tables["logprobs"]
+    assert "(2 CPU cores; threads: 1; transformers 1.2.3; commit `abcdef0`)" in tables["logprobs"]
