@@ -296,7 +296,7 @@ def train(cfg: Config) -> int:
     done = ranks.gather([done])[0]
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
-    run, log, notes = set_up(run_folder.with_its_budgets(cfg) if done else cfg, device)
+    run, log, notes = set_up(cfg, device)
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 
-from config import Config, UserError, resolve, settings_that_may_change, with_budgets
+from config import Config, UserError, resolve, settings_that_may_change
 
 SETTINGS = [setting.name for setting in dataclasses.fields(Config)]
 
@@ -80,12 +80,6 @@ def open_run(config: Config) -> int | None:
             f"another run can start from its model: --model {out / 'model'} --out ..."
         )
     return latest(out) or 0
-
-
-def with_its_budgets(config: Config) -> Config:
-    """A run that goes on keeps the budgets of tokens that it began with, unless others are given."""
-    there = settings_of(Path(config.out))
-    return with_budgets(config, there.rollout_tokens, there.micro_batch_tokens)
 
 
 def claim(config: Config, done: int) -> list[str]:
