@@ -3,6 +3,8 @@
     python -m tools.ablate --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip -- --num_iterations 4
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --seeds 1,2,3 --out runs/clip --figures entropy:last --table
+    python -m tools.ablate --vary algorithm=grpo,dapo --tune learning_rate=1e-4,2e-4,4e-4 --tune_seeds 101,102 \
+        --decides eval/pass@1:last --seeds 1,2,3,4,5,6,7,8 --out runs/tuned
 
 What stands after `--` goes to every run. Each run is `train.py` in a folder of its own, --jobs of them at a time; the
 same command again continues what was stopped and repeats nothing. --table makes the table of finished runs and runs
@@ -12,6 +14,10 @@ nothing. A figure is a metric of metrics.jsonl: its mean over the second half of
 The first value of each switch is the one the others are compared with, seed by seed: the mean of the paired
 differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With less than three seeds nothing
 is claimed. One comparison in twenty "differs" by chance alone, so decide before the runs which figure counts.
+
+With --decides that figure alone is compared, in a table of one line a variant; what differs is what holds when all
+comparisons of the table are taken together (Holm's correction); the other figures describe. With --tune each variant
+first gets the value that is best in it, on seeds that are not reported.
 
 Left out: values with a comma in them, runs of several processes, the choice of a GPU for each run.
 """
