@@ -337,7 +337,7 @@ def main(words: list[str]) -> None:
     if not args.table:
         check_grid(args)
         runs = len(args.trials) * len(args.tune_seeds) + len(args.variants) * len(args.seeds)
-        print(f"{runs} runs, {len(kept(args.out.name))} of --out {args.out} in results/", flush=True)
+        print(f"{runs} runs, {len(kept(args.out.name))} of them in results/", flush=True)
         run_all(args, args.trials, args.tune_seeds)
     variants = tuned(args)
     if not args.table:

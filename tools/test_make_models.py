@@ -1,10 +1,14 @@
-"""What the small model is shown."""
+"""What the small models are shown."""
 
 import random
 
-from tasks import addition
+import pytest
+
+from config import Config
+from tasks import task_file
 from tasks._characters import EOS, char_tokenizer, held_out
-from tools.make_addition import scratch_pad, training_line
+from tasks.test_chain import result_of
+from tools.make_models import RECIPES, scratch_pad
 
 
 def test_a_thought_goes_digit_by_digit_with_the_carry():
@@ -12,10 +16,12 @@ def test_a_thought_goes_digit_by_digit_with_the_carry():
     assert thought == "7+5+0=12,4+8+1=13"
 
 
-def test_what_is_shown_is_right_and_never_held_out():
-    rng, tokenizer = random.Random(0), char_tokenizer(addition.ALPHABET)
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_shown_is_right_and_never_held_out(name):
+    task, rng = task_file(name), random.Random(0)
+    tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):
-        prompt, completion = training_line(rng)
-        answer = str(sum(map(int, prompt.removesuffix("=").split("+"))))
+        prompt, completion = RECIPES[name].line(rng)
+        answer = str(sum(map(int, prompt.removesuffix("=").split("+")))) if name == "addition" else result_of(prompt)
         ids, text = tokenizer(completion)["input_ids"], completion.removesuffix(EOS)
-        assert addition.exact_sum([prompt], [text], [ids], answer=[answer]) == [1.0] and not held_out(prompt)
+        assert reward([prompt], [text], [ids], answer=[answer]) == [1.0] and not held_out(prompt)
