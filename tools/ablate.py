@@ -36,6 +36,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -198,25 +199,49 @@ def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) 
     return "\n".join(rows)
 
 
+@dataclass
+class Comparison:
+    """With the first variant, in the figure that decides."""
+
+    variant: Variant
+    values: list[float]  # one for each seed
+    differences: list[float]  # paired
+    holds: bool  # when all comparisons of the table are taken together
+
+
+def comparisons(variants: list[Variant], runs: list[list[Lines]], decides: str) -> list[Comparison]:
+    values = [[figure(lines, decides) for lines in its] for its in runs]
+    differences = [[a - b for a, b in zip(its, values[0], strict=True)] for its in values]
+    holds = [False, *holm([p_value(each) for each in differences[1:]])]
+    return [Comparison(*each) for each in zip(variants, values, differences, holds, strict=True)]
+
+
 def wide_table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) -> str:
     """In Markdown, a row for each variant. The first figure decides."""
-    first = ", ".join(variants[0].values())
     decides, *others = figures
-    values = [[figure(lines, decides) for lines in its] for its in runs]
-    differences = [[a - b for a, b in zip(its, values[0], strict=True)] for its in values[1:]]
-    verdicts = ["", *("**holds**" if it else "" for it in holm([p_value(each) for each in differences]))]
-    digits = decimals(statistics.fmean(values[0]))
-    names = [*variants[0], f"{decides}, {len(runs[0])} seeds", f"minus {first}, 95 % interval", "", "worst", *others]
+    first, *_ = compared_all = comparisons(variants, runs, decides)
+    digits = decimals(statistics.fmean(first.values))
+    names = [
+        *variants[0],
+        f"{decides}, {len(first.values)} seeds",
+        f"minus {', '.join(variants[0].values())}, 95 % interval",
+    ]
+    names += ["", "worst", *others]
     rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for variant, its, of_seeds, verdict in zip(variants, runs, values, verdicts):
-        cells = [*variant.values(), f"{statistics.fmean(of_seeds):.{digits}f} ± {spread(of_seeds):.{digits}f}"]
-        cells += [compared(of_seeds, values[0], digits)[0] if its is not runs[0] else "", verdict]
-        cells.append(f"{min(of_seeds):.{digits}f}")
+    for its, lines_of_seeds in zip(compared_all, runs):
+        cells = [*its.variant.values(), f"{statistics.fmean(its.values):.{digits}f} ± {spread(its.values):.{digits}f}"]
+        cells.append("" if its is first else compared(its.values, first.values, digits)[0])
+        cells += ["**holds**" if its.holds else "", f"{min(its.values):.{digits}f}"]
         for name in others:
-            described = statistics.fmean(figure(lines, name) for lines in its)
+            described = statistics.fmean(figure(lines, name) for lines in lines_of_seeds)
             cells.append(f"{described:.{decimals(described)}f}")
         rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
     return "\n".join(rows)
+
+
+def table_of(args: argparse.Namespace) -> str:
+    variants = tuned(args)
+    return (wide_table if args.decides else table)(variants, read_runs(args.out, variants, args.seeds), args.figures)
 
 
 def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
@@ -339,11 +364,8 @@ def main(words: list[str]) -> None:
         runs = len(args.trials) * len(args.tune_seeds) + len(args.variants) * len(args.seeds)
         print(f"{runs} runs, {len(kept(args.out.name))} of them in results/", flush=True)
         run_all(args, args.trials, args.tune_seeds)
-    variants = tuned(args)
-    if not args.table:
-        run_all(args, variants, args.seeds)
-    layout = wide_table if args.decides else table
-    text = layout(variants, read_runs(args.out, variants, args.seeds), args.figures)
+        run_all(args, tuned(args), args.seeds)
+    text = table_of(args)
     print(text)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "table.md").write_text(text + "\n")

@@ -17,7 +17,7 @@ def test_the_t_values():
         x = torch.linspace(0, t, 20001, dtype=torch.float64)
         scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
         mass = torch.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x)
-        assert float(mass) == pytest.approx(0.475, abs=3e-5), df
+        assert float(mass) == pytest.approx(0.475, abs=5e-5), df
 
 
 def test_paired_differences():
@@ -30,7 +30,7 @@ def test_the_p_value_is_one_in_twenty_at_the_t_values():
     for df, t in enumerate(ablate.T[1:], 2):
         differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
         shift = t * statistics.stdev(differences) / math.sqrt(df + 1)
-        assert ablate.p_value([shift + each for each in differences]) == pytest.approx(0.05, abs=3e-5), df
+        assert ablate.p_value([shift + each for each in differences]) == pytest.approx(0.05, abs=5e-5), df
     assert ablate.p_value([0.1, 0.1, 0.1]) < 1e-10 and ablate.p_value([-1.0, 1.0, 0.0]) == pytest.approx(1.0)
     assert ablate.p_value([9.0, 9.1]) == ablate.p_value([math.nan] * 8) == 1.0  # nothing is claimed
 
