@@ -43,6 +43,7 @@ import numpy as np
 import torch
 
 import train
+from config import Config
 from infra import command_line
 
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
@@ -306,14 +307,17 @@ def kept(name: str) -> dict[str, Lines]:
 
 
 def keep(out: Path, figures: list[str]) -> None:
-    """The runs in `out` join those in results/NAME.jsonl, with the metrics of these figures, to five digits."""
+    """The runs in `out` join those in results/NAME.jsonl: the metrics of these figures, to five digits, and of the
+    settings those that are not the default."""
     file = RESULTS / f"{out.name}.jsonl"
     rows = {row["run"]: row for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
     metrics = ["step", *dict.fromkeys(name.partition(":")[0] for name in figures)]
     for config in out.glob("*/config.json"):
         lines = finished(config.parent)
         columns = {name: [line.get(name) and float(f"{line[name]:.5g}") for line in lines] for name in metrics}
-        made = {name: value for name, value in json.loads(config.read_text()).items() if name != "settings"}
+        made = json.loads(config.read_text())
+        default = vars(Config())
+        made["settings"] = {name: its for name, its in made["settings"].items() if its != default.get(name)}
         rows[config.parent.name] = {"run": config.parent.name, "columns": columns} | made
     file.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
 

@@ -183,7 +183,7 @@ def test_a_run_that_fails_stops_the_grid_with_its_own_line(tmp_path):
 
 def finished_run(folder, accuracy: float) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"settings": {"steps": 1}, "commit": "abc"}')
+    (folder / "config.json").write_text('{"settings": {"steps": 1, "beta": 0.0}, "commit": "abc"}')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one_step(accuracy, 1 / 3)))
 
 
@@ -217,6 +217,7 @@ def test_runs_that_are_kept_are_a_line_each_and_not_run_again(tmp_path, monkeypa
     made = capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "grid.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows] == ["0.0-1", "0.0-2", "0.1-1", "0.1-2"] and rows[0]["commit"] == "abc"
+    assert rows[0]["settings"] == {"steps": 1}  # beta is the default
     columns = {"step": [0, 1], "eval/accuracy": [0, 0.12346], "completion_length": [None, 0.33333]}
     assert rows[2]["columns"] == columns
 
