@@ -203,9 +203,9 @@ def gradient_of(algorithm: str) -> torch.Tensor:
 
 
 def test_objectives_that_are_the_same_with_one_update_a_rollout():
-    """Up to a scale; the others differ. dapo also replaces groups, and the scale of gdpo is that of each step."""
+    """Up to a scale, of each step in gdpo and luspo; the others differ. dapo also replaces groups."""
     unit = {name: gradient_of(name) / gradient_of(name).norm() for name in ALGORITHMS}
-    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo"}, {"dr_grpo", "rloo"}]
+    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "luspo"}, {"dr_grpo", "rloo"}]
     for a, b in itertools.combinations(ALGORITHMS, 2):
         is_same = torch.allclose(unit[a], unit[b], rtol=1e-9, atol=1e-12)
         assert is_same == any({a, b} <= each for each in same), (a, b)
