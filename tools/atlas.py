@@ -1,4 +1,5 @@
-"""The picture of docs/atlas.md: how far each objective is from the first one, a panel for each tuned grid."""
+"""What docs/atlas.md shows beside its tables: a picture, how far each objective is from the first one in each grid, and
+what papers claim, against the logs."""
 
 import argparse
 import statistics
@@ -7,6 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from config import Config
 from infra import command_line
 from tools import ablate, plot
 
@@ -15,13 +17,60 @@ small dots: seeds; large dot: their mean; bar: 95 % interval of the paired diffe
 (dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
 
 
+PASS = "eval/pass@1:last"
+# paper, claim, updates a rollout, figure, an objective, the one it is compared with, whose figure is lower
+CLAIMS = [
+    ("Dr. GRPO", "dividing by its own length lets a wrong completion grow", 1, "length_incorrect", "grpo", "dr_grpo"),
+    ("Dr. GRPO", "without the std the outcome is as good or better", 1, PASS, "dr_grpo", "grpo"),
+    ("DAPO", "a token's weight, clip-higher and groups with a signal: better", 8, PASS, "dapo", "grpo"),
+    ("DAPO", "its entropy stays higher", 8, "entropy", "dapo", "grpo"),
+    ("GSPO", "one ratio for a sequence: better off-policy", 8, PASS, "gspo", "grpo"),
+    ("LUSPO", "without the length's bias of GSPO completions are longer", 8, "completion_length", "luspo", "gspo"),
+    ("CISPO", "clipped tokens keep their gradient: better than DAPO", 8, PASS, "cispo", "dapo"),
+    ("SAPO", "a soft gate: better off-policy", 8, PASS, "sapo", "grpo"),
+    ("GMPO", "a geometric mean: better off-policy", 8, PASS, "gmpo", "grpo"),
+    ("GMPO", "its entropy stays higher", 8, "entropy", "gmpo", "grpo"),
+    ("DPPO", "a bound on the divergence, not on the ratio: better", 8, PASS, "dppo", "dapo"),
+    ("MaxRL", "hard prompts weigh more: more of them solved in four tries", 1, "eval/pass@4:last", "maxrl", "grpo"),
+    ("MaxRL", "its entropy stays higher", 1, "entropy", "maxrl", "grpo"),
+    ("OPO", "the baseline of least variance: better", 1, PASS, "opo", "dr_grpo"),
+    ("REINFORCE++", "scaled by the batch, not by the group: better", 1, PASS, "reinforce++-baseline", "grpo"),
+]
+
+
+def claims(grids: list[argparse.Namespace]) -> str:
+    """In Markdown, a row for each claim and a column for each task."""
+    of_grid = {}
+    for args in grids:
+        config = config_of(args)
+        variants = ablate.tuned(args)
+        runs = ablate.read_runs(args.out, variants, args.seeds)
+        by_name = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
+        of_grid[config.task, config.num_iterations * config.minibatches] = by_name
+    tasks = dict.fromkeys(task for task, _ in of_grid)
+    rows = [f"| paper | claim | measure | {' | '.join(tasks)} |", "|" + "---|" * (3 + len(tasks))]
+    for paper, claim, updates, name, a, b in CLAIMS:
+        cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
+        for task in tasks:
+            ours, theirs = ([ablate.figure(lines, name) for lines in of_grid[task, updates][each]] for each in (a, b))
+            mean, half = ablate.interval([x - y for x, y in zip(ours, theirs, strict=True)])
+            seen = "not seen" if abs(mean) <= half else "**seen**" if mean > 0 else "**opposite**"
+            cells.append(f"{ablate.compared(ours, theirs, 2)[0]}: {seen}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    return command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+
+
 def panels(grids: list[argparse.Namespace]) -> list[dict]:
     """What is drawn, in plain values."""
     drawn = []
     for args in grids:
         variants = ablate.tuned(args)
         its = ablate.comparisons(variants, ablate.read_runs(args.out, variants, args.seeds), args.decides)
-        config = command_line.parse([*args.flags, *ablate.flags_of(variants[0])], on_gpu=False)
+        config = config_of(args)
         updates = config.num_iterations * config.minibatches
         title = f"{config.task}, {updates} update{'s' if updates > 1 else ''} a rollout"
         drawn.append({"title": title, "decides": args.decides, "rows": [vars(each) for each in its]})

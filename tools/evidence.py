@@ -62,6 +62,8 @@ def grids() -> list[argparse.Namespace]:
 
 def tables() -> dict[str, str]:
     made = {name: make() for name, make in TABLES.items()}
+    if tuned := [args for args in grids() if args.tune]:
+        made["claims"] = atlas.claims(tuned)
     return made | {args.out.name: ablate.table_of(args) for args in grids()}
 
 
@@ -171,8 +173,7 @@ def pictures() -> dict[Path, Picture]:
     *_, scaling = measurements("scaling")
     out = ROOT / "results" / "scaling.png"
     made[out] = Picture(plot.fingerprint(scaling["points"]), partial(plot_scaling, scaling, out))
-    tuned = [args for args in grids() if args.tune]
-    if tuned:
+    if tuned := [args for args in grids() if args.tune]:
         panels, out = atlas.panels(tuned), ROOT / "results" / "atlas.png"
         made[out] = Picture(plot.fingerprint(panels), partial(atlas.draw, panels, out))
     return made
