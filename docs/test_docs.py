@@ -20,8 +20,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 import train
-from config import Config, settings_that_may_change
+from advantage import combine_rewards, group_advantages
+from config import ALGORITHMS, Config, settings_that_may_change
 from infra.command_line import parse
+from loss import policy_loss, token_weights
 from tasks import Task
 from tasks._characters import small_config
 from tools import ablate, evidence, plot
@@ -171,6 +173,42 @@ def test_the_findings_come_from_runs_of_their_commands():
                 steps = plot.read_log(HERE / "results" / out.relative_to("runs")).lines
                 assert max(step.get("grad_norm", 0) for step in steps) < 100
     assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
+
+
+def test_the_atlas_comes_from_runs_of_its_commands():
+    for args in map(ablate.parse, commands(PAGES["docs/atlas.md"], "python -m tools.ablate")):
+        kept = (HERE / "results" / f"{args.out.name}.jsonl").read_text().splitlines()
+        made = {row["run"]: row["settings"] for row in map(json.loads, kept)}
+        for variant, seed in itertools.product(args.trials, args.tune_seeds):
+            flags = [*args.flags, *ablate.flags_of(variant), "--seed", seed]
+            meant, default = vars(parse(flags, False)), vars(Config())
+            logged = made[ablate.folder_of(args.out, variant, seed).name]
+            names = meant.keys() - {*settings_that_may_change()} | {"steps"}
+            assert {name: logged.get(name, default[name]) for name in names} == {name: meant[name] for name in names}
+
+
+def gradient_of(algorithm: str) -> torch.Tensor:
+    """Of the preset's loss by the log-probs, in the first update of a rollout."""
+    settings = parse(["--algorithm", algorithm, "--prompts_per_step", "3", "--num_generations", "4"], on_gpu=False)
+    torch.manual_seed(0)
+    rewards, logp = torch.rand(3, 4, dtype=torch.float64), torch.randn(12, 9, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(9) < torch.randint(1, 10, (12, 1))
+    parts = combine_rewards(rewards[..., None], [1.0], settings.combine_rewards)
+    lengths = mask.sum(1).view(3, 4)
+    advantages = group_advantages(parts, settings.scale_rewards, settings.baseline, lengths=lengths).flatten()
+    weights = token_weights(mask, settings.normalization, settings.max_completion_length, torch.arange(12) // 4)
+    switches = {name: getattr(settings, name) for name in train.LOSS_SWITCHES}
+    loss, _ = policy_loss(logp, logp.detach(), advantages, weights, mask, **switches)
+    return torch.autograd.grad(loss, logp)[0]
+
+
+def test_objectives_that_are_the_same_with_one_update_a_rollout():
+    """Up to a scale, of each step in gdpo and luspo; the others differ. dapo also replaces groups."""
+    unit = {name: gradient_of(name) / gradient_of(name).norm() for name in ALGORITHMS}
+    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "luspo"}, {"dr_grpo", "rloo"}]
+    for a, b in itertools.combinations(ALGORITHMS, 2):
+        is_same = torch.allclose(unit[a], unit[b], rtol=1e-9, atol=1e-12)
+        assert is_same == any({a, b} <= each for each in same), (a, b)
 
 
 # ---- What can be added ----

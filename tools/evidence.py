@@ -12,6 +12,7 @@ the fingerprint of what it shows in its file. Nothing is run or measured here.
 Left out: whether the code that drew a picture is still the same.
 """
 
+import argparse
 import json
 import re
 import shlex
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from tools import ablate, plot
+from tools import ablate, atlas, plot
 
 ROOT = Path(__file__).parent.parent
 BENCH_LOG = "results/bench.jsonl"
@@ -48,18 +49,22 @@ def commands(tool: str) -> list[list[str]]:
     return [shlex.split(words) for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
 
 
+def grids() -> list[argparse.Namespace]:
+    """The words of each `python -m tools.ablate` whose logs are in results/."""
+    parsed = [ablate.parse(words) for words in commands("ablate")]
+    for args in parsed:
+        args.out = ROOT / "results" / args.out.name
+    return [args for args in parsed if args.out.is_dir() or ablate.kept(args.out.name)]
+
+
 # ---- Tables ----
 
 
 def tables() -> dict[str, str]:
     made = {name: make() for name, make in TABLES.items()}
-    for args in map(ablate.parse, commands("ablate")):
-        logs = ROOT / "results" / args.out.name
-        if logs.is_dir():
-            made[logs.name] = ablate.table(
-                args.variants, ablate.read_runs(logs, args.variants, args.seeds), args.figures
-            )
-    return made
+    if tuned := [args for args in grids() if args.tune]:
+        made["claims"] = atlas.claims(tuned)
+    return made | {args.out.name: ablate.table_of(args) for args in grids()}
 
 
 def markdown(names: list[str], rows: list[list[str]]) -> str:
@@ -173,6 +178,9 @@ def pictures() -> dict[Path, Picture]:
     *_, scaling = measurements("scaling")
     out = ROOT / "results" / "scaling.png"
     made[out] = Picture(plot.fingerprint(scaling["points"]), partial(plot_scaling, scaling, out))
+    if tuned := [args for args in grids() if args.tune]:
+        panels, out = atlas.panels(tuned), ROOT / "results" / "atlas.png"
+        made[out] = Picture(plot.fingerprint(panels), partial(atlas.draw, panels, out))
     return made
 
 

@@ -1,27 +1,31 @@
-"""Make models/addition, the small checkpoint that `train.py` starts from by default. About six CPU-minutes.
+"""Make models/addition and models/chain, the small checkpoints that two of the tasks start from.
 
-    python -m tools.make_addition
+    python -m tools.make_models addition     about six CPU-minutes
+    python -m tools.make_models chain        about one
 
-A supervised warm-up teaches two ways to add: to answer at once, which is mostly wrong, and to think first, digit by
-digit from the right with the carry, which is mostly right. Both are shown for every kind of sum, but long sums are
-mostly answered at once. So the greedy model thinks about short sums only, and reinforcement learning can find that
-thinking pays for the others, too. Held-out prompts are never trained on.
+A supervised warm-up teaches two ways to answer: at once, which is mostly wrong, and with the steps first, which is
+right more often. Both are shown for every kind of prompt, but long ones are mostly answered at once. So it is left to
+reinforcement learning to find that thinking pays, and to do the steps well. Held-out prompts are never trained on.
 """
 
 import argparse
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from config import Config
-from tasks import addition
+from tasks import Task, addition, chain, task_file
 from tasks._characters import EOS, EOS_ID, char_tokenizer, held_out, small_config
 
-DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of the lines, by digits of the longer operand; 0.6 in all
-FILLER = 0.2  # chance of a "." after a step, and of another one after that
-STEPS, BATCH_SIZE, PART_SIZE, LEARNING_RATE, WARMUP = 2000, 96, 24, 3e-3, 50
+Line = tuple[str, str]  # prompt, completion
+DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 in all
+FILLER = 0.2  # chance of a "." after a step of a sum, and of another one after that
+DIRECT_SHARE_OF_A_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
+PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
 
 
 def scratch_pad(a: int, b: int, rng: random.Random) -> str:
@@ -37,8 +41,8 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
     return ",".join(steps)
 
 
-def training_line(rng: random.Random) -> tuple[str, str]:
-    """(prompt, completion) of a prompt that is not held out."""
+def sum_line(rng: random.Random) -> Line:
+    """Of a prompt that is not held out."""
     row = addition.draw_row(rng)
     while held_out(row["prompt"]):
         row = addition.draw_row(rng)
@@ -47,11 +51,34 @@ def training_line(rng: random.Random) -> tuple[str, str]:
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
 
 
-def training_parts(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def chain_line(rng: random.Random) -> Line:
+    """Of a prompt that is not held out."""
+    prompt, steps = chain.draw_chain(rng)
+    while held_out(prompt):
+        prompt, steps = chain.draw_chain(rng)
+    at_once = rng.random() < DIRECT_SHARE_OF_A_STEP * len(steps)
+    shown = "=" + steps[-1].partition("=")[2] if at_once else "".join(steps)
+    return prompt, shown + EOS
+
+
+@dataclass
+class Recipe:
+    line: Callable[[random.Random], Line]
+    hidden_size: int
+    steps: int
+    batch_size: int
+
+
+RECIPES = {"addition": Recipe(sum_line, 128, 2000, 96), "chain": Recipe(chain_line, 64, 1000, 72)}
+
+
+def training_parts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One batch as (ids, labels) of similar lengths, to save padding. Prompts and padding carry no label."""
-    lines = sorted((training_line(rng) for _ in range(BATCH_SIZE)), key=lambda line: len(line[0] + line[1]))
+    lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
-    for start in range(0, BATCH_SIZE, PART_SIZE):
+    for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
@@ -61,12 +88,12 @@ def training_parts(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> li
     return parts
 
 
-def warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
+def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(STEPS):
+    for step in range(recipe.steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP))
-        parts = training_parts(tokenizer, rng)
+            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
+        parts = training_parts(recipe, tokenizer, rng)
         tokens = sum((labels != -100).sum() for _, labels in parts)
         total = 0.0
         for ids, labels in parts:
@@ -86,41 +113,43 @@ def until_eos(ids: list[int]) -> list[int]:
 
 @torch.no_grad()
 def accuracy_and_length(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict], sample: bool, batch_size: int = 64
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, sample: bool, batch_size: int = 64
 ) -> tuple[float, float]:
     """-> accuracy and mean completion length (EOS included), at temperature 1 if `sample`, else greedy"""
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
     rewards, lengths = [], []
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
+    for start in range(0, len(task.eval), batch_size):
+        part = task.eval[start : start + batch_size]
         prompts = [row["prompt"] for row in part]
         inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
         output = model.generate(**inputs, **settings, max_new_tokens=64)
         ids = [until_eos(row) for row in output[:, inputs.input_ids.shape[1] :].tolist()]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards += addition.exact_sum(prompts, texts, ids, answer=[row["answer"] for row in part])
+        rewards += task.rewards[0](prompts, texts, ids, answer=[row["answer"] for row in part])
         lengths += map(len, ids)
-    return sum(rewards) / len(rows), sum(lengths) / len(rows)
+    return sum(rewards) / len(rewards), sum(lengths) / len(lengths)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=Path(__file__).parent.parent / "models" / "addition")
+    parser.add_argument("name", choices=RECIPES)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    recipe, task = RECIPES[args.name], task_file(args.name)
+    out = args.out or Path(__file__).parent.parent / "models" / args.name
 
     torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
     torch.manual_seed(args.seed)
-    tokenizer = char_tokenizer(addition.ALPHABET)
-    model = LlamaForCausalLM(small_config(tokenizer, hidden_size=128, intermediate_size=256))
-    warm_up(model, tokenizer, random.Random(args.seed))
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    tokenizer = char_tokenizer(task.ALPHABET)
+    model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
+    warm_up(recipe, model, tokenizer, random.Random(args.seed))
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
     model.eval()
-    rows = addition.load(Config()).eval
     for name, sample in (("greedy", False), ("sampled", True)):
-        accuracy, length = accuracy_and_length(model, tokenizer, rows, sample)
+        accuracy, length = accuracy_and_length(model, tokenizer, task.load(Config()), sample)
         print(f"held-out, {name}: accuracy {accuracy:.3f}, mean completion length {length:.1f}")
 
 

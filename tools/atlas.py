@@ -1,0 +1,111 @@
+"""What docs/atlas.md shows beside its tables: a picture, how far each objective is from the first one in each grid, and
+what papers claim, against the logs."""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from config import Config
+from infra import command_line
+from tools import ablate, plot
+
+NOTE = """\
+small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, drawn from grpo's mean
+(dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
+
+
+PASS = "eval/pass@1:last"
+# paper, claim, updates a rollout, figure, an objective, the one it is compared with, whose figure is lower
+CLAIMS = [
+    ("Dr. GRPO", "dividing by its own length lets a wrong completion grow", 1, "length_incorrect", "grpo", "dr_grpo"),
+    ("Dr. GRPO", "without the std the outcome is as good or better", 1, PASS, "dr_grpo", "grpo"),
+    ("DAPO", "a token's weight, clip-higher and groups with a signal: better", 8, PASS, "dapo", "grpo"),
+    ("DAPO", "its entropy stays higher", 8, "entropy", "dapo", "grpo"),
+    ("GSPO", "one ratio for a sequence: better off-policy", 8, PASS, "gspo", "grpo"),
+    ("LUSPO", "without the length's bias of GSPO completions are longer", 8, "completion_length", "luspo", "gspo"),
+    ("CISPO", "clipped tokens keep their gradient: better than DAPO", 8, PASS, "cispo", "dapo"),
+    ("SAPO", "a soft gate: better off-policy", 8, PASS, "sapo", "grpo"),
+    ("GMPO", "a geometric mean: better off-policy", 8, PASS, "gmpo", "grpo"),
+    ("GMPO", "its entropy stays higher", 8, "entropy", "gmpo", "grpo"),
+    ("DPPO", "a bound on the divergence, not on the ratio: better", 8, PASS, "dppo", "dapo"),
+    ("MaxRL", "hard prompts weigh more: more of them solved in four tries", 1, "eval/pass@4:last", "maxrl", "grpo"),
+    ("MaxRL", "its entropy stays higher", 1, "entropy", "maxrl", "grpo"),
+    ("OPO", "the baseline of least variance: better", 1, PASS, "opo", "dr_grpo"),
+    ("REINFORCE++", "scaled by the batch, not by the group: better", 1, PASS, "reinforce++-baseline", "grpo"),
+]
+
+
+def claims(grids: list[argparse.Namespace]) -> str:
+    """In Markdown, a row for each claim and a column for each task."""
+    of_grid = {}
+    for args in grids:
+        config = config_of(args)
+        variants = ablate.tuned(args)
+        runs = ablate.read_runs(args.out, variants, args.seeds)
+        by_name = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
+        of_grid[config.task, config.num_iterations * config.minibatches] = by_name
+    tasks = dict.fromkeys(task for task, _ in of_grid)
+    rows = [f"| paper | claim | measure | {' | '.join(tasks)} |", "|" + "---|" * (3 + len(tasks))]
+    for paper, claim, updates, name, a, b in CLAIMS:
+        cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
+        for task in tasks:
+            ours, theirs = ([ablate.figure(lines, name) for lines in of_grid[task, updates][each]] for each in (a, b))
+            mean, half = ablate.interval([x - y for x, y in zip(ours, theirs, strict=True)])
+            seen = "not seen" if abs(mean) <= half else "**seen**" if mean > 0 else "**opposite**"
+            cells.append(f"{ablate.compared(ours, theirs, 2)[0]}: {seen}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    return command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+
+
+def panels(grids: list[argparse.Namespace]) -> list[dict]:
+    """What is drawn, in plain values."""
+    drawn = []
+    for args in grids:
+        variants = ablate.tuned(args)
+        its = ablate.comparisons(variants, ablate.read_runs(args.out, variants, args.seeds), args.decides)
+        config = config_of(args)
+        updates = config.num_iterations * config.minibatches
+        title = f"{config.task}, {updates} update{'s' if updates > 1 else ''} a rollout"
+        drawn.append({"title": title, "decides": args.decides, "rows": [vars(each) for each in its]})
+    return drawn
+
+
+def draw(panels: list[dict], out: Path) -> None:
+    columns = 2
+    lines = -(-len(panels) // columns)
+    figure, grid = plt.subplots(lines, columns, figsize=(9, 0.6 + 3.1 * lines), squeeze=False, layout="constrained")
+    for axes, panel in zip(grid.flat, panels):
+        draw_panel(axes, panel)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(NOTE, fontsize=7, color="#444444")
+    plot.save_picture(figure, out, plot.fingerprint(panels))
+
+
+def draw_panel(axes: Axes, panel: dict) -> None:
+    centre = statistics.fmean(panel["rows"][0]["values"])
+    axes.axvline(centre, color="#444444", linestyle="--", linewidth=0.8)
+    for y, row in enumerate(panel["rows"]):
+        mean, half = ablate.interval(row["differences"])
+        colour = "#888888"
+        if row["holds"]:
+            colour = plot.COLOURS[0] if mean > 0 else plot.COLOURS[1]
+        axes.plot(row["values"], [y] * len(row["values"]), ".", color=colour, alpha=0.35, markersize=4, zorder=1)
+        axes.errorbar(
+            centre + mean, y, xerr=half or None, fmt="o", color=colour, markersize=5, capsize=2.5, linewidth=1.4
+        )
+    labels = [" at ".join(row["variant"].values()) for row in panel["rows"]]
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(panel["title"], fontsize=9)
+    axes.set_xlabel(panel["decides"].partition(":")[0].removeprefix("eval/") + " on held-out prompts", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="x", alpha=0.3, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)

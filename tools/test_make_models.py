@@ -1,0 +1,27 @@
+"""What the small models are shown."""
+
+import random
+
+import pytest
+
+from config import Config
+from tasks import task_file
+from tasks._characters import EOS, char_tokenizer, held_out
+from tasks.test_chain import result_of
+from tools.make_models import RECIPES, scratch_pad
+
+
+def test_a_thought_goes_digit_by_digit_with_the_carry():
+    thought = scratch_pad(47, 85, random.Random(0)).replace(".", "")
+    assert thought == "7+5+0=12,4+8+1=13"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_shown_is_right_and_never_held_out(name):
+    task, rng = task_file(name), random.Random(0)
+    tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
+    for _ in range(200):
+        prompt, completion = RECIPES[name].line(rng)
+        answer = str(sum(map(int, prompt.removesuffix("=").split("+")))) if name == "addition" else result_of(prompt)
+        ids, text = tokenizer(completion)["input_ids"], completion.removesuffix(EOS)
+        assert reward([prompt], [text], [ids], answer=[answer]) == [1.0] and not held_out(prompt)
