@@ -8,7 +8,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from config import Config
 from infra import command_line
 from tools import ablate, plot
 
@@ -41,38 +40,39 @@ CLAIMS = [
 def claims(grids: list[argparse.Namespace]) -> str:
     """In Markdown, a row for each claim and a column for each task."""
     of_grid = {}
-    for args in grids:
-        config = config_of(args)
-        variants = ablate.tuned(args)
-        runs = ablate.read_runs(args.out, variants, args.seeds)
-        by_name = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
-        of_grid[config.task, config.num_iterations * config.minibatches] = by_name
+    for task, updates, variants, runs in map(read_grid, grids):
+        of_grid[task, updates] = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
     tasks = dict.fromkeys(task for task, _ in of_grid)
-    rows = [f"| paper | claim | measure | {' | '.join(tasks)} |", "|" + "---|" * (3 + len(tasks))]
+    rows = []
     for paper, claim, updates, name, a, b in CLAIMS:
         cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
         for task in tasks:
             ours, theirs = ([ablate.figure(lines, name) for lines in of_grid[task, updates][each]] for each in (a, b))
-            mean, half = ablate.interval([x - y for x, y in zip(ours, theirs, strict=True)])
-            seen = "not seen" if abs(mean) <= half else "**seen**" if mean > 0 else "**opposite**"
-            cells.append(f"{ablate.compared(ours, theirs, 2)[0]}: {seen}")
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+            differences = [x - y for x, y in zip(ours, theirs, strict=True)]
+            mean, half = ablate.interval(differences)
+            seen = "not seen"
+            if abs(mean) > half:
+                seen = "**seen**" if mean > 0 else "**opposite**"
+            cells.append(f"{ablate.with_interval(differences, 2)}: {seen}")
+        rows.append(cells)
+    return ablate.markdown(["paper", "claim", "measure", *tasks], rows)
 
 
-def config_of(args: argparse.Namespace) -> Config:
-    return command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+def read_grid(args: argparse.Namespace) -> tuple[str, int, list[ablate.Variant], list[list[ablate.Lines]]]:
+    """-> its task, updates a rollout, variants, and the runs of each"""
+    config = command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+    variants = ablate.tuned(args)
+    runs = ablate.read_runs(args.out, variants, args.seeds)
+    return config.task, config.num_iterations * config.minibatches, variants, runs
 
 
 def panels(grids: list[argparse.Namespace]) -> list[dict]:
     """What is drawn, in plain values."""
     drawn = []
     for args in grids:
-        variants = ablate.tuned(args)
-        its = ablate.comparisons(variants, ablate.read_runs(args.out, variants, args.seeds), args.decides)
-        config = config_of(args)
-        updates = config.num_iterations * config.minibatches
-        title = f"{config.task}, {updates} update{'s' if updates > 1 else ''} a rollout"
+        task, updates, variants, runs = read_grid(args)
+        its = ablate.comparisons(variants, runs, args.decides, together=True)
+        title = f"{task}, {updates} update{'s' if updates > 1 else ''} a rollout"
         drawn.append({"title": title, "decides": args.decides, "rows": [vars(each) for each in its]})
     return drawn
 

@@ -67,11 +67,6 @@ def tables() -> dict[str, str]:
     return made | {args.out.name: ablate.table_of(args) for args in grids()}
 
 
-def markdown(names: list[str], rows: list[list[str]]) -> str:
-    first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (names, *rows))
-    return "\n".join([first, "|" + "---|" * len(names), *others])
-
-
 def default_table() -> str:
     rows = []
     for folder in sorted((ROOT / "results" / "default").glob("seed-*")):
@@ -82,7 +77,7 @@ def default_table() -> str:
         seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in lines if "reward" in line)
         rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
     names = ["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]
-    return markdown(names, rows)
+    return ablate.markdown(names, rows)
 
 
 # ---- Tables of measurements ----
@@ -139,7 +134,7 @@ def step_table(measurement: dict) -> str:
         *seconds, memory = (f"{of[first][name] / of[way][name]:.2f}" for name in names)
         rows.append([f"{first} / {way}", *seconds, f"{of[way][names[-2]] / of[first][names[-2]]:.1f}", memory])
     shape = "{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step"
-    table = markdown(["", *phases, "tokens a second", "peak GB"], rows)
+    table = ablate.markdown(["", *phases, "tokens a second", "peak GB"], rows)
     return f"**{shape.format(**measurement)}**\n\n{table}"
 
 
@@ -152,7 +147,7 @@ def scaling_table(measurement: dict) -> str:
             cells += [str(tokens), f"{1e3 * seconds / tokens:.2f}", f"{point[f'memory_{phase}']:.2f}"]
         rows.append(cells)
     columns = [f"{phase}: {name}" for phase in ("rollout", "update") for name in ("tokens", "ms a token", "GB")]
-    return markdown(["completions", "limit", *columns], rows)
+    return ablate.markdown(["completions", "limit", *columns], rows)
 
 
 def logprobs_table(measurement: dict) -> str:
@@ -161,7 +156,7 @@ def logprobs_table(measurement: dict) -> str:
     rows = [[way, *(f"{its[name]:.{n}f}" for name, n in digits.items())] for way, its in of.items()]
     ours, full = of.values()
     rows.append(["ratio", *(f"{ours[name] / full[name]:.2f}" for name in digits)])
-    return markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
+    return ablate.markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
 
 
 # ---- Pictures ----
