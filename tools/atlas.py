@@ -3,10 +3,9 @@ what papers claim, against the logs."""
 
 import argparse
 import statistics
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from infra import command_line
 from tools import ablate, plot
@@ -77,16 +76,17 @@ def panels(grids: list[argparse.Namespace]) -> list[dict]:
     return drawn
 
 
-def draw(panels: list[dict], out: Path) -> None:
+def draw(panels: list[dict]) -> Figure:
     columns = 2
     lines = -(-len(panels) // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(9, 0.6 + 3.1 * lines), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(9, 0.6 + 3.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels):
         draw_panel(axes, panel)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     figure.supxlabel(NOTE, fontsize=7, color="#444444")
-    plot.save_picture(figure, out, plot.fingerprint(panels))
+    return figure
 
 
 def draw_panel(axes: Axes, panel: dict) -> None:

@@ -19,24 +19,16 @@ import shlex
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from tools import ablate, atlas, plot
 
 ROOT = Path(__file__).parent.parent
 BENCH_LOG = "results/bench.jsonl"
 BLOCK = re.compile(r"(<!-- made by tools\.evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-@dataclass
-class Picture:
-    fingerprint: str  # of what it shows
-    draw: Callable[[], None]
 
 
 def pages() -> list[Path]:
@@ -162,25 +154,25 @@ def logprobs_table(measurement: dict) -> str:
 # ---- Pictures ----
 
 
-def pictures() -> dict[Path, Picture]:
+def pictures() -> dict[Path, tuple[Figure, str]]:
+    """-> for each file what is drawn, and its fingerprint"""
     made = {}
     for words in commands("plot"):
         args = plot.parse(words)
         if args.out.parts[0] == "results":
             args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
-            args.out = ROOT / args.out
-            made[args.out] = Picture(plot.fingerprint_of(args), partial(plot.plot, args))
+            made[ROOT / args.out] = plot.picture_of(args)
     *_, scaling = measurements("scaling")
-    out = ROOT / "results" / "scaling.png"
-    made[out] = Picture(plot.fingerprint(scaling["points"]), partial(plot_scaling, scaling, out))
+    made[ROOT / "results" / "scaling.png"] = plot_scaling(scaling), plot.fingerprint(scaling["points"])
     if tuned := [args for args in grids() if args.tune]:
-        panels, out = atlas.panels(tuned), ROOT / "results" / "atlas.png"
-        made[out] = Picture(plot.fingerprint(panels), partial(atlas.draw, panels, out))
+        panels = atlas.panels(tuned)
+        made[ROOT / "results" / "atlas.png"] = atlas.draw(panels), plot.fingerprint(panels)
     return made
 
 
-def plot_scaling(measurement: dict, out: Path) -> None:
-    figure, (cost, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+def plot_scaling(measurement: dict) -> Figure:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    cost, memory = figure.subplots(1, 2)
     points, seconds = measurement["points"], unit(measurement)
     for marker, label, chosen in (
         ("o", "8 to 512 completions up to 256", [point for point in points if point["limit"] == 256]),
@@ -200,7 +192,7 @@ def plot_scaling(measurement: dict, out: Path) -> None:
     for axes in (cost, memory):
         axes.set_xlabel("tokens of the phase: prompts once in the rollout, in each row of the update", fontsize=8)
     cost.legend(fontsize=7)
-    plot.save_picture(figure, out, plot.fingerprint(points))
+    return figure
 
 
 TABLES = {
@@ -231,8 +223,8 @@ def stale() -> list[str]:
             if (page.parent / link).resolve() not in drawn:
                 found.append(f"{name}: no command on a page draws {link}")
     found += [f"the table {name} is on no page" for name in made if name not in placed]
-    for out, picture in drawn.items():
-        if not out.exists() or picture.fingerprint.encode() not in out.read_bytes():
+    for out, (_, fingerprint) in drawn.items():
+        if not out.exists() or fingerprint.encode() not in out.read_bytes():
             found.append(f"{out.relative_to(ROOT)} is not the picture of the logs")
     return found
 
@@ -241,8 +233,8 @@ def write() -> None:
     made = tables()
     for page in pages():
         page.write_text(filled(page.read_text(), made))
-    for picture in pictures().values():
-        picture.draw()
+    for out, picture in pictures().items():
+        plot.save(*picture, out)
 
 
 def keep(folder: Path) -> None:

@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
@@ -125,7 +122,8 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
     above_note = 0.16 if columns > 1 else 0.26  # inches
     below = above_note + 0.14 * len(legend) + 0.04
     size = 2.4 * columns, 1.75 * rows + below
-    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    figure = Figure(figsize=size)
+    grid = figure.subplots(rows, columns, squeeze=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of a step at which no run has the metric
         for axes, panel in zip(grid.flat, panels):
@@ -147,13 +145,13 @@ def fingerprint(shown: object) -> str:
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
-def save_picture(figure: Figure, out: Path, fingerprint: str) -> None:
+def save(picture: Figure, fingerprint: str, out: Path) -> None:
     """The same picture is the same file."""
-    plt.rcParams["svg.hashsalt"] = "grpo"
+    matplotlib.rcParams["svg.hashsalt"] = "grpo"
     metadata = {".png": {"Description": fingerprint}, ".svg": {"Description": fingerprint, "Date": None}}
+    out.parent.mkdir(parents=True, exist_ok=True)
     for file in files_of(out):
-        figure.savefig(file, dpi=160, metadata=metadata.get(file.suffix))
-    plt.close(figure)
+        picture.savefig(file, dpi=160, metadata=metadata.get(file.suffix))
 
 
 def files_of(out: Path) -> list[Path]:
@@ -161,11 +159,6 @@ def files_of(out: Path) -> list[Path]:
     if out.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():  # a name with a dot in it
         return [out.with_name(out.name + suffix) for suffix in (".png", ".svg")]
     return [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in (".png", ".svg") else [out]
-
-
-def fingerprint_of(args: argparse.Namespace) -> str:
-    """Of the picture that these flags make."""
-    return fingerprint([[vars(log) for log in read_logs(args)], args.panels, args.smooth, args.columns])
 
 
 def read_logs(args: argparse.Namespace) -> list[Log]:
@@ -181,16 +174,15 @@ def read_logs(args: argparse.Namespace) -> list[Log]:
     return logs
 
 
-def plot(args: argparse.Namespace) -> None:
-    """Panels whose metric no run has are left out."""
+def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
+    """-> the picture and its fingerprint. Panels whose metric no run has are left out."""
     logs = read_logs(args)
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if PANELS.get(panel, ("", panel))[1] in has]
     if not panels:
         sys.exit(f"no run has {', '.join(args.panels)}; there are {', '.join(sorted(has))}")
-    shown = fingerprint([[vars(log) for log in logs], args.panels, args.smooth, args.columns])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(draw_picture(by_settings(logs), panels, args.smooth, args.columns), args.out, shown)
+    shown = [[vars(log) for log in logs], args.panels, args.smooth, args.columns]
+    return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint(shown)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -207,7 +199,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    plot(args)
+    save(*picture_of(args), args.out)
     print(", ".join(map(str, files_of(args.out))))
 
 
