@@ -84,10 +84,10 @@ def add_task(tmp_path, monkeypatch):
 
 
 def test_the_tasks_that_are_there():
-    assert task_names() == ["addition", "countdown", "data", "gsm8k", "sorting", "tldr"]
+    assert task_names() == ["addition", "chain", "countdown", "data", "gsm8k", "sorting", "tldr"]
     for name in task_names():
         assert task_file(name).__doc__ and task_defaults(name, None).keys() == tasks.REAL_MODEL_DEFAULTS.keys()
-    assert [name for name in task_names() if hasattr(task_file(name), "model")] == ["addition", "sorting"]
+    assert [name for name in task_names() if hasattr(task_file(name), "model")] == ["addition", "chain", "sorting"]
 
 
 def test_one_new_file_is_a_task(add_task):
@@ -116,7 +116,7 @@ def test_a_model_of_ones_own_does_not_learn_at_the_rate_of_a_small_one(name):
 def test_a_name_that_is_no_task_lists_those_that_are(name):
     with pytest.raises(UserError) as told:
         task_file(name)
-    assert str(told.value) == f"--task {name}: must be one of addition, countdown, data, gsm8k, sorting, tldr"
+    assert str(told.value) == f"--task {name}: must be one of {', '.join(task_names())}"
 
 
 LOAD = "def load(config):\n    "
@@ -364,11 +364,8 @@ def test_a_reward_gets_what_it_has_room_for():
     def positional(prompts, completions, completion_ids, /):
         return []
 
-    assert call(narrow, answer=[1, 2, 3]) == [2.0] * 3 and call(lambda level, completions: level, level=[1, 2, 3]) == [
-        1,
-        2,
-        3,
-    ]
+    assert call(narrow, answer=[1, 2, 3]) == [2.0] * 3
+    assert call(lambda level, completions: level, level=[1, 2, 3]) == [1, 2, 3]
     with pytest.raises(UserError, match=r"positional: .*positional.*; what it can be given is prompts, "):
         check_signature(positional, [*COLUMNS])
 
