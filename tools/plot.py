@@ -119,10 +119,9 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
         notes.append("line: mean over seeds, band: lowest to highest")
     if width > 1:
         notes.append(f"running mean of {width} steps")
-    above_note = 0.16 if columns > 1 else 0.26  # inches
-    below = above_note + 0.14 * len(legend) + 0.04
-    size = 2.4 * columns, 1.75 * rows + below
-    figure = Figure(figsize=size)
+    note = ("\n" if columns == 1 else "; ").join(notes)
+    size = 2.4 * columns, 1.75 * rows + 0.15 * (len(legend) + len(note.splitlines()))  # inches
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of a step at which no run has the metric
@@ -133,11 +132,8 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
     for axes in grid.flat[max(0, len(panels) - columns) : len(panels)]:
         axes.set_xlabel("step", fontsize=8)
     handles = [Line2D([], [], **style(i)) for i in range(len(legend))]
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, above_note / size[1]), "borderpad": 0, "labelspacing": 0.2}
-    figure.legend(handles, legend, fontsize=7, frameon=False, handlelength=3, **place)
-    note = ("\n" if columns == 1 else "; ").join(notes)
-    figure.text(0.5, 0.05 / size[1], note, fontsize=6, ha="center", color="#444444")
-    figure.tight_layout(pad=0.5, rect=(0, below / size[1], 1, 1))
+    place = {"loc": "outside lower center", "borderpad": 0, "labelspacing": 0.2, "handlelength": 3, "frameon": False}
+    figure.legend(handles, legend, title=note, fontsize=7, title_fontsize=6, **place)
     return figure
 
 
