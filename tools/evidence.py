@@ -4,10 +4,10 @@
     python -m tools.evidence --check            changes nothing; names what is not that of the logs; exits with 1
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one of TABLES, or
-that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/NAME/. The pictures
-are those of each `python -m tools.plot ... --out results/...` in a code block, and results/scaling.png. A picture has
-the fingerprint of what it shows in its file. Nothing is run or measured here.
+A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one that
+`tables` makes: `default`, `claims`, a measurement's, or that of a `python -m tools.ablate ... --out runs/NAME` in a
+code block, whose logs are in results/. The pictures are those of each `python -m tools.plot ... --out results/...` in a
+code block, and results/atlas.png. A picture has the fingerprint of what it shows in its file. Nothing is run here.
 
 Left out: whether the code that drew a picture is still the same.
 """
@@ -19,7 +19,6 @@ import shlex
 import shutil
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -53,7 +52,7 @@ def grids() -> list[argparse.Namespace]:
 
 
 def tables() -> dict[str, str]:
-    made = {name: make() for name, make in TABLES.items()}
+    made = {"default": default_table()} | {kind: tables_of(kind) for kind in MEASURED}
     if tuned := [args for args in grids() if args.tune]:
         made["claims"] = atlas.claims(tuned)
     return made | {args.out.name: ablate.table_of(args) for args in grids()}
@@ -76,7 +75,7 @@ def default_table() -> str:
 
 
 def kind_of(measurement: dict) -> str:
-    """step, scaling or logprobs"""
+    """step or logprobs"""
     return re.search(r"\bbench(\.py)? (\w+)", measurement["command"])[2]
 
 
@@ -96,12 +95,8 @@ def tables_of(kind: str) -> str:
 
 
 def measurement_table(measurement: dict) -> str:
-    made = {"step": step_table, "scaling": scaling_table, "logprobs": logprobs_table}[kind_of(measurement)](measurement)
-    return (
-        f"{made}\n\n({{hardware}}; threads: {{threads}}; transformers {{transformers}}; commit `{{commit:.7}}`)".format(
-            **measurement
-        )
-    )
+    about = "{hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`".format(**measurement)
+    return f"{MEASURED[kind_of(measurement)](measurement)}\n\n({about})"
 
 
 def medians(its: dict[str, list[float]]) -> dict[str, float]:
@@ -130,18 +125,6 @@ def step_table(measurement: dict) -> str:
     return f"**{shape.format(**measurement)}**\n\n{table}"
 
 
-def scaling_table(measurement: dict) -> str:
-    rows = []
-    for point in measurement["points"]:
-        cells = [str(point["completions"]), str(point["limit"])]
-        for phase in ("rollout", "update"):
-            tokens, seconds = point[f"tokens_{phase}"], point[phase + unit(measurement)]
-            cells += [str(tokens), f"{1e3 * seconds / tokens:.2f}", f"{point[f'memory_{phase}']:.2f}"]
-        rows.append(cells)
-    columns = [f"{phase}: {name}" for phase in ("rollout", "update") for name in ("tokens", "ms a token", "GB")]
-    return ablate.markdown(["completions", "limit", *columns], rows)
-
-
 def logprobs_table(measurement: dict) -> str:
     digits = {"seconds": 1, "cpu_seconds": 1, "memory_gb": 2}
     of = {way: medians(its) for way, its in measurement["results"].items()}
@@ -149,6 +132,9 @@ def logprobs_table(measurement: dict) -> str:
     ours, full = of.values()
     rows.append(["ratio", *(f"{ours[name] / full[name]:.2f}" for name in digits)])
     return ablate.markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
+
+
+MEASURED = {"step": step_table, "logprobs": logprobs_table}
 
 
 # ---- Pictures ----
@@ -162,45 +148,10 @@ def pictures() -> dict[Path, tuple[Figure, str]]:
         if args.out.parts[0] == "results":
             args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
             made[ROOT / args.out] = plot.picture_of(args)
-    *_, scaling = measurements("scaling")
-    made[ROOT / "results" / "scaling.png"] = plot_scaling(scaling), plot.fingerprint(scaling["points"])
     if tuned := [args for args in grids() if args.tune]:
         panels = atlas.panels(tuned)
         made[ROOT / "results" / "atlas.png"] = atlas.draw(panels), plot.fingerprint(panels)
     return made
-
-
-def plot_scaling(measurement: dict) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    cost, memory = figure.subplots(1, 2)
-    points, seconds = measurement["points"], unit(measurement)
-    for marker, label, chosen in (
-        ("o", "8 to 512 completions up to 256", [point for point in points if point["limit"] == 256]),
-        ("s", "32 completions, up to 64 ... 1024", [point for point in points if point["completions"] == 32]),
-    ):
-        for colour, phase in zip(plot.COLOURS, ("rollout", "update")):
-            chosen = sorted(chosen, key=lambda point: point[f"tokens_{phase}"])
-            tokens = [point[f"tokens_{phase}"] for point in chosen]
-            style = {"color": colour, "marker": marker}
-            cost.loglog(tokens, [point[phase + seconds] for point in chosen], label=f"{phase}, {label}", **style)
-            memory.semilogx(tokens, [point[f"memory_{phase}"] for point in chosen], **style)
-    tokens = [min(point["tokens_update"] for point in points), max(point["tokens_update"] for point in points)]
-    rate = statistics.median(point["update" + seconds] / point["tokens_update"] for point in points)
-    cost.loglog(tokens, [rate * n for n in tokens], "k:", label="proportional")
-    cost.set(ylabel="CPU-seconds" if seconds else "seconds")
-    memory.set(ylabel="peak memory above the model, GB", ylim=(0, None))
-    for axes in (cost, memory):
-        axes.set_xlabel("tokens of the phase: prompts once in the rollout, in each row of the update", fontsize=8)
-    cost.legend(fontsize=7)
-    return figure
-
-
-TABLES = {
-    "default": default_table,
-    "step": partial(tables_of, "step"),
-    "scaling": partial(tables_of, "scaling"),
-    "logprobs": partial(tables_of, "logprobs"),
-}
 
 
 # ---- What the pages say, against it ----
