@@ -15,9 +15,9 @@ The first value of each switch is the one the others are compared with, seed by 
 differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With less than three seeds nothing
 is claimed. One comparison in twenty "differs" by chance alone, so decide before the runs which figure counts.
 
-With --decides that figure alone is compared, in a table of one line a variant; what differs is what holds when all
-comparisons of the table are taken together (Holm's correction); the other figures describe. With --tune each variant
-first gets the value that is best in it, on seeds that are not reported.
+With --decides that figure alone is compared, and a difference "holds" if it can be told from noise when all comparisons
+of the table are taken together (Holm's correction); the other figures describe, in a column each. With --tune each
+variant first gets the value that is best in the figure that decides, on seeds that are not reported.
 
 Left out: values with a comma in them, runs of several processes, the choice of a GPU for each run.
 """
@@ -200,7 +200,7 @@ class Comparison:
 
 
 def comparisons(variants: list[Variant], runs: list[list[Lines]], name: str, together: bool) -> list[Comparison]:
-    """`together`: what holds is what still does when all of them count as one claim."""
+    """`together`: a difference must hold beside all others (Holm), not by itself alone."""
     values = [[figure(lines, name) for lines in its] for its in runs]
     differences = [[a - b for a, b in zip(its, values[0], strict=True)] for its in values]
     p_values = [p_value(its) for its in differences[1:]]
@@ -209,16 +209,15 @@ def comparisons(variants: list[Variant], runs: list[list[Lines]], name: str, tog
 
 
 def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str], decides: str | None = None) -> str:
-    """A row for each figure and variant; or, where one figure decides, a row for each variant and a column for each of
-    the other figures."""
-    others = [name for name in figures if name != decides] if decides else []
-    seeds = len(runs[0])
+    """A row for each figure and variant. Where one figure decides, the rows are its own, and the others are columns."""
+    compared_figures, others = figures, []
     baseline = ", ".join(variants[0].values())
-    names = ["figure", *variants[0], f"mean ± std of {seeds} seeds", f"minus {baseline}, 95 % interval", ""]
+    names = ["figure", *variants[0], f"mean ± std of {len(runs[0])} seeds", f"minus {baseline}, 95 % interval", ""]
     if decides:
+        compared_figures, others = [decides], [name for name in figures if name != decides]
         names += ["worst", *others]
     rows = []
-    for name in [decides] if decides else figures:
+    for name in compared_figures:
         first, *_ = compared = comparisons(variants, runs, name, together=decides is not None)
         digits = decimals(statistics.fmean(first.values))
         for its, lines_of_seeds in zip(compared, runs, strict=True):
