@@ -12,9 +12,9 @@ import re
 from fractions import Fraction
 
 from config import Config
-from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+from tasks import Task, text_of
 
-DEFAULTS = REAL_MODEL_DEFAULTS
+DEFAULTS = {}  # all as for a real model
 TRAIN_ROWS = 8192
 PROMPT = """\
 Write an expression that equals {target}. Use each of the numbers {numbers} exactly once, with + - * / and parentheses.

@@ -53,9 +53,9 @@ def completion(tokenizer, text: str) -> Completion:
 SHOUT = '''
 """A word is answered in capitals."""
 
-from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+from tasks import Task, text_of
 
-DEFAULTS = REAL_MODEL_DEFAULTS | dict(max_completion_length=20)
+DEFAULTS = dict(max_completion_length=20)
 
 
 def in_capitals(prompts, completions, completion_ids, word, **columns):
@@ -101,12 +101,7 @@ def test_one_new_file_is_a_task(add_task):
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
 
 
-def test_what_the_defaults_leave_out_is_as_for_a_real_model(add_task):
-    add_task("DEFAULTS = dict(steps=7)\ndef load(config): pass\n")
-    assert task_defaults("mine", None) == tasks.REAL_MODEL_DEFAULTS | {"steps": 7}
-
-
-@pytest.mark.parametrize("name", ["addition", "sorting"])
+@pytest.mark.parametrize("name", ["addition", "chain", "sorting"])
 def test_a_model_of_ones_own_does_not_learn_at_the_rate_of_a_small_one(name):
     assert task_defaults(name, None)["learning_rate"] > 1e-4
     assert task_defaults(name, "a model") == task_defaults(name, None) | {"learning_rate": 1e-6}

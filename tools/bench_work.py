@@ -159,7 +159,7 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append(self.now | {"step": read_clock() - self.start})
-        self.peak = self.peak_gb()
+        self.peak = (bytes_held("VmHWM") - self.held) / 1e9
         reset_peak_memory()
         self.on_step_begin()
 
@@ -168,9 +168,6 @@ class Clock(transformers.TrainerCallback):
         columns = {f"{phase}{unit}": (phase, i) for phase in self.steps[-1] for i, unit in enumerate(("", "_cpu"))}
         made = {name: [round(float(s[phase][i]), 4) for s in self.steps[1:]] for name, (phase, i) in columns.items()}
         return made | {"memory_gb": [self.peak]}
-
-    def peak_gb(self) -> float:
-        return (bytes_held("VmHWM") - self.held) / 1e9
 
 
 def read_clock() -> np.ndarray:

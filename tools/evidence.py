@@ -197,18 +197,18 @@ def keep(folder: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    if words == ["--check"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--keep", nargs="+", type=Path, metavar="runs/NAME", default=[])
+    args = parser.parse_args(words)
+    for folder in args.keep:
+        keep(folder)
+    if args.check:
         found = stale()
         print("\n".join(found) or "the pages say what the logs say")
         return 1 if found else 0
-    if words[:1] == ["--keep"] and len(words) > 1:
-        for folder in words[1:]:
-            keep(Path(folder))
-        return 0
-    if words:
-        print(__doc__)
-        return 2
-    write()
+    if not args.keep:
+        write()
     return 0
 
 
