@@ -157,10 +157,10 @@ def files_of(out: Path) -> list[Path]:
     return [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in (".png", ".svg") else [out]
 
 
-def read_logs(args: argparse.Namespace) -> list[Log]:
+def read_logs(folders: list[Path]) -> list[Log]:
     """What is no run, as the logs of a grid in runs/*, is left out with a note."""
     logs = []
-    for path in args.runs:
+    for path in folders:
         try:
             logs.append(read_log(path))
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -172,7 +172,7 @@ def read_logs(args: argparse.Namespace) -> list[Log]:
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
     """-> the picture and its fingerprint. Panels whose metric no run has are left out."""
-    logs = read_logs(args)
+    logs = read_logs(args.runs)
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if PANELS.get(panel, ("", panel))[1] in has]
     if not panels:
