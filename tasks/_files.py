@@ -36,19 +36,14 @@ class Row(dict):
 
 
 def read_rows(source: str) -> list[dict]:
-    """A file, or the train split of a hub data set."""
+    """A file, or the train split of a hub data set. Every row has all columns, so that calls of a reward do too."""
     path = Path(source)
     if path.suffix in (".csv", ".parquet") and path.is_file():
         rows = load_hub(path.suffix[1:], split="train", data_files=source)
     elif path.suffix in (".jsonl", ".json", ".gz") or path.exists():
-        return _with_all_columns(read_text(source), source)
+        rows = read_text(source)
     else:
         rows = load_hub(source, split="train")
-    return _with_all_columns([Row(row, f"{source}, row {i}") for i, row in enumerate(rows, start=1)], source)
-
-
-def _with_all_columns(rows: list[Row], source: str) -> list[dict]:
-    """The same ones in every call of a reward."""
     for row in rows:
         check_row(row)
     if not rows:
@@ -103,20 +98,21 @@ def are_messages(prompt: Any) -> bool:
     return all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in prompt)
 
 
-def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> list[dict]:
+def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> list[Row]:
+    source = files.get("data_files", name)
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"{files.get('data_files', name)}: hub data sets, .csv and .parquet files need the package datasets: "
+            f"{source}: hub data sets, .csv and .parquet files need the package datasets: "
             "pip install datasets, or give --data a .json or .jsonl file"
         ) from None
     try:
-        rows = [dict(row) for row in datasets.load_dataset(name, subset, split=split, **files)]
+        rows = datasets.load_dataset(name, subset, split=split, **files)
+        return [Row(row, f"{source}, row {i}") for i, row in enumerate(rows, start=1)]
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise UserError(f"data set {name} could not be loaded: {reason}") from error
-    return rows
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:

@@ -1,7 +1,7 @@
 """Addition: "47+85=" is answered at once, "#132", or after a thought, "7+5+0=12,4+8+1=13#132".
 
 The reward is 1 for a completion that ended by itself with the sum after its last "#", and 0 for any other. The model
-comes with the repository; tools/make_addition.py made it. It answers most long sums at once, and wrongly: that thinking
+comes with the repository; tools/make_models.py made it. It answers most long sums at once, and wrongly: that thinking
 pays for them too is what is left to learn. Columns: prompt, answer.
 """
 

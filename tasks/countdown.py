@@ -5,14 +5,16 @@ that is right, and 0.1 more where the completion is a thought and an answer and 
 (a list of integers), target.
 """
 
+import ast
+import operator
 import random
 import re
 from fractions import Fraction
 
 from config import Config
-from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+from tasks import Task, text_of
 
-DEFAULTS = REAL_MODEL_DEFAULTS
+DEFAULTS = {}  # all as for a real model
 TRAIN_ROWS = 8192
 PROMPT = """\
 Write an expression that equals {target}. Use each of the numbers {numbers} exactly once, with + - * / and parentheses.
@@ -20,7 +22,8 @@ Think inside <think> </think>, then give the expression alone inside <answer> </
 <answer>(1 + 2) / 3</answer>"""
 ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 SHAPE = re.compile(r"(<think>)?((?!</?(think|answer)>).)*</think>\s*" + ANSWER.pattern, re.DOTALL)
-MAX_CHARACTERS, MAX_DEPTH = 200, 20  # of an expression
+MAX_CHARACTERS = 200  # of an expression
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def problems(count: int) -> list[dict]:
@@ -75,42 +78,21 @@ def well_formed(prompts, completions, completion_ids, **columns) -> list[float]:
 
 def value_of(text: str, numbers: list[int]) -> Fraction | None:
     """The exact value of an expression of + - * / and parentheses that uses every number once, or None."""
-    tokens = re.findall(r"[0-9]+|\S", text) if len(text) <= MAX_CHARACTERS else []
-    unused = [str(number) for number in numbers]
-    try:
-        value = _sum(tokens, unused, depth=0)
-    except (IndexError, ValueError, ZeroDivisionError):  # tokens ran out, a token that may not stand there, x / 0
+    given = sorted(map(str, numbers))
+    if len(text) > MAX_CHARACTERS or sorted(re.findall("[0-9]+", text)) != given or re.search(r"[^0-9+*/()\s-]", text):
         return None
-    return None if tokens or unused else value
+    try:
+        return _value(ast.parse(" ".join(text.split()), mode="eval").body)
+    except (SyntaxError, KeyError, ZeroDivisionError):  # no expression, one with another operator, x / 0
+        return None
 
 
-def _sum(tokens: list[str], unused: list[str], depth: int) -> Fraction:
-    value = _product(tokens, unused, depth)
-    while tokens and tokens[0] in ("+", "-"):
-        sign, right = tokens.pop(0), _product(tokens, unused, depth)
-        value = value + right if sign == "+" else value - right
-    return value
-
-
-def _product(tokens: list[str], unused: list[str], depth: int) -> Fraction:
-    value = _factor(tokens, unused, depth)
-    while tokens and tokens[0] in ("*", "/"):
-        sign, right = tokens.pop(0), _factor(tokens, unused, depth)
-        value = value * right if sign == "*" else value / right
-    return value
-
-
-def _factor(tokens: list[str], unused: list[str], depth: int) -> Fraction:
-    token = tokens.pop(0)
-    if token != "(":
-        unused.remove(token)  # ValueError for anything but a given number that is still unused
-        return Fraction(token)
-    if depth == MAX_DEPTH:
-        raise ValueError("nested too deep")
-    value = _sum(tokens, unused, depth + 1)
-    if tokens.pop(0) != ")":
-        raise ValueError("not closed")
-    return value
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp):  # a sign, a call, a tuple
+        raise SyntaxError
+    return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
 
 
 def load(config: Config) -> Task:

@@ -5,10 +5,10 @@ The rows are the hub's trl-lib/tldr. Columns: prompt.
 """
 
 from config import Config
-from tasks import REAL_MODEL_DEFAULTS, Task, text_of
+from tasks import Task, text_of
 from tasks._files import hub_splits
 
-DEFAULTS = REAL_MODEL_DEFAULTS | dict(max_completion_length=128)
+DEFAULTS = dict(max_completion_length=128)
 
 
 def near_20(prompts, completions, completion_ids, **columns) -> list[float]:

@@ -15,9 +15,9 @@ The first value of each switch is the one the others are compared with, seed by 
 differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With less than three seeds nothing
 is claimed. One comparison in twenty "differs" by chance alone, so decide before the runs which figure counts.
 
-With --decides that figure alone is compared, in a table of one line a variant; what differs is what holds when all
-comparisons of the table are taken together (Holm's correction); the other figures describe. With --tune each variant
-first gets the value that is best in it, on seeds that are not reported.
+With --decides that figure alone is compared, and a difference "holds" if it can be told from noise when all comparisons
+of the table are taken together (Holm's correction); the other figures describe, in a column each. With --tune each
+variant first gets the value that is best in the figure that decides, on seeds that are not reported.
 
 Left out: values with a comma in them, runs of several processes, the choice of a GPU for each run.
 """
@@ -47,8 +47,7 @@ from config import Config
 from infra import command_line
 
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
-# Student's t at 97.5 %, for 1, 2, 3 ... degrees of freedom
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+ALPHA = 0.05  # the share of differences by chance alone that are taken for real
 RESULTS = Path(__file__).parent.parent / "results"
 Lines = list[dict]  # of a run's metrics.jsonl
 Variant = dict[str, str]  # switch: value
@@ -57,11 +56,16 @@ Variant = dict[str, str]  # switch: value
 # ---- The grid ----
 
 
+def switch_of(given: str) -> tuple[str, list[str]]:
+    """a=1,2 -> its name, its values"""
+    name, _, values = given.partition("=")
+    return name, values.split(",")
+
+
 def grid(vary: list[str]) -> list[Variant]:
     """["a=1,2", "b=3,4"] -> a variant for each combination"""
-    switches = [(name, values.split(",")) for name, _, values in (v.partition("=") for v in vary)]
-    names = [name for name, _ in switches]
-    return [dict(zip(names, values)) for values in itertools.product(*(values for _, values in switches))]
+    names, values = zip(*map(switch_of, vary))
+    return [dict(zip(names, each)) for each in itertools.product(*values)]
 
 
 def folder_of(out: Path, variant: Variant, seed: str) -> Path:
@@ -73,36 +77,40 @@ def flags_of(variant: Variant) -> list[str]:
     return [word for name, value in variant.items() for word in (f"--{name}", value)]
 
 
-def words_of(out: Path, variant: Variant, seed: str, flags: list[str]) -> list[str]:
-    return [*flags, *flags_of(variant), "--seed", seed, "--out", str(folder_of(out, variant, seed))]
+def runs_of(args: argparse.Namespace, variants: list[Variant], seeds: list[str]) -> list[tuple[Path, list[str]]]:
+    """-> folder and flags of each run, seed after seed, so that what is there early can be compared"""
+    runs = []
+    for seed, variant in itertools.product(seeds, variants):
+        folder = folder_of(args.out, variant, seed)
+        runs.append((folder, [*args.flags, *flags_of(variant), "--seed", seed, "--out", str(folder)]))
+    return runs
 
 
 def check_grid(args: argparse.Namespace) -> None:
     """What is wrong with any of the runs, or with the table they are for, ends the program before the first one."""
-    for variant, seed in itertools.product(args.trials, [*args.tune_seeds, *args.seeds]):
-        config = command_line.parse(words_of(args.out, variant, seed, args.flags), torch.cuda.is_available())
+    for folder, words in runs_of(args, args.trials, [*args.tune_seeds, *args.seeds]):
+        config = command_line.parse(words, torch.cuda.is_available())
         for name in args.figures:
             steps = re.search(r":(\d+)-", name)
             if (name.startswith("eval/") and not config.eval_every) or (steps and int(steps[1]) > config.steps):
-                sys.exit(f"error: --figures {name}: {folder_of(args.out, variant, seed)} will have no such figure")
+                sys.exit(f"error: --figures {name}: {folder} will have no such figure")
 
 
 def run_all(args: argparse.Namespace, variants: list[Variant], seeds: list[str]) -> None:
-    """Seed after seed, so that what is there early can be compared. The first failure stops what has not started; so
-    does a figure that the first run to end does not have."""
+    """The first failure stops what has not started; so does a figure that the first run to end does not have."""
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     spawn = multiprocessing.get_context("spawn")  # a worker imports once, for all its runs
     with ProcessPoolExecutor(args.jobs, spawn, initializer=torch.set_num_threads, initargs=[1]) as pool:
         runs = [
-            pool.submit(run_one, folder_of(args.out, variant, seed), words_of(args.out, variant, seed, args.flags))
-            for seed, variant in itertools.product(seeds, variants)
-            if folder_of(args.out, variant, seed).name not in kept(args.out.name)
+            pool.submit(run_one, folder, words)
+            for folder, words in runs_of(args, variants, seeds)
+            if folder.name not in kept(args.out.name)
         ]
         spent = 0.0
         try:
-            for done, finished in enumerate(as_completed(runs), 1):
-                folder, seconds = finished.result()
+            for done, run in enumerate(as_completed(runs), 1):
+                folder, seconds = run.result()
                 spent += seconds
                 hours = spent / done * len(runs) / 3600
                 print(f"{done} of {len(runs)} done: {folder} ({hours:.2f} CPU-hours in all)", flush=True)
@@ -181,80 +189,85 @@ def figure(lines: Lines, name: str) -> float:
     return values[-1] if when == "last" else statistics.fmean(values)
 
 
-def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) -> str:
-    """In Markdown, a row for each figure and variant."""
-    first = ", ".join(variants[0].values())
-    rows = [
-        f"| figure | {', '.join(variants[0])} | mean ± std of {len(runs[0])} seeds | minus {first}, 95 % interval | |",
-        "|---|---|---|---|---|",
-    ]
-    for name in figures:
-        values = [[figure(lines, name) for lines in its] for its in runs]
-        digits = decimals(statistics.fmean(values[0]))
-        for variant, its in zip(variants, values):
-            of_first = its is values[0]
-            cells = [name if of_first else "", ", ".join(variant.values())]
-            cells.append(f"{statistics.fmean(its):.{digits}f} ± {spread(its):.{digits}f}")
-            cells += ["", ""] if of_first else compared(its, values[0], digits)
-            rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
-    return "\n".join(rows)
-
-
 @dataclass
 class Comparison:
-    """With the first variant, in the figure that decides."""
+    """With the first variant, in one figure."""
 
     variant: Variant
     values: list[float]  # one for each seed
     differences: list[float]  # paired
-    holds: bool  # when all comparisons of the table are taken together
+    holds: bool  # it is told from noise
 
 
-def comparisons(variants: list[Variant], runs: list[list[Lines]], decides: str) -> list[Comparison]:
-    values = [[figure(lines, decides) for lines in its] for its in runs]
+def comparisons(variants: list[Variant], runs: list[list[Lines]], name: str, together: bool) -> list[Comparison]:
+    """`together`: a difference must hold beside all others (Holm), not by itself alone."""
+    values = [[figure(lines, name) for lines in its] for its in runs]
     differences = [[a - b for a, b in zip(its, values[0], strict=True)] for its in values]
-    holds = [False, *holm([p_value(each) for each in differences[1:]])]
-    return [Comparison(*each) for each in zip(variants, values, differences, holds, strict=True)]
+    p_values = [p_value(its) for its in differences[1:]]
+    holds = holm(p_values) if together else [p < ALPHA for p in p_values]
+    return [Comparison(*its) for its in zip(variants, values, differences, [False, *holds], strict=True)]
 
 
-def wide_table(variants: list[Variant], runs: list[list[Lines]], figures: list[str]) -> str:
-    """In Markdown, a row for each variant. The first figure decides."""
-    decides, *others = figures
-    first, *_ = compared_all = comparisons(variants, runs, decides)
-    digits = decimals(statistics.fmean(first.values))
-    names = [
-        *variants[0],
-        f"{decides}, {len(first.values)} seeds",
-        f"minus {', '.join(variants[0].values())}, 95 % interval",
-    ]
-    names += ["", "worst", *others]
-    rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for its, lines_of_seeds in zip(compared_all, runs):
-        cells = [*its.variant.values(), f"{statistics.fmean(its.values):.{digits}f} ± {spread(its.values):.{digits}f}"]
-        cells.append("" if its is first else compared(its.values, first.values, digits)[0])
-        cells += ["**holds**" if its.holds else "", f"{min(its.values):.{digits}f}"]
-        for name in others:
-            described = statistics.fmean(figure(lines, name) for lines in lines_of_seeds)
-            cells.append(f"{described:.{decimals(described)}f}")
-        rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
-    return "\n".join(rows)
+def table(variants: list[Variant], runs: list[list[Lines]], figures: list[str], decides: str | None = None) -> str:
+    """A row for each figure and variant. Where one figure decides, the rows are its own, and the others are columns."""
+    compared_figures, others = figures, []
+    baseline = ", ".join(variants[0].values())
+    names = ["figure", *variants[0], f"mean ± std of {len(runs[0])} seeds", f"minus {baseline}, 95 % interval", ""]
+    if decides:
+        compared_figures, others = [decides], [name for name in figures if name != decides]
+        names += ["worst", *others]
+    rows = []
+    for name in compared_figures:
+        first, *_ = compared = comparisons(variants, runs, name, together=decides is not None)
+        digits = decimals(statistics.fmean(first.values))
+        for its, lines_of_seeds in zip(compared, runs, strict=True):
+            cells = [name, *its.variant.values()] if its is first else ["", *its.variant.values()]
+            cells.append(f"{statistics.fmean(its.values):.{digits}f} ± {spread(its.values):.{digits}f}")
+            cells += ["", ""] if its is first else [with_interval(its.differences, digits), verdict(its, decides)]
+            if decides:
+                cells.append(f"{min(its.values):.{digits}f}")
+            for other in others:
+                mean = statistics.fmean(figure(lines, other) for lines in lines_of_seeds)
+                cells.append(f"{mean:.{decimals(mean)}f}")
+            rows.append(cells)
+    return markdown(names, rows)
+
+
+def markdown(names: list[str], rows: list[list[str]]) -> str:
+    first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (names, *rows))
+    return "\n".join([first, "|" + "---|" * len(names), *others])
 
 
 def table_of(args: argparse.Namespace) -> str:
     variants = tuned(args)
-    return (wide_table if args.decides else table)(variants, read_runs(args.out, variants, args.seeds), args.figures)
+    return table(variants, read_runs(args.out, variants, args.seeds), args.figures, args.decides)
 
 
-def compared(values: list[float], with_: list[float], digits: int) -> list[str]:
-    """-> the paired difference with its interval, and what it says"""
-    mean, half = interval([a - b for a, b in zip(values, with_, strict=True)])
-    differs = mean - half > 0 or mean + half < 0
-    verdict = "**differs**" if differs else "not told from noise"
-    if len(values) < 3:
-        verdict = "too few seeds"
+def with_interval(differences: list[float], digits: int) -> str:
+    mean, half = interval(differences)
     if max(abs(mean), half) < 10**-digits:  # all of it would be 0.00
         digits = decimals(max(abs(mean), half))
-    return [f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}", verdict]
+    return f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
+
+
+def verdict(its: Comparison, decides: str | None) -> str:
+    if len(its.values) < 3:
+        return "too few seeds"
+    if its.holds:
+        return "**holds**" if decides else "**differs**"
+    return "not told from noise"
+
+
+# ---- What is told from noise ----
+
+
+def student(df: int) -> tuple[np.ndarray, np.ndarray]:
+    """Student's distribution over angles, atan(t / sqrt(df)), where its density is a power of the cosine.
+    -> angles from 0 up, and the probability that |t| is within each"""
+    angles = np.linspace(0.0, math.pi / 2, 10001)
+    density = np.cos(angles) ** (df - 1)
+    within = np.cumsum([0.0, *(density[1:] + density[:-1])])
+    return angles, within / within[-1]
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -262,25 +275,26 @@ def interval(differences: list[float]) -> tuple[float, float]:
     n = len(differences)
     if n < 2 or any(map(math.isnan, differences)):
         return statistics.fmean(differences), math.inf
-    return statistics.fmean(differences), T[min(n - 2, len(T) - 1)] * statistics.stdev(differences) / math.sqrt(n)
+    angles, within = student(n - 1)
+    t = math.sqrt(n - 1) * math.tan(np.interp(1 - ALPHA, within, angles))
+    return statistics.fmean(differences), t * statistics.stdev(differences) / math.sqrt(n)
 
 
 def p_value(differences: list[float]) -> float:
-    """Of the paired t-test, two-sided: the share of Student's density beyond t, as an integral over angles."""
+    """Of the paired t-test, two-sided."""
     n, mean = len(differences), statistics.fmean(differences)
     if n < 3 or math.isnan(mean):
         return 1.0  # nothing is claimed
-    angle = math.atan2(abs(mean) * math.sqrt(n), statistics.stdev(differences) * math.sqrt(n - 1))  # atan(t / sqrt df)
-    beyond, whole = (np.linspace(start, math.pi / 2, 10001) for start in (angle, 0.0))
-    return float(np.trapezoid(np.cos(beyond) ** (n - 2), beyond) / np.trapezoid(np.cos(whole) ** (n - 2), whole))
+    angle = math.atan2(abs(mean) * math.sqrt(n), statistics.stdev(differences) * math.sqrt(n - 1))
+    return 1 - float(np.interp(angle, *student(n - 1)))
 
 
-def holm(p_values: list[float], alpha: float = 0.05) -> list[bool]:
-    """Which differences hold when all are taken together: the k-th smallest p against alpha / (m - k + 1), as long as
+def holm(p_values: list[float]) -> list[bool]:
+    """Which differences hold when all are taken together: the k-th smallest p against ALPHA / (m - k + 1), as long as
     all before it hold."""
     holds = [False] * len(p_values)
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if p_values[i] > alpha / (len(p_values) - rank):
+        if p_values[i] > ALPHA / (len(p_values) - rank):
             break
         holds[i] = True
     return holds
@@ -298,28 +312,31 @@ def decimals(value: float) -> int:
 # ---- Runs that are kept in results/, a line each ----
 
 
+def rows_kept(name: str) -> list[dict]:
+    file = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 @functools.cache
 def kept(name: str) -> dict[str, Lines]:
     """Those of runs/NAME -> by their folder's name, what the figures need of metrics.jsonl"""
-    file = RESULTS / f"{name}.jsonl"
-    rows = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-    return {row["run"]: [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())] for row in rows}
+    columns = {row["run"]: row["columns"] for row in rows_kept(name)}
+    return {run: [dict(zip(its, line)) for line in zip(*its.values())] for run, its in columns.items()}
 
 
 def keep(out: Path, figures: list[str]) -> None:
     """The runs in `out` join those in results/NAME.jsonl: the metrics of these figures, to five digits, and of the
     settings those that are not the default."""
-    file = RESULTS / f"{out.name}.jsonl"
-    rows = {row["run"]: row for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
+    rows = {row["run"]: row for row in rows_kept(out.name)}
     metrics = ["step", *dict.fromkeys(name.partition(":")[0] for name in figures)]
+    default = vars(Config())
     for config in out.glob("*/config.json"):
         lines = finished(config.parent)
         columns = {name: [line.get(name) and float(f"{line[name]:.5g}") for line in lines] for name in metrics}
         made = json.loads(config.read_text())
-        default = vars(Config())
         made["settings"] = {name: its for name, its in made["settings"].items() if its != default.get(name)}
         rows[config.parent.name] = {"run": config.parent.name, "columns": columns} | made
-    file.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
+    (RESULTS / f"{out.name}.jsonl").write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
 
 
 # ---- The command line ----
@@ -350,11 +367,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"cannot be read: {', '.join(wrong)}")
     args.flags, args.variants, args.trials = words[len(own) + 1 :], grid(args.vary), grid(switched)
     args.seeds, args.tune_seeds = args.seeds.split(","), args.tune_seeds.split(",") if args.tune else []
-    switches = [given.partition("=")[0] for given in switched]
-    all_seeds = [*args.seeds, *args.tune_seeds]
-    for values in (switches, all_seeds, *(given.partition("=")[2].split(",") for given in switched)):
-        if len(set(values)) < len(values):
-            parser.error(f"given twice: {', '.join(values)}")
+    switches, values = zip(*map(switch_of, switched))
+    for given in (switches, [*args.seeds, *args.tune_seeds], *values):
+        if len(set(given)) < len(given):
+            parser.error(f"given twice: {', '.join(given)}")
     its_own = {"seed", "out"} & {*switches, *(word.split("=")[0].removeprefix("--") for word in args.flags)}
     if its_own:
         parser.error(f"the grid itself gives each run its seed and folder: leave out {', '.join(its_own)}")

@@ -3,12 +3,10 @@ what papers claim, against the logs."""
 
 import argparse
 import statistics
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from config import Config
 from infra import command_line
 from tools import ablate, plot
 
@@ -41,52 +39,54 @@ CLAIMS = [
 def claims(grids: list[argparse.Namespace]) -> str:
     """In Markdown, a row for each claim and a column for each task."""
     of_grid = {}
-    for args in grids:
-        config = config_of(args)
-        variants = ablate.tuned(args)
-        runs = ablate.read_runs(args.out, variants, args.seeds)
-        by_name = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
-        of_grid[config.task, config.num_iterations * config.minibatches] = by_name
+    for task, updates, variants, runs in map(read_grid, grids):
+        of_grid[task, updates] = {variant["algorithm"]: its for variant, its in zip(variants, runs)}
     tasks = dict.fromkeys(task for task, _ in of_grid)
-    rows = [f"| paper | claim | measure | {' | '.join(tasks)} |", "|" + "---|" * (3 + len(tasks))]
+    rows = []
     for paper, claim, updates, name, a, b in CLAIMS:
         cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
         for task in tasks:
             ours, theirs = ([ablate.figure(lines, name) for lines in of_grid[task, updates][each]] for each in (a, b))
-            mean, half = ablate.interval([x - y for x, y in zip(ours, theirs, strict=True)])
-            seen = "not seen" if abs(mean) <= half else "**seen**" if mean > 0 else "**opposite**"
-            cells.append(f"{ablate.compared(ours, theirs, 2)[0]}: {seen}")
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+            differences = [x - y for x, y in zip(ours, theirs, strict=True)]
+            mean, half = ablate.interval(differences)
+            seen = "not seen"
+            if abs(mean) > half:
+                seen = "**seen**" if mean > 0 else "**opposite**"
+            cells.append(f"{ablate.with_interval(differences, 2)}: {seen}")
+        rows.append(cells)
+    return ablate.markdown(["paper", "claim", "measure", *tasks], rows)
 
 
-def config_of(args: argparse.Namespace) -> Config:
-    return command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+def read_grid(args: argparse.Namespace) -> tuple[str, int, list[ablate.Variant], list[list[ablate.Lines]]]:
+    """-> its task, updates a rollout, variants, and the runs of each"""
+    config = command_line.parse([*args.flags, *ablate.flags_of(args.variants[0])], on_gpu=False)
+    variants = ablate.tuned(args)
+    runs = ablate.read_runs(args.out, variants, args.seeds)
+    return config.task, config.num_iterations * config.minibatches, variants, runs
 
 
 def panels(grids: list[argparse.Namespace]) -> list[dict]:
     """What is drawn, in plain values."""
     drawn = []
     for args in grids:
-        variants = ablate.tuned(args)
-        its = ablate.comparisons(variants, ablate.read_runs(args.out, variants, args.seeds), args.decides)
-        config = config_of(args)
-        updates = config.num_iterations * config.minibatches
-        title = f"{config.task}, {updates} update{'s' if updates > 1 else ''} a rollout"
+        task, updates, variants, runs = read_grid(args)
+        its = ablate.comparisons(variants, runs, args.decides, together=True)
+        title = f"{task}, {updates} update{'s' if updates > 1 else ''} a rollout"
         drawn.append({"title": title, "decides": args.decides, "rows": [vars(each) for each in its]})
     return drawn
 
 
-def draw(panels: list[dict], out: Path) -> None:
+def draw(panels: list[dict]) -> Figure:
     columns = 2
     lines = -(-len(panels) // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(9, 0.6 + 3.1 * lines), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(9, 0.6 + 3.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels):
         draw_panel(axes, panel)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     figure.supxlabel(NOTE, fontsize=7, color="#444444")
-    plot.save_picture(figure, out, plot.fingerprint(panels))
+    return figure
 
 
 def draw_panel(axes: Axes, panel: dict) -> None:

@@ -1,9 +1,8 @@
-"""Measures this codebase: a step against TRL, cost against tokens, log-probs against full logits.
+"""Measures this codebase: a step against TRL, log-probs against full logits.
 
     python -m tools.bench step                           the same work, done by ours and by TRL
     python -m tools.bench step --size 50m --equal        a large vocabulary; completions of equal length
     python -m tools.bench step --ways "ours; ../before"  ours, and ours in another checkout
-    python -m tools.bench scaling                        steps of more and more, and of longer completions
     python -m tools.bench logprobs                       log-probs of completions: ours, and from full logits
 
 Needs tools/requirements-bench.txt. Each measurement runs in a process of its own, the contestants in turn. A line of
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from tools.bench_work import DEVICE, SIZES, WAYS
-from tools.evidence import BENCH_LOG, ROOT, measurement_table, medians
+from tools.evidence import BENCH_LOG, ROOT, measurement_table
 
 
 def measure_all(args: argparse.Namespace) -> dict:
@@ -32,8 +31,6 @@ def measure_all(args: argparse.Namespace) -> dict:
     results, facts = measure_in_turn(args.ways.split("; ") if args.ways else [*WAYS[args.what]], args.repeats)
     if args.what == "logprobs":
         return {"results": results}
-    if args.what == "scaling":
-        return {"size": args.size, "points": [facts[way] | medians(its) for way, its in results.items()]}
     check_same_work(facts)
     work = {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
     work |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
@@ -97,7 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
     parser.add_argument("--log", type=Path, default=ROOT / BENCH_LOG, help="where the line of JSON goes")
-    parser.add_argument("--way", choices={**WAYS["step"], **WAYS["scaling"], **WAYS["logprobs"]}, help="this one, here")
+    parser.add_argument("--way", choices={**WAYS["step"], **WAYS["logprobs"]}, help="this one, here")
     args = parser.parse_args()
     args.prompts = args.prompts or SIZES[args.size].prompts
     args.limit = args.limit or SIZES[args.size].limit

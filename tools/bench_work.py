@@ -1,4 +1,4 @@
-"""What bench.py measures: the same planned work for this codebase and for TRL, and two parts of ours by themselves.
+"""What bench.py measures: the same planned work for this codebase and for TRL, and our log-probs by themselves.
 
 The tokens of every completion are drawn beforehand, from a seed. The samplers do all they ever do, but find the planned
 token all but certain. So lengths, rewards and gradients are the same on both sides, which bench.py checks. For TRL with
@@ -159,7 +159,7 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append(self.now | {"step": read_clock() - self.start})
-        self.peak = self.peak_gb()
+        self.peak = (bytes_held("VmHWM") - self.held) / 1e9
         reset_peak_memory()
         self.on_step_begin()
 
@@ -168,9 +168,6 @@ class Clock(transformers.TrainerCallback):
         columns = {f"{phase}{unit}": (phase, i) for phase in self.steps[-1] for i, unit in enumerate(("", "_cpu"))}
         made = {name: [round(float(s[phase][i]), 4) for s in self.steps[1:]] for name, (phase, i) in columns.items()}
         return made | {"memory_gb": [self.peak]}
-
-    def peak_gb(self) -> float:
-        return (bytes_held("VmHWM") - self.held) / 1e9
 
 
 def read_clock() -> np.ndarray:
@@ -197,12 +194,14 @@ def bytes_held(kind: str) -> int:
 # ---- What is measured -> its figures, and facts of it that are not measured ----
 
 
-def our_run(work: Work, args: argparse.Namespace, micro_batch_tokens: int | None = None) -> train.Run:
+def our_run(work: Work, args: argparse.Namespace) -> train.Run:
+    """Micro-batches hold as many padded tokens as TRL's."""
     rows = [{"prompt": prompt} for prompt in work.prompts]
     task = Task(rows, [], [reward], [1.0])
     task.draw = lambda index, seed: rows[index % len(rows)]  # in order, as for TRL
     shape = dict(prompts_per_step=args.prompts, num_generations=args.group, max_completion_length=args.limit)
-    config = Config(**shape, learning_rate=1e-6, warmup_steps=0, steps=1, micro_batch_tokens=micro_batch_tokens)
+    padded = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
+    config = Config(**shape, learning_rate=1e-6, warmup_steps=0, steps=1, micro_batch_tokens=padded)
     config = resolve(config, {}, DEVICE == "cuda")
     free = memory.free_memory()
     model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
@@ -216,34 +215,17 @@ def our_run(work: Work, args: argparse.Namespace, micro_batch_tokens: int | None
 
 
 def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
-    work = plan_work(args)
-    tokens = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
-    return measure_steps(our_run(work, args, tokens), [args.prompts] * (1 + args.steps))
-
-
-def measure_steps(run: train.Run, prompts: list[int]) -> tuple[dict, dict]:
-    """Steps of so many prompts each."""
+    run, metrics = our_run(plan_work(args), args), []
     clock = Clock(
         (train, "rollout", "rollout"),
         (train, "token_logprobs", "forward"),
         (torch.Tensor, "backward", "backward"),
         (train, "update", "update"),
     )
-    metrics, of_rollout = [], []
-
-    def note_peak(original, *args):
-        of_rollout.append(clock.peak_gb())
-        reset_peak_memory()
-        return original(*args)
-
-    wrap(train, "update", note_peak)
-    for step, n in enumerate(prompts, 1):
-        run.config.prompts_per_step = n
+    for step in range(1, 2 + args.steps):
         metrics.append(train.training_step(run, step)[0])
         clock.on_step_end()
-    peaks = {"memory_rollout": [of_rollout[-1]], "memory_update": [clock.peak]}
-    facts = {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
-    return clock.figures() | peaks | {"memory_gb": max(peaks.values())}, facts
+    return clock.figures(), {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
 
 
 def measure_trl(args: argparse.Namespace, plain: bool = False, continuous: bool = False) -> tuple[dict, dict]:
@@ -293,16 +275,6 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
     return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
 
 
-def measure_point(completions: int, limit: int, args: argparse.Namespace) -> tuple[dict, dict]:
-    """A step of so many completions, after one of a single prompt; and how many tokens rollout and update have."""
-    args.prompts, args.limit = completions // args.group, limit
-    work = plan_work(args)
-    figures, facts = measure_steps(our_run(work, args), [1, args.prompts])
-    read, made = sum(len(prompt.split()) for prompt in work.prompts), sum(work.lengths)
-    facts |= {"tokens_rollout": read + made, "tokens_update": args.group * read + made}
-    return figures, facts | {"completions": completions, "limit": limit}
-
-
 def measure_logprobs(way: str, args: argparse.Namespace) -> tuple[dict, dict]:
     """A forward and backward pass over 4 x 512 completion tokens, beside a model and its gradients."""
     model = make_model(Size(151_936, 512, 1024, 1, 8, 8, prompts=4, limit=512), tied=False)
@@ -326,7 +298,6 @@ def measure_logprobs(way: str, args: argparse.Namespace) -> tuple[dict, dict]:
     return {"seconds": figures["step"], "cpu_seconds": figures["step_cpu"], "memory_gb": figures["memory_gb"]}, {}
 
 
-POINTS = [(n, 256) for n in (8, 16, 32, 64, 128, 256, 512)] + [(32, limit) for limit in (64, 128, 512, 1024)]
 WAYS = {
     "step": {
         "ours": measure_ours,
@@ -334,6 +305,5 @@ WAYS = {
         "TRL, plain head": partial(measure_trl, plain=True),
         "TRL, continuous batching": partial(measure_trl, continuous=True),
     },
-    "scaling": {f"{n} x {limit}": partial(measure_point, n, limit) for n, limit in POINTS},
     "logprobs": {way: partial(measure_logprobs, way) for way in ("token_logprobs", "full logits")},
 }

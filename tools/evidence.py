@@ -4,10 +4,10 @@
     python -m tools.evidence --check            changes nothing; names what is not that of the logs; exits with 1
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one of TABLES, or
-that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/NAME/. The pictures
-are those of each `python -m tools.plot ... --out results/...` in a code block, and results/scaling.png. A picture has
-the fingerprint of what it shows in its file. Nothing is run or measured here.
+A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one that
+`tables` makes: `default`, `claims`, a measurement's, or that of a `python -m tools.ablate ... --out runs/NAME` in a
+code block, whose logs are in results/. The pictures are those of each `python -m tools.plot ... --out results/...` in a
+code block, and results/atlas.png. A picture has the fingerprint of what it shows in its file. Nothing is run here.
 
 Left out: whether the code that drew a picture is still the same.
 """
@@ -19,24 +19,15 @@ import shlex
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from tools import ablate, atlas, plot
 
 ROOT = Path(__file__).parent.parent
 BENCH_LOG = "results/bench.jsonl"
 BLOCK = re.compile(r"(<!-- made by tools\.evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-@dataclass
-class Picture:
-    fingerprint: str  # of what it shows
-    draw: Callable[[], None]
 
 
 def pages() -> list[Path]:
@@ -61,15 +52,10 @@ def grids() -> list[argparse.Namespace]:
 
 
 def tables() -> dict[str, str]:
-    made = {name: make() for name, make in TABLES.items()}
+    made = {"default": default_table()} | {kind: tables_of(kind) for kind in MEASURED}
     if tuned := [args for args in grids() if args.tune]:
         made["claims"] = atlas.claims(tuned)
     return made | {args.out.name: ablate.table_of(args) for args in grids()}
-
-
-def markdown(names: list[str], rows: list[list[str]]) -> str:
-    first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (names, *rows))
-    return "\n".join([first, "|" + "---|" * len(names), *others])
 
 
 def default_table() -> str:
@@ -82,14 +68,14 @@ def default_table() -> str:
         seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in lines if "reward" in line)
         rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
     names = ["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]
-    return markdown(names, rows)
+    return ablate.markdown(names, rows)
 
 
 # ---- Tables of measurements ----
 
 
 def kind_of(measurement: dict) -> str:
-    """step, scaling or logprobs"""
+    """step or logprobs"""
     return re.search(r"\bbench(\.py)? (\w+)", measurement["command"])[2]
 
 
@@ -109,12 +95,8 @@ def tables_of(kind: str) -> str:
 
 
 def measurement_table(measurement: dict) -> str:
-    made = {"step": step_table, "scaling": scaling_table, "logprobs": logprobs_table}[kind_of(measurement)](measurement)
-    return (
-        f"{made}\n\n({{hardware}}; threads: {{threads}}; transformers {{transformers}}; commit `{{commit:.7}}`)".format(
-            **measurement
-        )
-    )
+    about = "{hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`".format(**measurement)
+    return f"{MEASURED[kind_of(measurement)](measurement)}\n\n({about})"
 
 
 def medians(its: dict[str, list[float]]) -> dict[str, float]:
@@ -139,20 +121,8 @@ def step_table(measurement: dict) -> str:
         *seconds, memory = (f"{of[first][name] / of[way][name]:.2f}" for name in names)
         rows.append([f"{first} / {way}", *seconds, f"{of[way][names[-2]] / of[first][names[-2]]:.1f}", memory])
     shape = "{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step"
-    table = markdown(["", *phases, "tokens a second", "peak GB"], rows)
+    table = ablate.markdown(["", *phases, "tokens a second", "peak GB"], rows)
     return f"**{shape.format(**measurement)}**\n\n{table}"
-
-
-def scaling_table(measurement: dict) -> str:
-    rows = []
-    for point in measurement["points"]:
-        cells = [str(point["completions"]), str(point["limit"])]
-        for phase in ("rollout", "update"):
-            tokens, seconds = point[f"tokens_{phase}"], point[phase + unit(measurement)]
-            cells += [str(tokens), f"{1e3 * seconds / tokens:.2f}", f"{point[f'memory_{phase}']:.2f}"]
-        rows.append(cells)
-    columns = [f"{phase}: {name}" for phase in ("rollout", "update") for name in ("tokens", "ms a token", "GB")]
-    return markdown(["completions", "limit", *columns], rows)
 
 
 def logprobs_table(measurement: dict) -> str:
@@ -161,59 +131,27 @@ def logprobs_table(measurement: dict) -> str:
     rows = [[way, *(f"{its[name]:.{n}f}" for name, n in digits.items())] for way, its in of.items()]
     ours, full = of.values()
     rows.append(["ratio", *(f"{ours[name] / full[name]:.2f}" for name in digits)])
-    return markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
+    return ablate.markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
+
+
+MEASURED = {"step": step_table, "logprobs": logprobs_table}
 
 
 # ---- Pictures ----
 
 
-def pictures() -> dict[Path, Picture]:
+def pictures() -> dict[Path, tuple[Figure, str]]:
+    """-> for each file what is drawn, and its fingerprint"""
     made = {}
     for words in commands("plot"):
         args = plot.parse(words)
         if args.out.parts[0] == "results":
             args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
-            args.out = ROOT / args.out
-            made[args.out] = Picture(plot.fingerprint_of(args), partial(plot.plot, args))
-    *_, scaling = measurements("scaling")
-    out = ROOT / "results" / "scaling.png"
-    made[out] = Picture(plot.fingerprint(scaling["points"]), partial(plot_scaling, scaling, out))
+            made[ROOT / args.out] = plot.picture_of(args)
     if tuned := [args for args in grids() if args.tune]:
-        panels, out = atlas.panels(tuned), ROOT / "results" / "atlas.png"
-        made[out] = Picture(plot.fingerprint(panels), partial(atlas.draw, panels, out))
+        panels = atlas.panels(tuned)
+        made[ROOT / "results" / "atlas.png"] = atlas.draw(panels), plot.fingerprint(panels)
     return made
-
-
-def plot_scaling(measurement: dict, out: Path) -> None:
-    figure, (cost, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    points, seconds = measurement["points"], unit(measurement)
-    for marker, label, chosen in (
-        ("o", "8 to 512 completions up to 256", [point for point in points if point["limit"] == 256]),
-        ("s", "32 completions, up to 64 ... 1024", [point for point in points if point["completions"] == 32]),
-    ):
-        for colour, phase in zip(plot.COLOURS, ("rollout", "update")):
-            chosen = sorted(chosen, key=lambda point: point[f"tokens_{phase}"])
-            tokens = [point[f"tokens_{phase}"] for point in chosen]
-            style = {"color": colour, "marker": marker}
-            cost.loglog(tokens, [point[phase + seconds] for point in chosen], label=f"{phase}, {label}", **style)
-            memory.semilogx(tokens, [point[f"memory_{phase}"] for point in chosen], **style)
-    tokens = [min(point["tokens_update"] for point in points), max(point["tokens_update"] for point in points)]
-    rate = statistics.median(point["update" + seconds] / point["tokens_update"] for point in points)
-    cost.loglog(tokens, [rate * n for n in tokens], "k:", label="proportional")
-    cost.set(ylabel="CPU-seconds" if seconds else "seconds")
-    memory.set(ylabel="peak memory above the model, GB", ylim=(0, None))
-    for axes in (cost, memory):
-        axes.set_xlabel("tokens of the phase: prompts once in the rollout, in each row of the update", fontsize=8)
-    cost.legend(fontsize=7)
-    plot.save_picture(figure, out, plot.fingerprint(points))
-
-
-TABLES = {
-    "default": default_table,
-    "step": partial(tables_of, "step"),
-    "scaling": partial(tables_of, "scaling"),
-    "logprobs": partial(tables_of, "logprobs"),
-}
 
 
 # ---- What the pages say, against it ----
@@ -236,8 +174,8 @@ def stale() -> list[str]:
             if (page.parent / link).resolve() not in drawn:
                 found.append(f"{name}: no command on a page draws {link}")
     found += [f"the table {name} is on no page" for name in made if name not in placed]
-    for out, picture in drawn.items():
-        if not out.exists() or picture.fingerprint.encode() not in out.read_bytes():
+    for out, (_, fingerprint) in drawn.items():
+        if not out.exists() or fingerprint.encode() not in out.read_bytes():
             found.append(f"{out.relative_to(ROOT)} is not the picture of the logs")
     return found
 
@@ -246,8 +184,8 @@ def write() -> None:
     made = tables()
     for page in pages():
         page.write_text(filled(page.read_text(), made))
-    for picture in pictures().values():
-        picture.draw()
+    for out, picture in pictures().items():
+        plot.save(*picture, out)
 
 
 def keep(folder: Path) -> None:
@@ -259,18 +197,18 @@ def keep(folder: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    if words == ["--check"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--keep", nargs="+", type=Path, metavar="runs/NAME", default=[])
+    args = parser.parse_args(words)
+    for folder in args.keep:
+        keep(folder)
+    if args.check:
         found = stale()
         print("\n".join(found) or "the pages say what the logs say")
         return 1 if found else 0
-    if words[:1] == ["--keep"] and len(words) > 1:
-        for folder in words[1:]:
-            keep(Path(folder))
-        return 0
-    if words:
-        print(__doc__)
-        return 2
-    write()
+    if not args.keep:
+        write()
     return 0
 
 

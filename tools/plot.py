@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
@@ -122,10 +119,10 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
         notes.append("line: mean over seeds, band: lowest to highest")
     if width > 1:
         notes.append(f"running mean of {width} steps")
-    above_note = 0.16 if columns > 1 else 0.26  # inches
-    below = above_note + 0.14 * len(legend) + 0.04
-    size = 2.4 * columns, 1.75 * rows + below
-    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    note = ("\n" if columns == 1 else "; ").join(notes)
+    size = 2.4 * columns, 1.75 * rows + 0.15 * (len(legend) + len(note.splitlines()))  # inches
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of a step at which no run has the metric
         for axes, panel in zip(grid.flat, panels):
@@ -135,11 +132,8 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
     for axes in grid.flat[max(0, len(panels) - columns) : len(panels)]:
         axes.set_xlabel("step", fontsize=8)
     handles = [Line2D([], [], **style(i)) for i in range(len(legend))]
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, above_note / size[1]), "borderpad": 0, "labelspacing": 0.2}
-    figure.legend(handles, legend, fontsize=7, frameon=False, handlelength=3, **place)
-    note = ("\n" if columns == 1 else "; ").join(notes)
-    figure.text(0.5, 0.05 / size[1], note, fontsize=6, ha="center", color="#444444")
-    figure.tight_layout(pad=0.5, rect=(0, below / size[1], 1, 1))
+    place = {"loc": "outside lower center", "borderpad": 0, "labelspacing": 0.2, "handlelength": 3, "frameon": False}
+    figure.legend(handles, legend, title=note, fontsize=7, title_fontsize=6, **place)
     return figure
 
 
@@ -147,13 +141,13 @@ def fingerprint(shown: object) -> str:
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
-def save_picture(figure: Figure, out: Path, fingerprint: str) -> None:
+def save(picture: Figure, fingerprint: str, out: Path) -> None:
     """The same picture is the same file."""
-    plt.rcParams["svg.hashsalt"] = "grpo"
+    matplotlib.rcParams["svg.hashsalt"] = "grpo"
     metadata = {".png": {"Description": fingerprint}, ".svg": {"Description": fingerprint, "Date": None}}
+    out.parent.mkdir(parents=True, exist_ok=True)
     for file in files_of(out):
-        figure.savefig(file, dpi=160, metadata=metadata.get(file.suffix))
-    plt.close(figure)
+        picture.savefig(file, dpi=160, metadata=metadata.get(file.suffix))
 
 
 def files_of(out: Path) -> list[Path]:
@@ -163,15 +157,10 @@ def files_of(out: Path) -> list[Path]:
     return [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in (".png", ".svg") else [out]
 
 
-def fingerprint_of(args: argparse.Namespace) -> str:
-    """Of the picture that these flags make."""
-    return fingerprint([[vars(log) for log in read_logs(args)], args.panels, args.smooth, args.columns])
-
-
-def read_logs(args: argparse.Namespace) -> list[Log]:
+def read_logs(folders: list[Path]) -> list[Log]:
     """What is no run, as the logs of a grid in runs/*, is left out with a note."""
     logs = []
-    for path in args.runs:
+    for path in folders:
         try:
             logs.append(read_log(path))
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -181,16 +170,15 @@ def read_logs(args: argparse.Namespace) -> list[Log]:
     return logs
 
 
-def plot(args: argparse.Namespace) -> None:
-    """Panels whose metric no run has are left out."""
-    logs = read_logs(args)
+def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
+    """-> the picture and its fingerprint. Panels whose metric no run has are left out."""
+    logs = read_logs(args.runs)
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if PANELS.get(panel, ("", panel))[1] in has]
     if not panels:
         sys.exit(f"no run has {', '.join(args.panels)}; there are {', '.join(sorted(has))}")
-    shown = fingerprint([[vars(log) for log in logs], args.panels, args.smooth, args.columns])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(draw_picture(by_settings(logs), panels, args.smooth, args.columns), args.out, shown)
+    shown = [[vars(log) for log in logs], args.panels, args.smooth, args.columns]
+    return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint(shown)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -207,7 +195,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    plot(args)
+    save(*picture_of(args), args.out)
     print(", ".join(map(str, files_of(args.out))))
 
 

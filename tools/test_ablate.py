@@ -6,33 +6,26 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from tools import ablate
 
-
-def test_the_t_values():
-    """Each is where the integral of Student's density reaches 0.975."""
-    for df, t in enumerate(ablate.T, 1):
-        x = torch.linspace(0, t, 20001, dtype=torch.float64)
-        scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
-        mass = torch.trapezoid(scale * (1 + x**2 / df) ** (-(df + 1) / 2), x)
-        assert float(mass) == pytest.approx(0.475, abs=5e-5), df
+T = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 15: 2.131, 30: 2.042}  # Student's, at 97.5 %, by degrees of freedom
 
 
-def test_paired_differences():
-    mean, half = ablate.interval([1.0, 2.0, 3.0])
-    assert mean == 2.0 and half == pytest.approx(4.303 / math.sqrt(3))
+@pytest.mark.parametrize("df, t", T.items())
+def test_student_as_printed_tables_have_it(df, t):
+    """A mean that is just as far from 0 as its interval is wide has a p-value of one in twenty."""
+    differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
+    half = t * statistics.stdev(differences) / math.sqrt(df + 1)
+    assert ablate.interval([2.0 + each for each in differences]) == (2.0, pytest.approx(half, rel=3e-4))
+    expected = 0.05 if df > 1 else 1.0  # nothing is claimed
+    assert ablate.p_value([half + each for each in differences]) == pytest.approx(expected, abs=5e-5)
+
+
+def test_what_has_no_interval_and_what_is_certain():
     assert ablate.interval([1.0, math.nan, 3.0])[1] == math.inf and ablate.interval([1.0])[1] == math.inf
-
-
-def test_the_p_value_is_one_in_twenty_at_the_t_values():
-    for df, t in enumerate(ablate.T[1:], 2):
-        differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
-        shift = t * statistics.stdev(differences) / math.sqrt(df + 1)
-        assert ablate.p_value([shift + each for each in differences]) == pytest.approx(0.05, abs=5e-5), df
+    assert ablate.p_value([math.nan] * 8) == 1.0
     assert ablate.p_value([0.1, 0.1, 0.1]) < 1e-10 and ablate.p_value([-1.0, 1.0, 0.0]) == pytest.approx(1.0)
-    assert ablate.p_value([9.0, 9.1]) == ablate.p_value([math.nan] * 8) == 1.0  # nothing is claimed
 
 
 def test_holm_stops_at_the_first_that_does_not_hold():
@@ -76,13 +69,14 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
     values = {"grpo": [0.50, 0.60, 0.70], "dapo": [0.61, 0.70, 0.80], "opo": [0.45, 0.65, 0.70]}
     runs = [[one_step(accuracy, 10 + seed) for seed, accuracy in enumerate(its)] for its in values.values()]
     variants = [{"algorithm": name, "learning_rate": "1e-4"} for name in values]
-    assert ablate.wide_table(variants, runs, ["eval/accuracy:last", "completion_length"]).splitlines() == [
-        "| algorithm | learning_rate | eval/accuracy:last, 3 seeds | minus grpo, 1e-4, 95 % interval |  | worst "
+    decides = "eval/accuracy:last"
+    assert ablate.table(variants, runs, [decides, "completion_length"], decides).splitlines() == [
+        "| figure | algorithm | learning_rate | mean ± std of 3 seeds | minus grpo, 1e-4, 95 % interval | | worst "
         "| completion_length |",
-        "|---|---|---|---|---|---|---|",
-        "| grpo | 1e-4 | 0.600 ± 0.100 | | | 0.500 | 11.00 |",
-        "| dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **holds** | 0.610 | 11.00 |",
-        "| opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | | 0.450 | 11.00 |",
+        "|---|---|---|---|---|---|---|---|",
+        "| eval/accuracy:last | grpo | 1e-4 | 0.600 ± 0.100 | | | 0.500 | 11.00 |",
+        "| | dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **holds** | 0.610 | 11.00 |",
+        "| | opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | not told from noise | 0.450 | 11.00 |",
     ]
 
 
@@ -173,7 +167,7 @@ def test_a_figure_that_the_first_run_does_not_have_stops_the_grid(tmp_path, monk
 
 
 def test_a_difference_is_shown_in_digits_that_tell():
-    assert ablate.compared([11.001, 11.0012, 11.0011], [11.0, 11.0, 11.0], 2)[0] == "+0.00110, +0.00085 to +0.00135"
+    assert ablate.with_interval([0.001, 0.0012, 0.0011], 2) == "+0.00110, +0.00085 to +0.00135"
 
 
 def test_a_run_that_fails_stops_the_grid_with_its_own_line(tmp_path):
@@ -202,7 +196,7 @@ def test_each_variant_gets_the_value_that_is_best_on_seeds_that_are_not_reported
         finished_run(tmp_path / f"dapo-2e-4-{seed}", 0.8)
     ablate.main(f"{TUNED} --table --seeds 1,2 --figures completion_length --out {tmp_path}".split())
     shown = capsys.readouterr().out
-    assert "| grpo | 1e-4 | 0.600 ± 0.000 |" in shown and "| dapo | 2e-4 | 0.800 ± 0.000 |" in shown
+    assert " | grpo | 1e-4 | 0.600 ± 0.000 |" in shown and "| dapo | 2e-4 | 0.800 ± 0.000 |" in shown
 
 
 def test_runs_that_are_kept_are_a_line_each_and_not_run_again(tmp_path, monkeypatch, capsys):

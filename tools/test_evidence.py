@@ -35,7 +35,7 @@ def root(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text(block("default"))
     (tmp_path / "docs" / "findings.md").write_text(FINDING + block("clip_higher"))
-    (tmp_path / "docs" / "benchmarks.md").write_text(block("step") + block("scaling") + block("logprobs"))
+    (tmp_path / "docs" / "benchmarks.md").write_text(block("step") + block("logprobs"))
     return tmp_path
 
 
@@ -46,13 +46,11 @@ def test_what_is_not_that_of_the_logs_is_named_and_made_anew(root, capsys):
     page.write_text(made.replace("| ours / TRL | 0.", "| ours / TRL | 1.", 1))
     log = root / "results" / "clip_higher" / "0.5-2" / "metrics.jsonl"
     log.write_text(log.read_text().replace('"entropy": 0.', '"entropy": 1.'))
-    (root / "results" / "scaling.png").unlink()
     assert evidence.main(["--check"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "docs/benchmarks.md: the table step is not that of the logs",
         "docs/findings.md: the table clip_higher is not that of the logs",
         "results/clip_higher.png is not the picture of the logs",
-        "results/scaling.png is not the picture of the logs",
     ]
     assert evidence.main([]) == 0 and evidence.main(["--check"]) == 0 and page.read_text() == made
 
@@ -90,8 +88,6 @@ def test_the_tables_come_from_the_newest_measurements(root):
     ]
     results = {way: {n: [s, s, 9 * s] for n in [*phases, "memory_gb"]} for way, s in (("ours", 2.0), ("TRL", 4.0))}
     step = dict(size="12m", prompts=4, group=8, limit=256, lengths="ragged", tokens=1000, results=results)
-    point = dict(completions=8, limit=256, tokens_rollout=500, tokens_update=1000)
-    point |= dict(memory_rollout=0.25, memory_update=0.5, rollout=9.0, rollout_cpu=2.0, update=9.0, update_cpu=3.0)
     passes = {name: [1.0, 3.0, 2.0] for name in ("seconds", "cpu_seconds", "memory_gb")}
     lines = [
         measured("python bench.py step", **step | {"tokens": 7, "hardware": "1 CPU core"}),
@@ -99,7 +95,6 @@ def test_the_tables_come_from_the_newest_measurements(root):
         measured("python -m tools.bench step --equal", **step | {"lengths": "equal", "tokens": 9}),
         measured("python -m tools.bench step --prompts 5", **step | {"prompts": 5, "tokens": 11}),
         measured("python -m tools.bench step", **step | {"transformers": "1.2.4", "tokens": 12}),
-        measured("python bench.py scaling", size="12m", points=[point]),
         measured("python bench.py overhead", shares={"rollout": 0.6}),
         measured("python bench.py logprobs", results={"token_logprobs": passes, "full logits": passes}),
     ]
@@ -109,6 +104,5 @@ def test_the_tables_come_from_the_newest_measurements(root):
     assert shown == [9, 11, 12, 1000], "on another CPU, before: 7"
     assert "| ours | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 500 | 2.00 |" in tables["step"]
     assert "| ours / TRL | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 2.0 | 0.50 |" in tables["step"]
-    assert "| 8 | 256 | 500 | 4.00 | 0.25 | 1000 | 3.00 | 0.50 |" in tables["scaling"]
     assert "| token_logprobs | 2.0 | 2.0 | 2.00 |" in tables["logprobs"]
     assert "(2 CPU cores; threads: 1; transformers 1.2.3; commit `abcdef0`)" in tables["logprobs"]
