@@ -44,7 +44,7 @@ def exact_result(prompts, completions, completion_ids, answer: list[str], **colu
 
 
 def shortness(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Minus the number of tokens: a second reward on another scale, for `--reward exact_result tasks.chain:shortness`."""
+    """Minus the tokens: a second reward, on another scale, for `--reward exact_result tasks.chain:shortness`."""
     return [-float(len(ids)) for ids in completion_ids]
 
 
