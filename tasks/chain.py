@@ -43,6 +43,11 @@ def exact_result(prompts, completions, completion_ids, answer: list[str], **colu
     return rewards
 
 
+def shortness(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Minus the tokens: a second reward, on another scale, for `--reward exact_result tasks.chain:shortness`."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
 def load(config: Config) -> Task:
     train, evaluation = split(draw_row)
     return Task(train, evaluation, [exact_result], [1.0], correct="exact_result", eos_id=EOS_ID)

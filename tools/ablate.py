@@ -332,11 +332,15 @@ def keep(out: Path, figures: list[str]) -> None:
     default = vars(Config())
     for config in out.glob("*/config.json"):
         lines = finished(config.parent)
-        columns = {name: [line.get(name) and float(f"{line[name]:.5g}") for line in lines] for name in metrics}
+        columns = {name: [short(line.get(name)) for line in lines] for name in metrics}
         made = json.loads(config.read_text())
         made["settings"] = {name: its for name, its in made["settings"].items() if its != default.get(name)}
         rows[config.parent.name] = {"run": config.parent.name, "columns": columns} | made
     (RESULTS / f"{out.name}.jsonl").write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
+
+
+def short(value: float | None) -> float | None:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 # ---- The command line ----

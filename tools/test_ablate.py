@@ -212,7 +212,7 @@ def test_runs_that_are_kept_are_a_line_each_and_not_run_again(tmp_path, monkeypa
     rows = [json.loads(line) for line in (tmp_path / "grid.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows] == ["0.0-1", "0.0-2", "0.1-1", "0.1-2"] and rows[0]["commit"] == "abc"
     assert rows[0]["settings"] == {"steps": 1}  # beta is the default
-    columns = {"step": [0, 1], "eval/accuracy": [0, 0.12346], "completion_length": [None, 0.33333]}
+    columns = {"step": [0, 1], "eval/accuracy": [0.0, 0.12346], "completion_length": [None, 0.33333]}
     assert rows[2]["columns"] == columns
 
     out.rename(tmp_path / "gone")
