@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config, UserError
+from infra import run_folder
 
 
 class FailedElsewhere(UserError):
@@ -35,7 +36,7 @@ caught: list[int] = []  # signals that asked to stop
 caught_at: list[float] = []  # and when
 
 
-def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Callable[[Config], str]) -> int:
+def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """-> exit code; what went wrong has been reported, and what the same command would do then"""
     with contextlib.suppress(AttributeError):  # in a notebook
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
@@ -54,7 +55,7 @@ def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Call
     except torch.OutOfMemoryError as error:
         return _fail(1, f"error: {error}")
     except OSError as error:  # a full disk, no permission
-        return _fail(1, ". ".join(filter(None, [f"error: {error}", goes_on(config)])))
+        return _fail(1, ". ".join(filter(None, [f"error: {error}", run_folder.goes_on(config)])))
     except KeyboardInterrupt:  # before the first step
         return _fail(130, "stopped")
     except Exception as error:

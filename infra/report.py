@@ -58,11 +58,13 @@ def share_of_advantage(groups: list[Group], task: Task, low: float, high: float)
     between these shares of a right answer's, bounds left out."""
     if task.correct is None:
         return None
-    trained = [group for group in groups if group.advantages is not None]
-    sizes = [float(group.advantages.abs().sum()) for group in trained]
-    of_groups = [float(task.what_says_right(group.reward_parts).nanmean()) for group in trained]
-    inside = [low * task.correct_at < of_group < high * task.correct_at for of_group in of_groups]
-    return sum(s for s, ok in zip(sizes, inside, strict=True) if ok) / sum(sizes) if sum(sizes) else None
+    everywhere = inside = 0.0
+    for group in [group for group in groups if group.advantages is not None]:
+        size = float(group.advantages.abs().sum())
+        everywhere += size
+        if low * task.correct_at < float(task.what_says_right(group.reward_parts).nanmean()) < high * task.correct_at:
+            inside += size
+    return inside / everywhere if everywhere else None
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
@@ -136,14 +138,14 @@ STEPS_WITHOUT_SIGNAL = 10  # in a row, until it is said
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str], quiet: bool):
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.decode, self.reward_names = decode, reward_names
-        self.config, self.quiet, self.out = config, quiet, Path(config.out)
-        self.on_terminal = sys.stdout.isatty() and not quiet
+        self.config, self.quiet, self.out = config, ranks.rank() > 0, Path(config.out)
+        self.on_terminal = sys.stdout.isatty() and not self.quiet
         self.status, self.last_drawn = "", 0.0
         self.tracker = None
         self.without_signal = 0  # steps in a row
-        if not quiet:
+        if not self.quiet:
             check_tracker(config.report_to)
 
     def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
