@@ -111,8 +111,7 @@ def gather(made: list) -> list:
     if not dist.is_initialized():
         return made
     parts: list[Any] = [None] * world()
-    with _contact():
-        dist.all_gather_object(parts, made)
+    dist.all_gather_object(parts, made)
     return [item for part in parts for item in part]
 
 
@@ -131,21 +130,11 @@ def together() -> Iterator[None]:
             raise own if other == rank() else faults.FailedElsewhere(message)
 
 
-@contextmanager
-def _contact() -> Iterator[None]:
-    """A collective call fails where another rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise faults.lost_contact(error) from error
-
-
 def sum_(*tensors: torch.Tensor) -> None:
     """Sums over ranks, in place."""
     if dist.is_initialized():
-        with _contact():
-            for tensor in tensors:
-                dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -147,6 +147,8 @@ def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, phase):
         first, *others = [line for line in shown.splitlines() if line.startswith(("error:", "ValueError"))]
         assert first == message and shown.count(message) <= 2
         assert all("lost contact with another rank" in line for line in others)
+    else:
+        assert shown.count("error: lost contact with another rank: ") == 2 and "Traceback" not in shown
 
 
 def test_under_torchrun_a_rank_that_lost_contact_leaves_the_last_word(small, tmp_path):
