@@ -77,8 +77,8 @@ def _with_files(flags: dict, on_gpu: bool) -> tuple[dict, list[str]]:
 
 
 def _beyond_defaults(file: Path, on_gpu: bool) -> dict:
-    """The settings in a file without what its task and algorithm bring, all of which a run has written: others bring
-    their own."""
+    """The settings in a file. A run has written all that it had there: what its task and algorithm brought is left out,
+    so that another --task or --algorithm brings its own."""
     settings = run_folder.read_settings(file)
     by_hand = ("task", "algorithm", "model", "data", "micro_batch_size")
     chosen = {name: settings[name] for name in by_hand if name in settings}

@@ -111,5 +111,6 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     for name, x in model.state_dict().items():
         if name not in tied:
             x = x.full_tensor() if isinstance(x, DTensor) else x
-            weights |= {name: x.cpu()} if dist.get_rank() == 0 else {}
+            if dist.get_rank() == 0:
+                weights[name] = x.cpu()
     return weights
