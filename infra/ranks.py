@@ -6,7 +6,6 @@ summed, never averaged: the token weights already hold the totals of the step. E
 """
 
 import os
-import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -156,6 +156,4 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 def seed_everything(seed: int, step: int) -> None:
     """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
     state = int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0])
-    random.seed(state)
-    np.random.seed(state)
-    torch.manual_seed(state)
+    transformers.set_seed(state)
