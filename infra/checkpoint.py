@@ -31,9 +31,16 @@ from infra.run_folder import checkpoint_of, flush, saved_steps, write_json, writ
 from infra.shard import is_sharded, whole_weights
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which one process does not need
 
 
+@contextmanager
+def _one_process_needs_no_distributed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@_one_process_needs_no_distributed()
 def save(
     out: Path,
     step: int,
@@ -69,6 +76,7 @@ def save(
             shutil.rmtree(checkpoint_of(out, old))
 
 
+@_one_process_needs_no_distributed()
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
     """Put everything back as `save` found it, on any number of ranks, sharded or not. -> the cursor"""
     folder = checkpoint_of(out, step)
@@ -95,6 +103,7 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
     return cursor
 
 
+@_one_process_needs_no_distributed()
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Of the policy alone. A rank that calls this needs no other one."""
     reader = HuggingFaceStorageReader(folder / "model")
