@@ -259,7 +259,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     with ranks.together():
         cost = memory.costs(opened.config, cfg, ranks.world(), longest)
         cfg = memory.fitting(cfg, cost, free)
-        log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names, quiet=ranks.rank() > 0)
+        log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
         log.say(memory.check(cfg, cost, free))
     model, reference = load(opened, cfg, device)
     with ranks.together():
@@ -330,7 +330,7 @@ def train(cfg: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()), run_folder.goes_on)
+    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,20 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
 from infra import faults, ranks
-from infra.run_folder import flush, write_json, write_text
+from infra.run_folder import checkpoint_of, flush, saved_steps, write_json, write_text
 from infra.shard import is_sharded, whole_weights
 
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 
+
+@contextmanager
+def _one_process_needs_no_distributed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@_one_process_needs_no_distributed()
 def save(
     out: Path,
     step: int,
@@ -41,8 +51,7 @@ def save(
     keep: int = 1,
 ) -> None:
     """Everything that step + 1 needs. Called on all ranks: each writes a part, of sharded tensors its own."""
-    folder = out / "checkpoint" / f"{step:06d}"
-    first = ranks.rank() == 0
+    folder, first = checkpoint_of(out, step), ranks.rank() == 0
     tensors, numbers = _optimizer_state(model, optimizer)
     parts = _weights(model, reference) | {"optimizer": tensors}
     _check_finite(parts, f"after step {step}", "nothing was saved. Lower --learning_rate, or check the rewards")
@@ -55,27 +64,31 @@ def save(
     with whole_folder(folder) as beside:
         for name, part in parts.items():
             if part:  # an optimizer may have no state
-                _write_tensors(beside / name, part)
+                writer = HuggingFaceStorageWriter(beside / name, save_distributed=True)
+                dcp.save(part, storage_writer=writer, no_dist=not dist.is_initialized())
         if first:
             files = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.safetensors"))
             state = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
             write_json(beside / "state.json", state)
     if first:
         flush(out)
-        saved = [path for path in folder.parent.iterdir() if path.name.isdigit()]
-        for old in sorted(saved, key=lambda path: int(path.name))[:-keep]:
-            shutil.rmtree(old)
+        for old in saved_steps(out)[:-keep]:
+            shutil.rmtree(checkpoint_of(out, old))
 
 
+@_one_process_needs_no_distributed()
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
     """Put everything back as `save` found it, on any number of ranks, sharded or not. -> the cursor"""
-    folder = out / "checkpoint" / f"{step:06d}"
-    with ranks.together():
-        state = _read_state(folder)
-        if state["optimizer"] != type(optimizer).__name__:
+    folder = checkpoint_of(out, step)
+    with ranks.together(), _reading(folder):
+        state = json.loads((folder / "state.json").read_text())
+        cursor, kind, numbers = state["cursor"], state["optimizer"], state["numbers"]
+        for file in state["files"]:
+            safe_open(folder / file, "pt")  # fails where it is not there, or not whole
+        if kind != type(optimizer).__name__:
             raise UserError(
-                f"the checkpoint {folder} is of a run with {state['optimizer']}, this one has "
-                f"{type(optimizer).__name__}: go on with the code of that run, or give another --out"
+                f"the checkpoint {folder} is of a run with {kind}, this one has {type(optimizer).__name__}: go on with "
+                "the code of that run, or give another --out"
             )
     parts = _weights(model, reference) | {"optimizer": {}}
     with _reading(folder):
@@ -83,18 +96,19 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
             parts["optimizer"] = _room_for_state(folder / "optimizer", model)
         for name, part in parts.items():
             if part:
-                _read_tensors(folder / name, part)
+                reader = HuggingFaceStorageReader(folder / name)
+                dcp.load(part, storage_reader=reader, no_dist=not dist.is_initialized())
     _check_finite(parts, f"in the checkpoint {folder}", _when_deleted(folder))
-    _restore(optimizer, model, parts["optimizer"] | state["numbers"])
-    return state["cursor"]
+    _restore(optimizer, model, parts["optimizer"] | numbers)
+    return cursor
 
 
+@_one_process_needs_no_distributed()
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Of the policy alone. A rank that calls this needs no other one."""
     reader = HuggingFaceStorageReader(folder / "model")
     try:
-        with _one_process_needs_no_distributed():
-            dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
+        dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:
         raise ValueError(_cause(error)) from error
     return model
@@ -127,29 +141,9 @@ def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     parameters, room = dict(model.named_parameters()), {}
     for key, saved in HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata.items():
         p = parameters[key.partition(".")[2]]
-        if saved.size == p.shape:
-            room[key] = torch.zeros_like(p, dtype=saved.properties.dtype)
-        else:
-            room[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+        like = p if saved.size == p.shape else torch.empty(saved.size)
+        room[key] = torch.zeros_like(like, dtype=saved.properties.dtype)
     return room
-
-
-@contextmanager
-def _one_process_needs_no_distributed() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-@_one_process_needs_no_distributed()
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-    dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-@_one_process_needs_no_distributed()
-def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
-    dcp.load(into, storage_reader=HuggingFaceStorageReader(folder), no_dist=not dist.is_initialized())
 
 
 def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
@@ -163,39 +157,22 @@ def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str
     optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _read_state(folder: Path) -> dict:
-    with _reading(folder):
-        state = json.loads((folder / "state.json").read_text())
-        for file in state.pop("files"):
-            safe_open(folder / file, "pt")  # fails where it is not there, or not whole
-        state["cursor"], state["optimizer"], state["numbers"]  # are there
-    return state
-
-
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-        dcp.CheckpointException,
-    ) as error:
+    except DAMAGE as error:
         file = f"{folder}/state.json: " if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(
-            f"the checkpoint {folder} is damaged ({file}{_cause(error)}): {_when_deleted(folder)}"
-        ) from error
+        told = f"the checkpoint {folder} is damaged ({file}{_cause(error)}): {_when_deleted(folder)}"
+        raise UserError(told) from error
 
 
 def _when_deleted(folder: Path) -> str:
-    others = [int(path.name) for path in folder.parent.iterdir() if path.name.isdigit() and path != folder]
+    out = folder.parent.parent
+    others = [step for step in saved_steps(out) if step != int(folder.name)]
     if others:
         return f"delete that folder, and the same command goes on after step {max(others)}"
-    if (folder.parent.parent / "model").exists():
+    if (out / "model").exists():
         return "delete that folder; there is no other one, only the trained model beside it"
     return "delete that folder, and the same command starts from the first step"
 

@@ -77,8 +77,8 @@ def _with_files(flags: dict, on_gpu: bool) -> tuple[dict, list[str]]:
 
 
 def _beyond_defaults(file: Path, on_gpu: bool) -> dict:
-    """The settings in a file without what its task and algorithm bring, all of which a run has written: others bring
-    their own."""
+    """The settings in a file. A run has written all that it had there: what its task and algorithm brought is left out,
+    so that another --task or --algorithm brings its own."""
     settings = run_folder.read_settings(file)
     by_hand = ("task", "algorithm", "model", "data", "micro_batch_size")
     chosen = {name: settings[name] for name in by_hand if name in settings}
@@ -92,9 +92,7 @@ def ready(config: Config, on_gpu: bool) -> Config:
     wrong_defaults = wrong_values(resolved)  # of a task
     errors = [*wrong_values(config).values(), *wrong_defaults.values()]
     if not wrong_defaults:
-        errors += _contradictions_of_task(resolved)
-        errors += _contradictions_of_objective(resolved)
-        errors += _contradictions_of_step(resolved)
+        errors += _contradictions(resolved)
     if errors:
         raise UserError("\nerror: ".join(errors))
     return resolved
@@ -110,30 +108,25 @@ def _filled_in(config: Config, on_gpu: bool) -> Config:
 # ---- Words -> values ----
 
 TRUTHS = dict.fromkeys("true t yes y 1".split(), True) | dict.fromkeys("false f no n 0".split(), False)
-OTHER_NAMES = {  # what others call them
-    "lr": "learning_rate", "epsilon": "epsilon_low", "max_steps": "steps", "loss_type": "normalization",
-    "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "micro_batch_size",
-    "steps_per_generation": "minibatches", "importance_sampling_level": "ratio", "output_dir": "out",
-    "use_bias_correction_kl": "kl_importance", "mask_truncated_completions": "mask_truncated",
-    "ref_model_sync_steps": "ref_sync_every", "reward_funcs": "reward", "bf16": "dtype", "fp16": "dtype",
-    "save_steps": "save_every", "save_freq": "save_every", "save_total_limit": "keep_checkpoints",
-    "eval_steps": "eval_every", "test_freq": "eval_every", "lr_scheduler_type": "lr_schedule",
-    "group_size": "num_generations", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
-    "model_name_or_path": "model", "model_name": "model", "dataset_name": "data", "dataset": "data",
-    "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "clip_ratio": "epsilon_low",
-    "clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "ppo_epochs": "num_iterations",
-    "train_batch_size": "prompts_per_step", "train_file": "data", "filter_overlong_prompts": "drop_long_prompts",
-}  # fmt: skip
-NOT_HERE = {  # what others have, and what is here in its place
-    "num_train_epochs": "the length of a run is its --steps", "total_epochs": "the length of a run is its --steps",
-    "num_epochs": "the length of a run is its --steps", "epochs": "the length of a run is its --steps",
+OF_OTHERS = {  # what others call it: the setting here, or what is in its place
+    "lr": "learning_rate", "max_steps": "steps", "loss_type": "normalization", "importance_sampling_level": "ratio",
+    "epsilon clip_ratio clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high", "output_dir": "out",
+    "kl_coef kl_loss_coef init_kl_coef": "beta", "use_bias_correction_kl": "kl_importance", "bf16 fp16": "dtype",
+    "per_device_train_batch_size gradient_accumulation_steps": "micro_batch_size", "ppo_epochs": "num_iterations",
+    "train_batch_size": "prompts_per_step", "group_size": "num_generations", "steps_per_generation": "minibatches",
+    "max_new_tokens max_tokens": "max_completion_length", "mask_truncated_completions": "mask_truncated",
+    "model_name_or_path model_name": "model", "dataset_name dataset train_file": "data", "reward_funcs": "reward",
+    "save_steps save_freq": "save_every", "save_total_limit": "keep_checkpoints", "eval_steps test_freq": "eval_every",
+    "ref_model_sync_steps": "ref_sync_every", "lr_scheduler_type": "lr_schedule",
+    "filter_overlong_prompts": "drop_long_prompts",
+    "num_train_epochs total_epochs num_epochs epochs": "the length of a run is its --steps",
     "max_prompt_length": "prompts are never cut; see --drop_long_prompts", "logging_steps": "every step is logged",
     "warmup_ratio": "give the number of --warmup_steps", "generation_batch_size": "give --prompts_per_step",
-    "resume_from_checkpoint": "the same command with the same --out continues a run",
-    "overwrite_output_dir": "the same command with the same --out continues a run", "optim": "it is AdamW",
-    "use_vllm": "the model itself samples", "use_peft": "all weights are trained", "deepspeed": "see --shard",
-    "lora_r": "all weights are trained", "fsdp": "see --shard",
+    "resume_from_checkpoint overwrite_output_dir": "the same command with the same --out continues a run",
+    "use_vllm": "the model itself samples", "use_peft lora_r": "all weights are trained", "optim": "it is AdamW",
+    "deepspeed fsdp": "see --shard",
 }  # fmt: skip
+OF_OTHERS = {name: here for names, here in OF_OTHERS.items() for name in names.split()}
 
 
 def _kind_of(setting: Field) -> type:
@@ -172,8 +165,8 @@ def _read_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _no_such_flag(word: str) -> str:
     name = word.lstrip("-").split("=")[0].replace("-", "_")
-    near = OTHER_NAMES.get(name) or "".join(difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8))  # a slip
-    hint = NOT_HERE.get(name) or (f"did you mean --{near}?" if near else "see --help")
+    meant = OF_OTHERS.get(name) or "".join(difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8)) or "see --help"
+    hint = f"did you mean --{meant}?" if meant in FLAGS else meant
     return f"{word}: there is no such flag; {hint}"
 
 
@@ -305,7 +298,8 @@ def _limits_of(setting: Field) -> list[str]:
 # ---- Settings together ----
 
 
-def _contradictions_of_task(config: Config) -> Iterator[str]:
+def _contradictions(config: Config) -> Iterator[str]:
+    # What is trained, and on what.
     if config.model is None and not hasattr(task_file(config.task), "model"):
         yield f"--task {config.task}: needs --model, a folder or a hub name"
     if config.task == "data" and not config.data:
@@ -316,8 +310,7 @@ def _contradictions_of_task(config: Config) -> Iterator[str]:
     if weights and weights != rewards:
         yield f"--reward_weights: {weights} for {rewards} rewards; give one for each"
 
-
-def _contradictions_of_objective(config: Config) -> Iterator[str]:
+    # The objective.
     updates = config.num_iterations * config.minibatches
     if config.objective == "reinforce" and updates > 1:
         yield (
@@ -347,8 +340,7 @@ def _contradictions_of_objective(config: Config) -> Iterator[str]:
     if config.kl_importance and config.beta == 0.0:
         yield "--kl_importance: there is no KL term without --beta above 0"
 
-
-def _contradictions_of_step(config: Config) -> Iterator[str]:
+    # The step.
     if config.steps == 0 and config.eval_every == 0:
         yield "--steps 0: evaluates, which --eval_every 0 says never to do; give --eval_every 1"
     completions = config.prompts_per_step * config.num_generations

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config, UserError
+from infra import run_folder
 
 
 class FailedElsewhere(UserError):
@@ -35,7 +36,7 @@ caught: list[int] = []  # signals that asked to stop
 caught_at: list[float] = []  # and when
 
 
-def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Callable[[Config], str]) -> int:
+def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """-> exit code; what went wrong has been reported, and what the same command would do then"""
     with contextlib.suppress(AttributeError):  # in a notebook
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
@@ -54,13 +55,18 @@ def run_to_the_end(train: Callable[[Config], int], config: Config, goes_on: Call
     except torch.OutOfMemoryError as error:
         return _fail(1, f"error: {error}")
     except OSError as error:  # a full disk, no permission
-        return _fail(1, ". ".join(filter(None, [f"error: {error}", goes_on(config)])))
+        return _fail(1, _and_then(f"error: {error}", config))
     except KeyboardInterrupt:  # before the first step
         return _fail(130, "stopped")
     except Exception as error:
         if not _is_lost_contact(error):
             return _fail(1, traceback.format_exc())
-        return _fail(1, f"error: {lost_contact(error)}")
+        stand_by()  # what the rank that is gone has to say matters more
+        return _fail(1, _and_then(f"error: lost contact with another rank: {str(error).splitlines()[0]}", config))
+
+
+def _and_then(message: str, config: Config) -> str:
+    return ". ".join(filter(None, [message, run_folder.goes_on(config)]))
 
 
 def _fail(code: int, message: str | None = None) -> int:
@@ -198,12 +204,5 @@ def stand_by() -> None:
 
 
 def _is_lost_contact(error: Exception) -> bool:
-    """A collective call of PyTorch's own (of shards, of a checkpoint) fails in this way where another rank is gone."""
-    kinds = (RuntimeError, dist.DistBackendError)
-    return type(error) in kinds and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
-
-
-def lost_contact(error: Exception) -> ConnectionError:
-    """What the rank that is gone had to say matters more than this."""
-    stand_by()
-    return ConnectionError(f"lost contact with another rank: {str(error).splitlines()[0]}")
+    """A collective call, be it of PyTorch's own (of shards, of a checkpoint), fails so where another rank is gone."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,31 +106,27 @@ def tokens_in(room: float, of_a_token: float, completion: int, most: int) -> int
 
 
 def needed(config: Config, cost: Costs) -> dict[str, float]:
-    """-> bytes by what they are for, and those of the least that the run can do with"""
+    """-> bytes by what they are for"""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
-    update, smallest = (cost.update + n * cost.token if config.steps != 0 else 0.0 for n in (tokens, cost.length))
-    return cost.stays | {
-        "rollout": cost.rollout + rows * cost.row,
-        "update": update,
-        "one completion": max(cost.rollout + cost.row, smallest),
-    }
+    update = cost.update + tokens * cost.token if config.steps != 0 else 0.0
+    return cost.stays | {"rollout": cost.rollout + rows * cost.row, "update": update}
 
 
-def totals(need: dict[str, float]) -> tuple[float, float, float]:
-    """-> what stays from step to step, the most at once, the least that it can do with."""
-    stays = need["weights"] + need["Adam"] + need["reference"]
-    return stays, stays + max(need["rollout"], need["update"]), stays + need["one completion"]  # one after the other
+def peak(config: Config, cost: Costs) -> float:
+    """The most at once: what stays from step to step, and a rollout or an update, one after the other."""
+    need = needed(config, cost)
+    return sum(cost.stays.values()) + max(need["rollout"], need["update"])
 
 
 def check(config: Config, cost: Costs, free: float) -> str:
     """-> a line for the screen; a mistake where it cannot fit, and cannot be done in smaller parts."""
-    need = needed(config, cost)
-    stays, peak, least = totals(need)
-    parts = ", ".join(f"{name} {readable(need[name])}" for name in need if name != "one completion" and need[name])
+    need, most = needed(config, cost), peak(config, cost)
+    least = peak(replace(config, rollout_tokens=1, micro_batch_tokens=1), cost)
+    parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
     line = (
-        f"memory on each rank: {parts}; at most {readable(peak)} at once, of {readable(free)}, "
+        f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}, "
         f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
     )
     if least > free:
@@ -138,9 +134,9 @@ def check(config: Config, cost: Costs, free: float) -> str:
             f"{line}. It cannot fit: with one completion at a time it needs {readable(least)}. "
             "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
         )
-    if config.shard and stays + need["update"] > free:
+    if config.shard and sum(cost.stays.values()) + need["update"] > free:
         raise UserError(f"{line}. An update cannot fit: {lower(config.micro_batch_size, config.micro_batch_tokens)}")
-    return line if peak <= free else f"{line}. Where it does not fit, it is done in smaller parts"
+    return line if most <= free else f"{line}. Where it does not fit, it is done in smaller parts"
 
 
 def lower(rows: int | None, tokens: int | None) -> str:

@@ -6,7 +6,6 @@ summed, never averaged: the token weights already hold the totals of the step. E
 """
 
 import os
-import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,14 +35,15 @@ def start() -> torch.device:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
             raise UserError(f"{name} is {os.environ[name]!r}, not a number: start with torchrun, or unset {name}")
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-    if on_gpu and device.index >= torch.cuda.device_count():
-        raise UserError(
-            f"{device.index + 1} ranks or more on a machine of {torch.cuda.device_count()} GPUs: start one for each"
-        )
-    if on_gpu:
-        _let_segments_grow()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device, there = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
+        if device.index >= there:
+            raise UserError(f"{device.index + 1} ranks or more on a machine of {there} GPUs: start one for each")
+        # A cache that grows with every token would leave gaps behind that hold nothing else. PyTorch reads this when
+        # the first tensor is made on the GPU.
+        if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         _open_process_group(backend(device))
@@ -54,17 +55,12 @@ def backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _let_segments_grow() -> None:
-    """A cache that grows with every token would leave gaps behind that hold nothing else. PyTorch reads this when the
-    first tensor is made on the GPU."""
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
 def _open_process_group(backend: str) -> None:
     faults.watch()
-    meeting = f"{os.environ['WORLD_SIZE']} ranks at MASTER_ADDR:MASTER_PORT {_meeting_point()}"
-    waiting = threading.Timer(PATIENCE, lambda: faults.warn(f"waiting for {meeting}: {_whether_it_answers()}"))
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    meeting = f"{os.environ['WORLD_SIZE']} ranks at MASTER_ADDR:MASTER_PORT {host}:{port}"
+    told = f"waiting for {meeting}: "
+    waiting = threading.Timer(PATIENCE, lambda: faults.warn(told + _whether_it_answers(host, int(port))))
     waiting.daemon = True
     waiting.start()
     try:
@@ -89,14 +85,9 @@ def open_for_one(device: torch.device) -> None:
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _meeting_point() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def _whether_it_answers() -> str:
-    host, _, port = _meeting_point().rpartition(":")
+def _whether_it_answers(host: str, port: int) -> str:
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host, port), timeout=10).close()
     except (OSError, ValueError) as error:
         return str(error)
     return "it answers, so some ranks have not been started yet"
@@ -120,8 +111,7 @@ def gather(made: list) -> list:
     if not dist.is_initialized():
         return made
     parts: list[Any] = [None] * world()
-    with _contact():
-        dist.all_gather_object(parts, made)
+    dist.all_gather_object(parts, made)
     return [item for part in parts for item in part]
 
 
@@ -140,21 +130,11 @@ def together() -> Iterator[None]:
             raise own if other == rank() else faults.FailedElsewhere(message)
 
 
-@contextmanager
-def _contact() -> Iterator[None]:
-    """A collective call fails where another rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise faults.lost_contact(error) from error
-
-
 def sum_(*tensors: torch.Tensor) -> None:
     """Sums over ranks, in place."""
     if dist.is_initialized():
-        with _contact():
-            for tensor in tensors:
-                dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -176,6 +156,4 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 def seed_everything(seed: int, step: int) -> None:
     """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
     state = int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0])
-    random.seed(state)
-    np.random.seed(state)
-    torch.manual_seed(state)
+    transformers.set_seed(state)

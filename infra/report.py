@@ -58,11 +58,13 @@ def share_of_advantage(groups: list[Group], task: Task, low: float, high: float)
     between these shares of a right answer's, bounds left out."""
     if task.correct is None:
         return None
-    trained = [group for group in groups if group.advantages is not None]
-    sizes = [float(group.advantages.abs().sum()) for group in trained]
-    of_groups = [float(task.what_says_right(group.reward_parts).nanmean()) for group in trained]
-    inside = [low * task.correct_at < of_group < high * task.correct_at for of_group in of_groups]
-    return sum(s for s, ok in zip(sizes, inside, strict=True) if ok) / sum(sizes) if sum(sizes) else None
+    everywhere = inside = 0.0
+    for group in [group for group in groups if group.advantages is not None]:
+        size = float(group.advantages.abs().sum())
+        everywhere += size
+        if low * task.correct_at < float(task.what_says_right(group.reward_parts).nanmean()) < high * task.correct_at:
+            inside += size
+    return inside / everywhere if everywhere else None
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
@@ -74,17 +76,16 @@ def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, .
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
-    reserved = []  # a CPU has no allocator that would hold more than it gives
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        reserved.append(torch.cuda.max_memory_reserved() / 1e9)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+        peak, reserved = torch.cuda.max_memory_allocated(), [torch.cuda.max_memory_reserved() / 1e9]
+    else:  # a CPU has no allocator that would hold more than it gives
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        reserved = []
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
-        "peak_memory_gb": max(ranks.gather([peak])),
+        "peak_memory_gb": max(ranks.gather([peak])) / 1e9,
         "peak_memory_reserved_gb": max(ranks.gather(reserved), default=None),
     }
 
@@ -137,14 +138,14 @@ STEPS_WITHOUT_SIGNAL = 10  # in a row, until it is said
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str], quiet: bool):
+    def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.decode, self.reward_names = decode, reward_names
-        self.config, self.quiet, self.out = config, quiet, Path(config.out)
-        self.on_terminal = sys.stdout.isatty() and not quiet
+        self.config, self.quiet, self.out = config, ranks.rank() > 0, Path(config.out)
+        self.on_terminal = sys.stdout.isatty() and not self.quiet
         self.status, self.last_drawn = "", 0.0
         self.tracker = None
         self.without_signal = 0  # steps in a row
-        if not quiet:
+        if not self.quiet:
             check_tracker(config.report_to)
 
     def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
@@ -190,10 +191,7 @@ class RunLog:
         if 0 <= count < len(pairs):  # evenly over the step
             pairs = [pairs[i * len(pairs) // count] for i in range(count)]
         pairs += [("eval", group, 0) for group in evaluated[:2]]
-        append(
-            self.out / "samples.jsonl",
-            [sample_line(metrics["step"], *pair, self.decode, self.reward_names) for pair in pairs],
-        )
+        append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
         append(self.out / "metrics.jsonl", [metrics])
         if self.tracker:
             self.tracker(metrics)
@@ -205,6 +203,21 @@ class RunLog:
                 f"{name.removeprefix('eval/')} {text(metrics[name])}" for name in worth_showing(metrics)
             )
             self.say(f"step {metrics['step']}, held out: {figures}")
+
+    def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
+        return {
+            "step": step,
+            "kind": kind,
+            "prompt": group.row["prompt"],
+            "completion": self.decode(group.completions[i].ids),
+            "reward": float(group.rewards[i]),
+            "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
+            "advantage": None if group.advantages is None else float(group.advantages[i]),
+            "length": len(group.completions[i].ids),
+            "truncated": group.completions[i].truncated,
+            "columns": {name: value for name, value in group.row.items() if name != "prompt"},
+            "extras": group.extras[i],
+        }
 
     def note_no_signal(self, step: int, groups: list[Group]) -> None:
         """Said once for each time that it lasts."""
@@ -246,24 +259,6 @@ class RunLog:
     def say(self, line: str, end: str = "\n") -> None:
         if not self.quiet:
             print(f"\r\033[K{line}" if self.on_terminal else line, end=end, flush=True)
-
-
-def sample_line(
-    step: int, kind: str, group: Group, i: int, decode: Callable[[list[int]], str], reward_names: list[str]
-) -> dict:
-    return {
-        "step": step,
-        "kind": kind,
-        "prompt": group.row["prompt"],
-        "completion": decode(group.completions[i].ids),
-        "reward": float(group.rewards[i]),
-        "rewards": dict(zip(reward_names, group.reward_parts[i].tolist(), strict=True)),
-        "advantage": None if group.advantages is None else float(group.advantages[i]),
-        "length": len(group.completions[i].ids),
-        "truncated": group.completions[i].truncated,
-        "columns": {name: value for name, value in group.row.items() if name != "prompt"},
-        "extras": group.extras[i],
-    }
 
 
 def as_json(lines: list[dict]) -> str:
@@ -348,10 +343,11 @@ def finished(out: Path, note: str = "") -> int:
     for name in worth_showing(shown[-1]) or ["reward", "completion_length", "entropy"]:
         cells = [with_interval(line, name) for line in columns.values()]
         print(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>17}" for cell in cells))
-    samples = [line for line in run_folder.read_lines(out / "samples.jsonl") if line["kind"] == "eval"]
-    for step in [line["step"] for line in columns.values()]:
-        for line in [line for line in samples if line["step"] == step]:
-            print(f"\nstep {step}, reward {text(line['reward'])}: {as_text(line['prompt'])}\n{line['completion']}")
+    steps = [line["step"] for line in columns.values()]
+    for line in run_folder.read_lines(out / "samples.jsonl"):
+        if line["kind"] == "eval" and line["step"] in steps:
+            reward, prompt = text(line["reward"]), as_text(line["prompt"])
+            print(f"\nstep {line['step']}, reward {reward}: {prompt}\n{line['completion']}")
     names = [name for name in ("model", "metrics.jsonl", "samples.jsonl", "config.json") if (out / name).exists()]
     print(f"\nin {out}/: {', '.join(names)}")
     if len(lines) > 1:

@@ -30,7 +30,6 @@ from config import Config, UserError, resolve, settings_that_may_change
 
 SETTINGS = [setting.name for setting in dataclasses.fields(Config)]
 
-
 # What a run writes into its folder; config.json, which says what the rest is, last. All else in there is the user's.
 WRITTEN = (
     "checkpoint", "model", "metrics.jsonl", "samples.jsonl", "not_finite.safetensors", "events.out.tfevents.*", "wandb",
@@ -56,7 +55,7 @@ def open_run(config: Config) -> int | None:
     if _starts_over(config):
         _check_that_nothing_is_read_from_inside(config)
         return 0
-    made = made_steps(out)
+    made, saved = made_steps(out), saved_steps(out)
     if made is None:
         return 0
     changed = _changed(there, config)
@@ -67,19 +66,19 @@ def open_run(config: Config) -> int | None:
             "give another --out, or start over with --overwrite"
         )
     if config.steps < made:
-        weights = out / "model" if (out / "model").exists() else out / "checkpoint" / f"{made:06d}"
+        weights = out / "model" if (out / "model").exists() else checkpoint_of(out, made)
         raise UserError(
             f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more, or evaluate it: "
             f"--model {weights} --steps 0 --out ..."
         )
     if config.steps == made and (out / "model").exists():
         return None
-    if latest(out) is None and (out / "model").exists():
+    if not saved and (out / "model").exists():
         raise UserError(
             f"the run in {out} is finished and its checkpoint is gone, so it cannot go on to --steps {config.steps}; "
             f"another run can start from its model: --model {out / 'model'} --out ..."
         )
-    return latest(out) or 0
+    return max(saved, default=0)
 
 
 def claim(config: Config, done: int) -> list[str]:
@@ -111,8 +110,8 @@ def made_steps(out: Path) -> int | None:
     first = 1 if there.steps else 0  # an evaluation is step 0
     lines = read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl")
     lines = [line for line in lines if line["step"] >= first]
-    if latest(out) is not None:
-        return latest(out)
+    if saved_steps(out):
+        return max(saved_steps(out))
     if (out / "model").exists():
         return lines[-1]["step"] if lines else there.steps
     return 0 if lines else None
@@ -121,11 +120,11 @@ def made_steps(out: Path) -> int | None:
 def goes_on(config: Config) -> str:
     """What the same command would do now; nothing where it would not go on."""
     out = Path(config.out)
-    there, done = settings_of(out), latest(out)
-    if there is None or not done or _changed(there, config):
+    there, saved = settings_of(out), saved_steps(out)
+    if there is None or not saved or _changed(there, config):
         return ""
     without = "without --overwrite " if config.overwrite else ""
-    return f"the same command {without}goes on after step {done}, from {out}/"
+    return f"the same command {without}goes on after step {max(saved)}, from {out}/"
 
 
 def _starts_over(config: Config) -> bool:
@@ -239,10 +238,13 @@ def provenance() -> dict:
     }
 
 
-def latest(out: Path) -> int | None:
-    """The step of the newest whole checkpoint."""
-    steps = [int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit()]
-    return max(steps, default=None)
+def checkpoint_of(out: Path, step: int) -> Path:
+    return out / "checkpoint" / f"{step:06d}"
+
+
+def saved_steps(out: Path) -> list[int]:
+    """Those with a whole checkpoint, in their order."""
+    return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
 
 
 # ---- One writer at a time; files that are there whole or not at all ----

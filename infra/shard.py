@@ -20,10 +20,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from config import UserError
@@ -104,12 +103,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. FailedElsewhere nothing."""
+    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. Elsewhere nothing."""
     once = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-    weights = {}
-    for name, x in model.state_dict().items():
-        if name not in tied:
-            x = x.full_tensor() if isinstance(x, DTensor) else x
-            weights |= {name: x.cpu()} if dist.get_rank() == 0 else {}
-    return weights
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: x for name, x in weights.items() if name not in tied}

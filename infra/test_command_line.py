@@ -12,8 +12,7 @@ from config import ALGORITHMS, Config, UserError
 from infra import run_folder
 from infra.command_line import (
     FLAGS,
-    NOT_HERE,
-    OTHER_NAMES,
+    OF_OTHERS,
     SETTINGS,
     check_prompts,
     notes,
@@ -166,17 +165,10 @@ UNKNOWN = [  # a line -> what each of its mistakes is told with
     ("--num-generation 8", "--num-generation: ... did you mean --num_generations?"),
     ("--epsilon-hi=0.3", "--epsilon-hi=0.3: ... did you mean --epsilon_high?"),
     ("--lr 1e-5", "did you mean --learning_rate?"),
-    ("--max_steps 5", "did you mean --steps?"),
     ("--loss_type dapo", "did you mean --normalization?"),
-    ("--per_device_train_batch_size 4", "did you mean --micro_batch_size?"),
-    ("--steps_per_generation 4", "did you mean --minibatches?"),
-    ("--num_iteration 2", "did you mean --num_iterations?"),
-    ("--output_dir out", "did you mean --out?"),
-    ("--save_steps 5", "did you mean --save_every?"),
     ("--eval-steps 5", "did you mean --eval_every?"),
     ("--num_train_epochs 3", "--num_train_epochs: ... the length of a run is its --steps"),
     ("--max_prompt_length 512", "--max_prompt_length: there is no such flag; prompts are never cut"),
-    ("--overwrite_output_dir", "the same command with the same --out continues a run"),
     ("--logging_dir x", "--logging_dir: there is no such flag; see --help"),
     ("--max_grad 1 --stop_steps 3", "--max_grad: ... see --help", "--stop_steps: ... see --help"),
     ("--zzz 1 2", "--zzz: there is no such flag; see --help"),
@@ -200,15 +192,10 @@ VALUES = [
         "--data d.jsonl --model m --reward r.py:f --reward_weights nan",
         "--reward_weights nan: must be a number, at least -1e+09",
     ),
-    ("--steps -1", "--steps -1: must be a whole number, at least 0"),
-    ("--samples_per_step -2", "--samples_per_step -2: ... at least -1"),
     ("--top_p 1.5", "--top_p 1.5: must be a number, above 0 and at most 1"),
     ("--adam_beta2 1", "--adam_beta2 1: must be a number, at least 0 and below 1"),
     ("--temperature nan", "--temperature nan: must be a number, above 0 and finite"),
-    ("--temperature inf", "--temperature inf: must be a number, above 0 and finite"),
-    ("--learning_rate -0.001", "--learning_rate -0.001: ... above 0"),
     ("--beta -1e-3", "--beta -0.001: ... at least 0"),
-    ("--beta inf", "--beta inf: must be a number, at least 0 and finite"),
     ("--beta -inf", "--beta -inf: must be a number, at least 0 and finite"),
     ("--epsilon_high nan", "--epsilon_high nan: must be a number, at least 0"),
     ("--algorithm ppo", f"--algorithm ppo: must be one of {', '.join(ALGORITHMS)}"),
@@ -308,10 +295,10 @@ def test_an_empty_word_is_a_missing_value(capsys):  # an unset variable of the s
 
 
 def test_other_names_lead_to_flags_that_exist():
-    assert set(OTHER_NAMES.values()) <= SETTINGS.keys()
-    assert not (OTHER_NAMES.keys() | NOT_HERE.keys()) & SETTINGS.keys() and not OTHER_NAMES.keys() & NOT_HERE.keys()
-    named = {name for hint in NOT_HERE.values() for name in re.findall(r"--(\w+)", hint)}
-    assert named <= SETTINGS.keys() and "overwrite" not in named
+    sentences = {here for here in OF_OTHERS.values() if " " in here}
+    named = {name for said in sentences for name in re.findall(r"--(\w+)", said)}
+    assert {*OF_OTHERS.values()} - sentences | named <= SETTINGS.keys()
+    assert not OF_OTHERS.keys() & SETTINGS.keys() and "overwrite" not in named
 
 
 def test_other_ranks_leave_the_telling_to_the_first(capsys, monkeypatch):
@@ -459,30 +446,6 @@ def test_held_out_prompts_that_are_trained_on_are_noted():
     assert notes(task, char_tokenizer(LETTERS)) == []
 
 
-def test_strings_to_a_chat_model_are_noted(chat_tokenizer):
-    (note,) = notes(task_of("1+1=", CHAT), chat_tokenizer)
-    assert "chat template is not applied" in note and "\n" not in note
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (task_of("1", CHAT), ["no chat template", "string prompts"]),
-        (task_of("1", ""), ["no tokens", "''"]),
-        (
-            task_of("1", "1" * 8),
-            ["8 tokens", "a completion of 3", "context of 10", "--max_completion_length", "'11111111'"],
-        ),
-        (task_of("1", held_out=["2" * 8]), ["8 tokens", "'22222222'"]),
-        (task_of("1", "what?"), ["'what?'"]),  # the tokenizer cannot encode it
-    ],
-)
-def test_a_prompt_that_cannot_be_used_is_named(task, words):
-    with pytest.raises(UserError) as told:
-        checked(task, char_tokenizer(LETTERS), context=10, limit=3)
-    assert all(word in str(told.value) for word in words)
-
-
 def test_prompts_that_are_too_long_can_be_left_out():
     """Which is noted; and enough must be left."""
     tokenizer = SimpleNamespace(tokenizer=char_tokenizer(LETTERS), context=10)
@@ -501,17 +464,3 @@ def test_prompts_that_are_too_long_can_be_left_out():
             check_prompts(task, tokenizer, config)
     config.eval_every = 0
     assert check_prompts(task_of("1", held_out=["1" * 8]), tokenizer, config) == 1
-
-
-def test_a_template_that_refuses_a_prompt_is_a_mistake():
-    tokenizer = char_tokenizer("abc")
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="roles must alternate"):
-        checked(task_of(CHAT), tokenizer, None, 10)
-
-
-def test_a_model_with_another_end_token_does_not_suit_a_small_task(chat_tokenizer):
-    task = task_of("1+1=")
-    task.eos_id = 5
-    with pytest.raises(UserError, match="is for its own small model, or one trained from it"):
-        checked(task, chat_tokenizer, None, 4)

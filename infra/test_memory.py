@@ -32,6 +32,11 @@ def needed(world: int = 1, **flags) -> dict[str, float]:
     return memory.needed(settings(**flags), costs(world, **flags))
 
 
+def least(**flags) -> float:
+    """With one completion at a time."""
+    return memory.peak(settings(**flags | dict(rollout_tokens=1, micro_batch_size=1)), costs(**flags))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_cache_are_what_a_model_has(dtype):
     model = Qwen2ForCausalLM(SETTINGS)
@@ -50,8 +55,8 @@ def test_weights_and_cache_are_what_a_model_has(dtype):
 
 def test_an_evaluation_needs_the_weights_and_a_cache():
     need = needed(steps=0, eval_every=1)
-    assert {name for name in need if need[name]} == {"weights", "rollout", "one completion"}
-    assert memory.totals(need)[2] < memory.totals(needed())[2] / 2
+    assert {name for name in need if need[name]} == {"weights", "rollout"}
+    assert least(steps=0, eval_every=1) < least() / 2
 
 
 def test_sharded_each_rank_needs_its_part_and_a_whole_copy_to_sample():
@@ -88,16 +93,17 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     assert "rollout" in memory.check(settings(), costs(), 1e12)
     with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
         memory.check(settings(), costs(), need["weights"] * 3)
-    between = need["weights"] + need["Adam"] + (need["update"] + need["one completion"]) / 2
-    assert "in smaller parts" in memory.check(settings(), costs(), between)
+    assert "in smaller parts" in memory.check(settings(), costs(), least())
+    with pytest.raises(UserError, match="cannot fit"):
+        memory.check(settings(), costs(), least() - 1)
     assert needed(gradient_checkpointing=True)["update"] < need["update"]
 
 
 def test_sharded_an_update_that_cannot_fit_is_refused_because_it_cannot_be_done_in_smaller_parts():
     given = dict(shard=True, micro_batch_size=9)
     need, cost = needed(**given), costs(**given)
-    stays, peak, _ = memory.totals(need)
-    assert peak == stays + need["update"] > stays + need["rollout"]
+    peak = memory.peak(settings(**given), cost)
+    assert need["update"] > need["rollout"]
     memory.check(settings(**given), cost, peak)
     with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
         memory.check(settings(**given), cost, peak - 1)
@@ -139,10 +145,10 @@ def test_a_real_model_by_hand():
     for ranks, rows in ((1, 16), (8, 128)):
         given = dict(prompts_per_step=rows, num_generations=1, max_completion_length=4096, beta=0.1, shard=ranks > 1)
         config = on_gpu(**given, rollout_tokens=10**6, micro_batch_tokens=16_384)
-        need = memory.needed(config, memory.costs(QWEN_7B, config, ranks, longest_prompt=512))
-        stays, peak, _ = memory.totals(need)
-        assert need["weights"] == 4 * P / ranks and stays == 16 * P / ranks
-        assert need["rollout"] == 2 * P + 16 * row and peak == stays + max(need["rollout"], need["update"])
+        cost = memory.costs(QWEN_7B, config, ranks, longest_prompt=512)
+        need = memory.needed(config, cost)
+        assert need["weights"] == 4 * P / ranks and need["rollout"] == 2 * P + 16 * row
+        assert memory.peak(config, cost) == 16 * P / ranks + max(need["rollout"], need["update"])
 
 
 FITTING = {  # model, ranks with --shard or 0, bytes free on each, settings; rollout_tokens, micro_batch_tokens
@@ -165,12 +171,11 @@ def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(case):
     cost = memory.costs(model, config, ranks or 1, longest_prompt=512)
     config = memory.fitting(config, cost, free)
     assert (config.rollout_tokens, config.micro_batch_tokens) == (rollout_tokens, micro_batch_tokens)
-    assert memory.totals(memory.needed(config, cost))[1] <= memory.ROOM * free
+    assert memory.peak(config, cost) <= memory.ROOM * free
     cost = replace(cost, sampled=10**6, trained=10**6)  # completions enough for any budget
     for name, most in (("rollout_tokens", 1 << 22), ("micro_batch_tokens", 1 << 15)):
         twice = replace(config, **{name: 2 * getattr(config, name)})
-        peak = memory.totals(memory.needed(twice, cost))[1]
-        assert getattr(config, name) == most or peak > memory.ROOM * free
+        assert getattr(config, name) == most or memory.peak(twice, cost) > memory.ROOM * free
 
 
 def test_budgets_given_by_hand_are_kept_and_one_completion_is_the_least():
