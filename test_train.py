@@ -439,7 +439,7 @@ def test_prompts_and_streams(go, draws):
     assert draws[0] == list(range(6))
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
     step_1, step_2 = ([(step, prompt, i) for prompt in range(3) for i in range(G)] for step in (1, 2))
-    evaluation = greedy + sampled  # the same each time, and no step of the training's
+    evaluation = sampled + greedy  # the same each time, and no step of the training's
     assert draws[1] == evaluation + step_1 + evaluation + step_2 + evaluation
 
 
