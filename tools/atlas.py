@@ -52,7 +52,7 @@ def claims(grids: list[argparse.Namespace]) -> str:
             seen = "not seen"
             if abs(mean) > half:
                 seen = "**seen**" if mean > 0 else "**opposite**"
-            cells.append(f"{ablate.with_interval(differences, 2)}: {seen}")
+            cells.append(f"{ablate.with_interval(differences, ablate.decimals(statistics.fmean(theirs)))}: {seen}")
         rows.append(cells)
     return ablate.markdown(["paper", "claim", "measure", *tasks], rows)
 
