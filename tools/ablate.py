@@ -334,6 +334,7 @@ def keep(out: Path, figures: list[str]) -> None:
         lines = finished(config.parent)
         columns = {name: [short(line.get(name)) for line in lines] for name in metrics}
         made = json.loads(config.read_text())
+        del made["settings"]["out"]  # a folder of this machine
         made["settings"] = {name: its for name, its in made["settings"].items() if its != default.get(name)}
         rows[config.parent.name] = {"run": config.parent.name, "columns": columns} | made
     (RESULTS / f"{out.name}.jsonl").write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))

@@ -177,7 +177,7 @@ def test_a_run_that_fails_stops_the_grid_with_its_own_line(tmp_path):
 
 def finished_run(folder, accuracy: float) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"settings": {"steps": 1, "beta": 0.0}, "commit": "abc"}')
+    (folder / "config.json").write_text('{"settings": {"steps": 1, "beta": 0.0, "out": "o"}, "commit": "abc"}')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one_step(accuracy, 1 / 3)))
 
 
