@@ -138,7 +138,7 @@ class Config:
     weight_decay: float = setting(0.0, "AdamW: decoupled decay of the weights", at_least=0)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
-    heading("How it is computed; none of these changes what is computed")
+    heading("How it is computed; but for rounding, none of these changes what is computed")
     micro_batch_size: int | None = setting(None, "completions in a forward pass, and/or", at_least=1, may_change=True)
     micro_batch_tokens: int | None = setting(None, "padded tokens in a forward pass", at_least=1, may_change=True)
     rollout_tokens: int | None = setting(None, "tokens in the cache of a rollout", at_least=1, may_change=True)

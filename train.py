@@ -183,7 +183,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 def sample_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
-    by further prompts, in so many further rounds at most; every rank sees all rewards and so decides the same."""
+    by further prompts, in at most so many further rounds; every rank sees all rewards and so decides the same."""
     cfg = run.config
     drawn: list[Group] = []
     alive: list[Group] = []
@@ -231,7 +231,7 @@ def evaluate(run: Run) -> tuple[dict, list[Group]]:
     """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
     that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
-    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)  # first: what fits into memory is learnt here
+    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)  # first: it finds out what fits into memory
     greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, with_entropy=False))
     return report.of_evaluation(greedy, sampled, run.task), sampled
 

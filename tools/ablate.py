@@ -12,7 +12,7 @@ nothing. A figure is a metric of metrics.jsonl: its mean over the second half of
 (`entropy:21-40`), or its last value (`entropy:last`).
 
 The first value of each switch is the one the others are compared with, seed by seed: the mean of the paired
-differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With less than three seeds nothing
+differences, its 95 % interval (Student's t), and whether the interval leaves out 0. With fewer than three seeds nothing
 is claimed. One comparison in twenty "differs" by chance alone, so decide before the runs which figure counts.
 
 With --decides that figure alone is compared, and a difference "holds" if it can be told from noise when all comparisons
@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 import train
-from config import Config
+from config import Config, settings_that_may_change
 from infra import command_line
 
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
@@ -88,12 +88,21 @@ def runs_of(args: argparse.Namespace, variants: list[Variant], seeds: list[str])
 
 def check_grid(args: argparse.Namespace) -> None:
     """What is wrong with any of the runs, or with the table they are for, ends the program before the first one."""
+    in_results = {row["run"]: vars(Config()) | row["settings"] for row in rows_kept(args.out.name)}
+    what_counts = vars(Config()).keys() - {*settings_that_may_change()} | {"steps"}
     for folder, words in runs_of(args, args.trials, [*args.tune_seeds, *args.seeds]):
         config = command_line.parse(words, torch.cuda.is_available())
         for name in args.figures:
-            steps = re.search(r":(\d+)-", name)
+            steps = re.search(r"-(\d+)$", name)
             if (name.startswith("eval/") and not config.eval_every) or (steps and int(steps[1]) > config.steps):
-                sys.exit(f"error: --figures {name}: {folder} will have no such figure")
+                sys.exit(f"error: {name}: {folder} will have no such figure")
+        made = in_results.get(folder.name, vars(config))
+        other = [f"--{name}" for name in sorted(what_counts) if made[name] != getattr(config, name)]
+        if other:
+            sys.exit(
+                f"error: results/{args.out.name}.jsonl has {folder.name} with another {', '.join(other)}: "
+                "give another --out"
+            )
 
 
 def run_all(args: argparse.Namespace, variants: list[Variant], seeds: list[str]) -> None:
@@ -113,7 +122,7 @@ def run_all(args: argparse.Namespace, variants: list[Variant], seeds: list[str])
                 folder, seconds = run.result()
                 spent += seconds
                 hours = spent / done * len(runs) / 3600
-                print(f"{done} of {len(runs)} done: {folder} ({hours:.2f} CPU-hours in all)", flush=True)
+                print(f"{done} of {len(runs)} done: {folder} (about {hours:.2f} CPU-hours in all)", flush=True)
                 for name in args.figures:
                     figure(read_run(folder), name)
         except BrokenProcessPool:
@@ -176,7 +185,7 @@ def figure(lines: Lines, name: str) -> float:
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         known = dict.fromkeys(name for line in lines for name in line)
-        sys.exit(f"--figures {name}: no such metric; there are {', '.join(known)}")
+        sys.exit(f"{name}: no such metric; there are {', '.join(known)}")
     end = lines[-1]["step"]
     first, last = end // 2 + 1, end
     if when == "last":
@@ -387,7 +396,7 @@ def main(words: list[str]) -> None:
     if not args.table:
         check_grid(args)
         runs = len(args.trials) * len(args.tune_seeds) + len(args.variants) * len(args.seeds)
-        print(f"{runs} runs, {len(kept(args.out.name))} of them in results/", flush=True)
+        print(f"{runs} runs; what is in results/{args.out.name}.jsonl is not run again", flush=True)
         run_all(args, args.trials, args.tune_seeds)
         run_all(args, tuned(args), args.seeds)
     text = table_of(args)

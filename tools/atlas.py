@@ -23,7 +23,7 @@ CLAIMS = [
     ("DAPO", "a token's weight, clip-higher and groups with a signal: better", 8, PASS, "dapo", "grpo"),
     ("DAPO", "its entropy stays higher", 8, "entropy", "dapo", "grpo"),
     ("GSPO", "one ratio for a sequence: better off-policy", 8, PASS, "gspo", "grpo"),
-    ("LUSPO", "without the length's bias of GSPO completions are longer", 8, "completion_length", "luspo", "gspo"),
+    ("LUSPO", "without the length bias of GSPO, completions are longer", 8, "completion_length", "luspo", "gspo"),
     ("CISPO", "clipped tokens keep their gradient: better than DAPO", 8, PASS, "cispo", "dapo"),
     ("SAPO", "a soft gate: better off-policy", 8, PASS, "sapo", "grpo"),
     ("GMPO", "a geometric mean: better off-policy", 8, PASS, "gmpo", "grpo"),

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from infra.command_line import parse
 from tools import ablate
 
 T = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 15: 2.131, 30: 2.042}  # Student's, at 97.5 %, by degrees of freedom
@@ -136,7 +137,7 @@ WRONG = [  # flags of the grid, what is said
     ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
     (f"{GRID},x", "error: --seed x: must be a whole number"),
     (f"{GRID} -- --eval_every 0", "0.0-1 will have no such figure"),
-    (f"{GRID} --figures entropy:9-10 -- --steps 8", "error: --figures entropy:9-10: "),
+    (f"{GRID} --figures entropy:9-10 -- --steps 8", "error: entropy:9-10: "),
 ]
 
 
@@ -162,7 +163,7 @@ def test_a_figure_that_the_first_run_does_not_have_stops_the_grid(tmp_path, monk
     monkeypatch.setattr(ablate, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     monkeypatch.setattr(ablate, "run_one", lambda folder, words: started.append(folder) or (run, 1.0))
     words = f"--jobs 1 --out {tmp_path / 'out'} --figures entropie {GRID}"
-    with pytest.raises(SystemExit, match="--figures entropie: no such metric; there are step, entropy"):
+    with pytest.raises(SystemExit, match="entropie: no such metric; there are step, entropy"):
         ablate.main(words.split())
 
 
@@ -175,9 +176,10 @@ def test_a_run_that_fails_stops_the_grid_with_its_own_line(tmp_path):
         ablate.main(f"--vary beta=0.0 --seeds 1 --out {tmp_path} -- --model none/x/y".split())
 
 
-def finished_run(folder, accuracy: float) -> None:
+def finished_run(folder, accuracy: float, flags: str = "") -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"settings": {"steps": 1, "beta": 0.0, "out": "o"}, "commit": "abc"}')
+    settings = vars(parse([*f"--steps 1 --out {folder}".split(), *flags.split()], on_gpu=False))
+    (folder / "config.json").write_text(json.dumps({"settings": settings, "commit": "abc"}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one_step(accuracy, 1 / 3)))
 
 
@@ -203,21 +205,24 @@ def test_runs_that_are_kept_are_a_line_each_and_not_run_again(tmp_path, monkeypa
     monkeypatch.setattr(ablate, "RESULTS", tmp_path)
     ablate.kept.cache_clear()
     out = tmp_path / "runs" / "grid"
-    words = f"--vary beta=0.0,0.1 --seeds 1,2 --figures eval/accuracy:last completion_length --out {out}".split()
+    words = f"--vary beta=0.0,0.1 --seeds 1,2 --figures eval/accuracy:last completion_length:1-1 --out {out}".split()
     for beta, accuracy in (("0.0", 0.5), ("0.1", 0.123456789)):
         for seed in (1, 2):
-            finished_run(out / f"{beta}-{seed}", accuracy)
+            finished_run(out / f"{beta}-{seed}", accuracy, f"--beta {beta} --seed {seed}")
     ablate.main([*words, "--table", "--keep"])
     made = capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "grid.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows] == ["0.0-1", "0.0-2", "0.1-1", "0.1-2"] and rows[0]["commit"] == "abc"
-    assert rows[0]["settings"] == {"steps": 1}  # beta is the default
+    assert rows[0]["settings"]["steps"] == 1 and rows[2]["settings"]["beta"] == 0.1
+    assert not {"beta", "out"} & rows[0]["settings"].keys()  # the default, and a folder
     columns = {"step": [0, 1], "eval/accuracy": [0.0, 0.12346], "completion_length": [None, 0.33333]}
     assert rows[2]["columns"] == columns
 
     out.rename(tmp_path / "gone")
     ablate.kept.cache_clear()
     monkeypatch.setattr(ablate, "run_one", None)  # whoever runs anything fails
-    ablate.main([*words, "--", "--task", "sorting"])
-    assert capsys.readouterr().out == "4 runs, 4 of them in results/\n" + made
+    ablate.main([*words, "--", "--steps", "1"])
+    assert capsys.readouterr().out == "4 runs; what is in results/grid.jsonl is not run again\n" + made
+    with pytest.raises(SystemExit, match=r"grid\.jsonl has 0\.0-1 with another --steps: give another --out"):
+        ablate.main([*words, "--", "--steps", "2"])
     ablate.kept.cache_clear()
