@@ -157,18 +157,19 @@ class RunLog:
         switches = (*ALGORITHMS[cfg.algorithm], "delta", "beta")
         self.say(
             f"{cfg.task}: {len(task.train)} prompts to train on, {len(task.eval)} held out; "
-            f"model {cfg.model or 'built in'} of {sum(p.numel() for p in model.parameters()):,} parameters"
+            f"{cfg.model or 'its own model'}, {sum(p.numel() for p in model.parameters()):,} parameters"
         )
-        self.say(
-            f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} = "
-            f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} tokens, "
-            f"{count_of(cfg.num_iterations * cfg.minibatches, 'update')}"
-        )
-        self.say(
-            f"computed by {count_of(ranks.world(), 'rank')}{part} ({where}) in {cfg.dtype}, "
-            f"micro-batches of up to {piece}"
-        )
-        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in switches))
+        if cfg.steps:
+            self.say(
+                f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} = "
+                f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} "
+                f"tokens, {count_of(cfg.num_iterations * cfg.minibatches, 'update')}"
+            )
+            self.say(
+                f"computed by {count_of(ranks.world(), 'rank')}{part} ({where}) in {cfg.dtype}, "
+                f"micro-batches of up to {piece}"
+            )
+            self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in switches))
         for note in notes:
             self.say(f"note: {note}")
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
