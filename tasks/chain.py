@@ -12,7 +12,7 @@ from config import Config
 from tasks import Task
 from tasks._characters import EOS_ID, ended, split
 
-DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_rate=1e-4, warmup_steps=5)
+DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_rate=1.2e-4, warmup_steps=5)
 ALPHABET = "0123456789+-*=:"
 
 
