@@ -17,6 +17,15 @@ def ended(ids: list[int]) -> bool:
     return len(ids) > 0 and ids[-1] == EOS_ID and PAD_ID not in ids
 
 
+def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
+    """1 for each completion that ended and has the answer after its last mark."""
+    rewards = []
+    for text, ids, right in zip(completions, completion_ids, answer, strict=True):
+        _, found, given = text.rpartition(mark)
+        rewards.append(float(ended(ids) and found == mark and given == right))
+    return rewards
+
+
 def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[dict]]:
     """Rows to train on and distinct held-out ones, the same in every run."""
     rng, train, evaluation = random.Random(0), [], {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, ended, split
+from tasks._characters import EOS_ID, exact, split
 
 DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_rate=1.2e-4, warmup_steps=5)
 ALPHABET = "0123456789+-*=:"
@@ -36,11 +36,7 @@ def draw_row(rng: random.Random) -> dict:
 
 def exact_result(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
     """1 if the completion ended and the text after its last '=' is the result."""
-    rewards = []
-    for text, ids, right in zip(completions, completion_ids, answer, strict=True):
-        _, mark, given = text.rpartition("=")
-        rewards.append(float(ended(ids) and mark == "=" and given == right))
-    return rewards
+    return exact("=", completions, completion_ids, answer)
 
 
 def shortness(prompts, completions, completion_ids, **columns) -> list[float]:
