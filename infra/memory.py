@@ -70,9 +70,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
     ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and vocabulary in p.shape)
     gathered = ends * compute + 2 * (parameters - ends) / layers * (compute + 4)
-    batch = (
-        completions * length * (3 * 8 + 4 * 4 + 8)
-    )  # ids, attention, mask; four tensors of log-probs and entropies; weights
+    # ids, attention and mask; log-probs of sampler, old policy and reference, with the sampler's entropies; weights
+    batch = completions * length * (3 * 8 + 4 * 4 + 8)
     head = (2 * chunk_tokens(torch.cuda.is_available()) + h) * vocabulary * 4
     of_a_layer = 4 * 11 * h + compute * 4 * i
     between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers

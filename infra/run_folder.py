@@ -58,7 +58,7 @@ def open_run(config: Config) -> int | None:
     made, saved = made_steps(out), saved_steps(out)
     if made is None:
         return 0
-    changed = _changed(there, config)
+    changed = other_settings(there, config)
     if changed:
         lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(
@@ -121,7 +121,7 @@ def goes_on(config: Config) -> str:
     """What the same command would do now; nothing where it would not go on."""
     out = Path(config.out)
     there, saved = settings_of(out), saved_steps(out)
-    if there is None or not saved or _changed(there, config):
+    if there is None or not saved or other_settings(there, config):
         return ""
     without = "without --overwrite " if config.overwrite else ""
     return f"the same command {without}goes on after step {max(saved)}, from {out}/"
@@ -140,7 +140,7 @@ def _check_that_nothing_is_read_from_inside(config: Config) -> None:
                 raise UserError(f"--{name} {word}: --overwrite would move it away; give another --out")
 
 
-def _changed(there: Config, here: Config) -> list[str]:
+def other_settings(there: Config, here: Config) -> list[str]:
     fixed = [name for name in SETTINGS if name not in settings_that_may_change()]
     return [name for name in fixed if _meant(there, name) != _meant(here, name)]
 

@@ -43,8 +43,8 @@ import numpy as np
 import torch
 
 import train
-from config import Config, settings_that_may_change
-from infra import command_line
+from config import Config
+from infra import command_line, run_folder
 
 FIGURES = ("eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy")
 ALPHA = 0.05  # the share of differences by chance alone that are taken for real
@@ -88,16 +88,17 @@ def runs_of(args: argparse.Namespace, variants: list[Variant], seeds: list[str])
 
 def check_grid(args: argparse.Namespace) -> None:
     """What is wrong with any of the runs, or with the table they are for, ends the program before the first one."""
-    in_results = {row["run"]: vars(Config()) | row["settings"] for row in rows_kept(args.out.name)}
-    what_counts = vars(Config()).keys() - {*settings_that_may_change()} | {"steps"}
+    in_results = {row["run"]: Config(**row["settings"]) for row in rows_kept(args.out.name)}
     for folder, words in runs_of(args, args.trials, [*args.tune_seeds, *args.seeds]):
         config = command_line.parse(words, torch.cuda.is_available())
         for name in args.figures:
             steps = re.search(r"-(\d+)$", name)
             if (name.startswith("eval/") and not config.eval_every) or (steps and int(steps[1]) > config.steps):
                 sys.exit(f"error: {name}: {folder} will have no such figure")
-        made = in_results.get(folder.name, vars(config))
-        other = [f"--{name}" for name in sorted(what_counts) if made[name] != getattr(config, name)]
+        made = in_results.get(folder.name, config)
+        other = [f"--{name}" for name in run_folder.other_settings(made, config)]
+        if made.steps != config.steps:
+            other.append("--steps")
         if other:
             sys.exit(
                 f"error: results/{args.out.name}.jsonl has {folder.name} with another {', '.join(other)}: "

@@ -14,7 +14,6 @@ NOTE = """\
 small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, drawn from grpo's mean
 (dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
 
-
 PASS = "eval/pass@1:last"
 # paper, claim, updates a rollout, figure, an objective, the one it is compared with, whose figure is lower
 CLAIMS = [
