@@ -15,7 +15,6 @@ finished rows leave the batch while the others go on, and sampling is one pass o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
 
-logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # is told how many tokens were sampled and how many rows go on
 
 
@@ -38,7 +36,7 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-    tokens_at_once: int = 1 << 19  # of the cache, completions at full length; halved where memory runs out
+    tokens_at_once: int = 1 << 19  # of the cache, completions at full length; at least one completion
     with_entropy: bool = False  # that of each token's distribution is recorded
 
 
@@ -71,17 +69,7 @@ def rollout(
     done: list[Completion] = []
     while len(done) < len(prompts):
         rows = slice(len(done), len(done) + max(1, sampling.tokens_at_once // length))
-        try:
-            done += _generate(model, prompts[rows], None if uniform is None else uniform[rows], sampling, progress)
-            continue
-        except torch.OutOfMemoryError:
-            pass  # what it held is free from here on
-        torch.cuda.empty_cache()
-        fewer = len(prompts[rows]) // 2
-        if fewer == 0:
-            raise UserError("out of memory with one completion at a time: lower --max_completion_length")
-        sampling.tokens_at_once = fewer * length
-        logger.warning(f"out of memory: from here on at most {fewer} completions are sampled at once")
+        done += _generate(model, prompts[rows], None if uniform is None else uniform[rows], sampling, progress)
     return done
 
 

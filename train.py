@@ -14,12 +14,16 @@ before the work is split, and gradients are summed.
 import math
 import sys
 import time
-from dataclasses import dataclass, fields, replace
-from inspect import signature
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tasks._prompts import check_prompts, encode_prompt, notes
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,12 +33,11 @@ from config import Config
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
 from infra.model import eos_ids, load, open_model
-from logprob import head_returns_logits, token_logprobs
+from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Progress, Sampling, rollout, uniforms
-from tasks import Task, encode_prompt, load_task, means_of_logged, score, task_file
+from rollout import Completion, Progress, Sampling, rollout, uniforms
+from tasks import Task, load_task, score, task_file
 
-LOSS_SWITCHES = [setting.name for setting in fields(Config) if setting.name in signature(policy_loss).parameters]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
 
 
@@ -51,6 +54,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
+    time_limit: Callable[[str], AbstractContextManager]  # of a reward function, by its name
     progress: Progress | None = None  # is told how far a rollout is
     cursor: int = 0  # prompts drawn so far
 
@@ -62,11 +66,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """One rollout with all its updates. -> metrics, groups"""
     cfg = run.config
     ranks.seed_everything(cfg.seed, step)
-    run.task.begin(step)
     start = time.perf_counter()
 
     # Prompts -> completions -> rewards -> advantages, over whole groups.
-    groups, drawn = sample_groups(run, step)
+    groups, drawn, logged = draw_groups(run, step)
     reward_parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
     rewards = combine_rewards(reward_parts, run.task.weights, cfg.combine_rewards)  # (P, G)
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
@@ -93,9 +96,9 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
 
-    metrics = {"step": step} | report.of_groups(drawn, run.task) | report.of_updates(updates, STATS)
-    seconds = {"seconds_rollout": sampled - start, "seconds_update": time.perf_counter() - sampled}
-    metrics |= means_of_logged(ranks.gather(run.task.logged)) | report.of_machine(metrics["tokens"], **seconds)
+    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_updates(updates, STATS)
+    metrics |= report.of_logged(logged)
+    metrics |= report.of_machine(metrics["tokens"], sampled - start, time.perf_counter() - sampled)
     metrics["learning_rate"] = learning_rate(cfg, step, cfg.learning_rate)
     return metrics, groups
 
@@ -120,11 +123,10 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return loss, grad_norm, totals
 
 
-@memory.in_smaller_pieces
+@memory.retry_on_oom(memory.smaller_micro_batches)
 def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the STATS"""
     cfg = run.config
-    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
     run.optimizer.zero_grad()
@@ -136,9 +138,22 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
             part.advantages,
             part.weights,
             part.mask,
+            objective=cfg.objective,
+            ratio=cfg.ratio,
+            epsilon_low=cfg.epsilon_low,
+            epsilon_high=cfg.epsilon_high,
+            delta=cfg.delta,
             ref_logp=part.ref_logp,
+            beta=cfg.beta,
+            kl_estimator=cfg.kl_estimator,
+            kl_importance=cfg.kl_importance,
             sampler_logp=part.sampler_logp,
-            **switches,
+            tis_mode=cfg.tis_mode,
+            tis_cap=cfg.tis_cap,
+            tis_floor=cfg.tis_floor,
+            off_policy_mask=cfg.off_policy_mask,
+            sapo_tau_pos=cfg.sapo_tau_pos,
+            sapo_tau_neg=cfg.sapo_tau_neg,
         )
         if cfg.entropy_coef:
             partial = partial - cfg.entropy_coef * (part.weights * entropy).sum()
@@ -152,7 +167,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-@memory.in_smaller_pieces
+@memory.retry_on_oom(memory.smaller_micro_batches)
 def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
     logp = torch.zeros_like(batch.sampler_logp)
@@ -181,59 +196,71 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 # ---- Its completions ----
 
 
-def sample_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
-    by further prompts, in at most so many further rounds; every rank sees all rewards and so decides the same."""
+def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
+    """Groups to train on, all that were drawn, and what rewards logged. With dynamic_sampling (DAPO), groups without a
+    signal are replaced by further prompts, in at most so many further rounds; every rank sees all rewards and so
+    decides the same."""
     cfg = run.config
     drawn: list[Group] = []
     alive: list[Group] = []
+    logged: list[tuple[str, float]] = []
     for _ in range(1 + cfg.dynamic_sampling):
-        rows = [run.task.draw(run.cursor + i, cfg.seed) for i in range(cfg.prompts_per_step - len(alive))]
+        rows = run.task.draw(run.cursor, cfg.prompts_per_step - len(alive), cfg.seed)
         run.cursor += len(rows)
-        drawn += complete(run, rows, len(drawn), step, cfg.num_generations, run.sampling)
-        alive = [group for group in drawn if not cfg.dynamic_sampling or has_signal(group, run.task)]
+        groups = sample(run, rows, cfg.num_generations, step, first=len(drawn))
+        logged += judge(run, groups, step)
+        drawn += groups
+        alive = [group for group in drawn if not cfg.dynamic_sampling or has_signal(group)]
         if len(alive) == cfg.prompts_per_step:
             break
-    return alive or drawn[: cfg.prompts_per_step], drawn
+    return alive or drawn[: cfg.prompts_per_step], drawn, logged
 
 
-def has_signal(group: Group, task: Task) -> bool:
+def has_signal(group: Group) -> bool:
     """0 < #correct < G; where nothing says what is correct, rewards that differ."""
-    right = task.is_right(group.reward_parts)
-    values = group.rewards if right is None else right.double().masked_fill(group.rewards.isnan(), math.nan)
+    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     return not bool(all_equal(values[None]))
 
 
-def complete(run: Run, rows: list[dict], first: int, step: int, n: int, sampling: Sampling) -> list[Group]:
-    """n scored completions of each prompt. The ranks share the sampling by completions and the scoring by groups."""
+def sample(run: Run, rows: list[dict], n: int, step: int, first: int = 0, greedy: bool = False) -> list[Group]:
+    """n completions of each prompt, the first of which is the `first` of the step. The ranks share the completions."""
     prompts = [encode_prompt(run.tokenizer, row["prompt"]) for row in rows]
     mine = ranks.share(len(rows) * n)
     streams = [(first + i // n, i % n) for i in mine]
-    uniform = uniforms(run.config.seed, step, streams, sampling.max_completion_length)
-    with decoding(run.model, getattr(torch, run.config.dtype)), ranks.together():
-        completions = rollout(run.model, [prompts[i // n] for i in mine], uniform, sampling, progress=run.progress)
+    uniform = uniforms(run.config.seed, step, streams, run.config.max_completion_length)
+    with decoding(run.model, getattr(torch, run.config.dtype)), ranks.fail_together():
+        completions = complete(run, [prompts[i // n] for i in mine], uniform, greedy)
     completions = ranks.gather(completions)
-    groups = [completions[i : i + n] for i in range(0, len(completions), n)]
+    return [Group(prompts[p], rows[p], completions[p * n : (p + 1) * n]) for p in range(len(rows))]
 
-    own = ranks.share(len(rows))
-    with ranks.together():
-        scores = score(run.task, [rows[i] for i in own], [groups[i] for i in own], run.tokenizer)
-    reward_parts = torch.tensor(ranks.gather(scores), dtype=torch.float64)  # (P, n, K), of K reward functions
-    rewards = combine_rewards(reward_parts, run.task.weights)  # (P, n), as reported, however advantages combine them
-    extras = ranks.gather(run.task.extras)  # (P, n)
-    return [
-        Group(prompts[p], groups[p], rewards[p], reward_parts[p], row=rows[p], extras=extras[p])
-        for p in range(len(rows))
-    ]
+
+@memory.retry_on_oom(memory.smaller_rollout)
+def complete(run: Run, prompts: list[list[int]], uniform: np.ndarray, greedy: bool) -> list[Completion]:
+    sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
+    return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
+
+
+def judge(run: Run, groups: list[Group], step: int) -> list[tuple[str, float]]:
+    """Rewards of every completion. The ranks share the groups. -> what rewards logged"""
+    own = ranks.share(len(groups))
+    with ranks.fail_together():
+        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, step, run.time_limit)
+    for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
+        group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K), of K reward functions
+        group.rewards = combine_rewards(group.reward_parts, run.task.weights)  # (G,), as reported
+        group.right, group.extras = run.task.right(group.reward_parts), extras
+    return ranks.gather(logged)
 
 
 def evaluate(run: Run) -> tuple[dict, list[Group]]:
     """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
     that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
-    sampled = complete(run, rows, 0, 0, run.config.eval_k, run.sampling)  # first: it finds out what fits into memory
-    greedy = complete(run, rows, 0, 0, 1, replace(run.sampling, temperature=0.0, with_entropy=False))
-    return report.of_evaluation(greedy, sampled, run.task), sampled
+    sampled = sample(run, rows, run.config.eval_k, step=0)  # first: it finds out what fits into memory
+    greedy = sample(run, rows, 1, step=0, greedy=True)
+    for groups in (sampled, greedy):
+        judge(run, groups, step=0)
+    return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
 
 
 # ---- The run ----
@@ -250,19 +277,15 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """-> the run, its log, and notes on what was found"""
-    with ranks.together():  # all that can be wrong before the weights are loaded
+    with ranks.fail_together():  # all that can be wrong before the weights are loaded
         task = load_task(cfg)
-        task.time_limit = faults.time_limit(cfg.reward_timeout)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
-        longest = command_line.check_prompts(task, opened, cfg)
-    free = min(ranks.gather([memory.free_memory()]))
-    with ranks.together():
-        cost = memory.costs(opened.config, cfg, ranks.world(), longest)
-        cfg = memory.fitting(cfg, cost, free)
-        log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
-        log.say(memory.check(cfg, cost, free))
+        longest = check_prompts(task, opened.tokenizer, opened.context, cfg)
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest)
+    log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
+    log.say(memory_plan)
     model, reference = load(opened, cfg, device)
-    with ranks.together():
+    with ranks.fail_together():
         ends = eos_ids(model, opened.tokenizer)
     sampling = Sampling(
         max_completion_length=cfg.max_completion_length,
@@ -273,9 +296,6 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         with_entropy=cfg.top_entropy < 1.0,
         tokens_at_once=cfg.rollout_tokens,
     )
-    limits = Limits(rows=cfg.micro_batch_size, tokens=cfg.micro_batch_tokens)
-    if cfg.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=device)):
-        limits = Limits(rows=1, tokens=None)  # it is called once for each row, which must be as often on every rank
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=cfg.learning_rate,
@@ -283,27 +303,39 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         weight_decay=cfg.weight_decay,
         fused=True,
     )
-    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, command_line.notes(task, opened.tokenizer) + command_line.warnings(cfg)
+    run = Run(
+        config=cfg,
+        device=device,
+        task=task,
+        tokenizer=opened.tokenizer,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        sampling=sampling,
+        limits=memory.limits(cfg, model, device),
+        time_limit=partial(faults.time_limit, cfg.reward_timeout),
+        progress=log.generating,
+    )
+    return run, log, notes(task, opened.tokenizer) + command_line.warnings(cfg)
 
 
 def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
-    cfg = command_line.ready(cfg, torch.cuda.is_available())  # also where it does not come from the command line
+    given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     device, out = ranks.start(), Path(cfg.out)
-    with ranks.together():
+    with ranks.fail_together():
         done = run_folder.open_run(cfg) if ranks.rank() == 0 else 0
-    done = ranks.gather([done])[0]
+    done = ranks.from_first(done)
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
-    run, log, notes = set_up(cfg, device)
+    run, log, noted = set_up(cfg, device)
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
-    with ranks.together():  # all is ready: only from here on anything is written
-        notes += run_folder.claim(run.config, done) if ranks.rank() == 0 else []
+    with ranks.fail_together():  # all is ready: only from here on anything is written
+        noted += run_folder.begin(run.config, given, done) if ranks.rank() == 0 else []
         log.open(done)
-    log.plan(run.model, run.task, device, notes, done)
+    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, done)
 
     if cfg.eval_every and not done:
         ranks.seed_everything(cfg.seed, 0)

@@ -80,7 +80,7 @@ def save(
 def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
     """Put everything back as `save` found it, on any number of ranks, sharded or not. -> the cursor"""
     folder = checkpoint_of(out, step)
-    with ranks.together(), _reading(folder):
+    with ranks.fail_together(), _reading(folder):
         state = json.loads((folder / "state.json").read_text())
         cursor, kind, numbers = state["cursor"], state["optimizer"], state["numbers"]
         for file in state["files"]:
@@ -122,7 +122,7 @@ def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[st
 
 def _check_finite(parts: dict[str, dict[str, Tensor]], where: str, advice: str) -> None:
     """On all ranks, each of which looks at its own part of what is sharded."""
-    with ranks.together():
+    with ranks.fail_together():
         for part, tensors in parts.items():
             for name, x in tensors.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
@@ -212,9 +212,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
-        ranks.gather([])  # it is there
+        ranks.barrier()  # it is there
         yield beside
-        ranks.gather([])  # all have written
+        ranks.barrier()  # all have written
         if first:
             for path in [*beside.rglob("*"), beside]:
                 flush(path)
@@ -225,4 +225,4 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if isinstance(error, dcp.CheckpointException) and not first:
             raise faults.FailedElsewhere(_cause(error)) from error  # every rank is told
         shutil.rmtree(beside, ignore_errors=True)
-        raise OSError(f"{folder} could not be written: {_cause(error)}") from error
+        raise UserError(f"{folder} could not be written: {_cause(error)}") from error

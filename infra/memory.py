@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from batch import Batch, Limits, micro_batches
 from config import Config, UserError, with_budgets
 from infra import faults, ranks
 from infra.model import empty_model
 from infra.shard import ranks_of_a_copy
-from logprob import chunk_tokens
+from logprob import chunk_tokens, head_returns_logits
 
 ROOM = 0.8  # of what is free is what the budgets may fill
 MOST_ROLLOUT_TOKENS = 1 << 22  # by then copying the cache takes most of the time, so more rows at once gain little
@@ -47,6 +47,23 @@ class Costs:
     length: int  # tokens of a completion with its prompt, at most
     sampled: int  # completions that a rank samples, at most
     trained: int  # and trains on
+
+
+def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
+    """The same on all ranks. -> settings with budgets of tokens that fit, and a line for the screen"""
+    free = min(ranks.gather([free_memory()]))
+    with ranks.fail_together():
+        cost = costs(model_config, config, ranks.world(), longest_prompt)
+        config = fitting(config, cost, free)
+        return config, check(config, cost, free)
+
+
+def limits(config: Config, model: PreTrainedModel, device: torch.device) -> Limits:
+    """Of a micro-batch. Where log-probs come from logits, the model is called once for each row, which must be as often
+    on every rank that shares a sharded one."""
+    if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=device)):
+        return Limits(rows=1, tokens=None)
+    return Limits(rows=config.micro_batch_size, tokens=config.micro_batch_tokens)
 
 
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
@@ -159,31 +176,46 @@ def free_memory() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def in_smaller_pieces(compute: Callable) -> Callable:
-    """compute(run, batch, ...) is done again with half the micro-batch whenever memory runs out: any split gives the
-    same sums."""
-
-    @functools.wraps(compute)
-    def until_it_fits(run: Any, batch: Batch, *rest: Any) -> Any:
-        while True:
-            try:
-                return compute(run, batch, *rest)
-            except torch.OutOfMemoryError:
-                pass  # what it held is free from here on
-            torch.cuda.empty_cache()
-            if run.config.shard:
-                raise UserError(f"out of memory in an update: {lower(run.limits.rows, run.limits.tokens)}")
-            halve(run.limits, batch)
-
-    return until_it_fits
+# ---- Where memory runs out all the same ----
 
 
-def halve(limits: Limits, batch: Batch) -> None:
-    tried = [part for _, part in micro_batches(batch, limits, ranks.rank(), ranks.world()) if len(part) > 1]
+def retry_on_oom(make_smaller: Callable) -> Callable:
+    """What is computed for a run is done again, with what `make_smaller` leaves of its budget, whenever memory runs
+    out: any split gives the same completions and the same sums."""
+
+    def decorate(compute: Callable) -> Callable:
+        @functools.wraps(compute)
+        def until_it_fits(run: Any, *work: Any) -> Any:
+            while True:
+                try:
+                    return compute(run, *work)
+                except torch.OutOfMemoryError:
+                    pass  # what it held is free from here on
+                torch.cuda.empty_cache()
+                make_smaller(run, *work)
+
+        return until_it_fits
+
+    return decorate
+
+
+def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
+    length = max(map(len, prompts)) + run.config.max_completion_length
+    fewer = min(len(prompts), run.sampling.tokens_at_once // length) // 2
+    if fewer == 0:
+        raise UserError("out of memory with one completion at a time: lower --max_completion_length")
+    run.sampling = replace(run.sampling, tokens_at_once=fewer * length)
+    faults.warn(f"out of memory: from here on at most {fewer} completions are sampled at once")
+
+
+def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
+    if run.config.shard:
+        raise UserError(f"out of memory in an update: {lower(run.limits.rows, run.limits.tokens)}")
+    tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(
             "out of memory with one completion at a time: try --gradient_checkpointing, "
             "a smaller --max_completion_length, or a GPU with more memory"
         )
-    limits.tokens = max(len(part) * int(part.attention.sum(1).max()) for part in tried) // 2
-    faults.warn(f"out of memory; going on with micro-batches of up to {limits.tokens} padded tokens")
+    run.limits.tokens = max(len(part) * int(part.attention.sum(1).max()) for part in tried) // 2
+    faults.warn(f"out of memory; going on with micro-batches of up to {run.limits.tokens} padded tokens")

@@ -87,20 +87,22 @@ def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrain
     if config.shard:
         dtype = getattr(torch, config.dtype)
         ranks.open_for_one(device)
-        with ranks.together():
+        with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
-        with ranks.together():
+        with ranks.fail_together():
             whole = opened.load() if ranks.rank() == 0 else None
         model, *reference = [
             shard(empty_model(opened.config, config), whole, mesh, dtype, device)
             for _ in range(2 if config.beta else 1)
         ]
-        model.generation_config = ranks.gather([None if whole is None else whole.generation_config])[0]
+        model.generation_config = ranks.from_first(whole and whole.generation_config)
     else:
-        with ranks.together():
+        with ranks.fail_together():
             model = opened.load()
         model = model.to(device)
         reference = [copy.deepcopy(model)] if config.beta else []
+    if config.dtype == "bfloat16":
+        compute_experts_in_bf16()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, reference[0].requires_grad_(False).eval() if reference else None
@@ -185,14 +187,17 @@ def _named(name: str, part: str) -> Iterator[None]:
 # ---- Experts under autocast ----
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
+@functools.cache
+def compute_experts_in_bf16() -> torch.library.Library:
     """Products of experts are not among those that autocast computes in its dtype: an update would compute them in
-    fp32, slowly, where a rollout has bf16."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    with torch.autocast(x.device.type, enabled=False):
-        return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
+    fp32, slowly, where a rollout has bf16. -> what keeps that rule alive"""
 
+    def grouped_mm(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
 
-_autocast = torch.library.Library("aten", "IMPL")
-_autocast.impl("_grouped_mm", _grouped_mm, "AutocastCPU")
-_autocast.impl("_grouped_mm", _grouped_mm, "AutocastCUDA")
+    rules = torch.library.Library("aten", "IMPL")
+    for device in ("CPU", "CUDA"):
+        rules.impl("_grouped_mm", grouped_mm, f"Autocast{device}")
+    return rules

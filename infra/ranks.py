@@ -6,8 +6,6 @@ summed, never averaged: the token weights already hold the totals of the step. E
 """
 
 import os
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,29 +22,23 @@ from config import UserError
 from infra import faults
 from infra.shard import is_sharded
 
-PATIENCE = 20.0  # seconds until it is said what is waited for
-
 
 def start() -> torch.device:
     """Under torchrun the process group is opened; otherwise there is one rank."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if "RANK" in os.environ and missing:
         raise UserError(f"RANK is set, but not {', '.join(missing)}: start with torchrun; for one process, unset RANK")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise UserError(f"{name} is {os.environ[name]!r}, not a number: start with torchrun, or unset {name}")
+    faults.end_with_torchrun()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device, there = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
-        if device.index >= there:
-            raise UserError(f"{device.index + 1} ranks or more on a machine of {there} GPUs: start one for each")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # A cache that grows with every token would leave gaps behind that hold nothing else. PyTorch reads this when
         # the first tensor is made on the GPU.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        _open_process_group(backend(device))
+        dist.init_process_group(backend(device), timeout=timedelta(hours=2))
     return device
 
 
@@ -55,42 +47,10 @@ def backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _open_process_group(backend: str) -> None:
-    faults.watch()
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    meeting = f"{os.environ['WORLD_SIZE']} ranks at MASTER_ADDR:MASTER_PORT {host}:{port}"
-    told = f"waiting for {meeting}: "
-    waiting = threading.Timer(PATIENCE, lambda: faults.warn(told + _whether_it_answers(host, int(port))))
-    waiting.daemon = True
-    waiting.start()
-    try:
-        store, number, count = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
-            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        timeout = timedelta(hours=2)
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count)
-    except (OSError, RuntimeError, ValueError) as error:  # a port that is taken, a host that is not there
-        raise UserError(f"no meeting of {meeting}: {str(error).splitlines()[0]}") from error
-    finally:
-        waiting.cancel()
-    if faults.under_torchrun():  # the ranks of this machine are children of the same torchrun
-        machine = os.environ.get("GROUP_RANK")
-        faults.siblings.update(pid for other, pid in gather([(machine, os.getpid())]) if other == machine)
-
-
 def open_for_one(device: torch.device) -> None:
     """Without torchrun: weights are sharded by a process group, be it of one rank."""
     if not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _whether_it_answers(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), timeout=10).close()
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "it answers, so some ranks have not been started yet"
 
 
 def rank() -> int:
@@ -115,8 +75,18 @@ def gather(made: list) -> list:
     return [item for part in parts for item in part]
 
 
+def from_first(made: Any) -> Any:
+    """What the first rank has made, on every rank."""
+    return gather([made])[0]
+
+
+def barrier() -> None:
+    """Nobody goes on before all are here."""
+    gather([])
+
+
 @contextmanager
-def together() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Every rank gets to the end of this block, or none goes on: a user's error on one ends the run on all, and the
     first that has one reports it. No other call between ranks may stand inside."""
     own = None

@@ -1,17 +1,16 @@
-"""What a run shows and leaves behind: metrics.jsonl, samples.jsonl, a line or a progress bar, the table at its end.
+"""What a run shows and leaves behind: metrics.jsonl, samples.jsonl, a progress bar or lines, the table at its end.
 
-Every figure is over the whole step and all ranks. One that has no value (no wrong completion, no reference) is null.
+Every figure is over the whole step and all ranks; the peak of memory is that of the run so far. A figure that has no
+value (no wrong completion, no reference) is null.
 """
 
-import importlib.util
+import importlib
 import json
 import math
-import os
 import resource
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,52 +18,45 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from batch import Batch, Group
 from config import ALGORITHMS, Config, UserError
 from infra import ranks, run_folder
 from infra.shard import ranks_of_a_copy
-from tasks import Task
 
 # ---- Figures ----
 
 
-def of_groups(groups: list[Group], task: Task) -> dict:
+def of_groups(groups: list[Group], names: list[str]) -> dict:
+    """`names`: of the reward functions"""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
     lengths = [len(completion.ids) for group in groups for completion in group.completions]
-    right = task.is_right(parts)
-    judged = [] if right is None else list(zip(lengths, right.tolist()))
+    right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
         "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
-        **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(task.reward_names)},
+        **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(names)},
         "completion_length": mean(lengths),
-        "length_correct": mean(n for n, ok in judged if ok),
-        "length_incorrect": mean(n for n, ok in judged if not ok),
+        "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
+        "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
         "groups_replaced": sum(group.advantages is None for group in groups),  # by dynamic_sampling
         "without_reward": int(rewards.isnan().sum()),
-        "advantage_easy": share_of_advantage(groups, task, 0.75, math.inf),
-        "advantage_hard": share_of_advantage(groups, task, -math.inf, 0.25),
         "tokens": sum(lengths),
     }
 
 
-def share_of_advantage(groups: list[Group], task: Task, low: float, high: float) -> float | None:
-    """How much of the step's sum of |advantage| falls on groups whose mean of the reward that says what is right is
-    between these shares of a right answer's, bounds left out."""
-    if task.correct is None:
-        return None
-    everywhere = inside = 0.0
-    for group in [group for group in groups if group.advantages is not None]:
-        size = float(group.advantages.abs().sum())
-        everywhere += size
-        if low * task.correct_at < float(task.what_says_right(group.reward_parts).nanmean()) < high * task.correct_at:
-            inside += size
-    return inside / everywhere if everywhere else None
+def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
+    """Means of what rewards logged, over the step and all ranks."""
+    values: dict[str, list[float]] = {}
+    for name, value in logged:
+        if math.isfinite(value):
+            values.setdefault(f"logged/{name}", []).append(value)
+    return {name: mean(of_name) for name, of_name in sorted(values.items())}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
@@ -90,20 +82,19 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
     }
 
 
-def of_evaluation(greedy: list[Group], sampled: list[Group], task: Task) -> dict:
+def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
     """Each figure is a mean over prompts, with half the width of its 95 % interval beside it, by the normal
     approximation. Rewards and lengths are those of the greedy completions."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    greedy_parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
-    right = task.is_right(greedy_parts)
-    correct = [] if right is None else [int(task.is_right(group.reward_parts).sum()) for group in sampled]
+    parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
+    correct = [int(group.right.sum()) for group in sampled if group.right is not None]
     of_prompts = {
-        "accuracy": [] if right is None else right.tolist(),
+        "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
         "completion_length": [len(group.completions[0].ids) for group in greedy],
         "reward": torch.cat([group.rewards for group in greedy]).tolist(),
-        **{f"reward/{name}": greedy_parts[:, i].tolist() for i, name in enumerate(task.reward_names)},
+        **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
     figures = {}
     for name, values in of_prompts.items():
@@ -139,35 +130,30 @@ class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
 
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
-        self.decode, self.reward_names = decode, reward_names
-        self.config, self.quiet, self.out = config, ranks.rank() > 0, Path(config.out)
-        self.on_terminal = sys.stdout.isatty() and not self.quiet
-        self.status, self.last_drawn = "", 0.0
+        self.config, self.decode, self.reward_names = config, decode, reward_names
+        self.quiet, self.out = ranks.rank() > 0, Path(config.out)
         self.tracker = None
+        self.bar = tqdm(disable=True)
         self.without_signal = 0  # steps in a row
-        if not self.quiet:
-            check_tracker(config.report_to)
+        if config.report_to:
+            importlib.import_module(config.report_to)  # it is there
 
-    def plan(self, model: Any, task: Task, device: torch.device, notes: list[str], done: int) -> None:
+    def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
+        """`rows`: to train on, held out"""
         cfg = self.config
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
-        limits = {"rows": cfg.micro_batch_size, "padded tokens": cfg.micro_batch_tokens}
-        piece = " and ".join(f"{limit} {unit}" for unit, limit in limits.items() if limit)
         part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, ranks.world())} of the model" if cfg.shard else ""
         switches = (*ALGORITHMS[cfg.algorithm], "delta", "beta")
         self.say(
-            f"{cfg.task}: {len(task.train)} prompts to train on, {len(task.eval)} held out; "
-            f"{cfg.model or 'its own model'}, {sum(p.numel() for p in model.parameters()):,} parameters"
+            f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
+            f"{sum(p.numel() for p in model.parameters()):,} parameters"
         )
         if cfg.steps:
             self.say(
-                f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} = "
-                f"{cfg.prompts_per_step * cfg.num_generations} completions of at most {cfg.max_completion_length} "
-                f"tokens, {count_of(cfg.num_iterations * cfg.minibatches, 'update')}"
-            )
-            self.say(
-                f"computed by {count_of(ranks.world(), 'rank')}{part} ({where}) in {cfg.dtype}, "
-                f"micro-batches of up to {piece}"
+                f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} completions of at most "
+                f"{cfg.max_completion_length} tokens, {cfg.num_iterations * cfg.minibatches} update(s); "
+                f"{ranks.world()} rank(s){part} ({where}) in {cfg.dtype}, micro-batches of up to "
+                f"{cfg.micro_batch_size or 'any number of'} rows and {cfg.micro_batch_tokens or 'any number of'} tokens"
             )
             self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in switches))
         for note in notes:
@@ -182,6 +168,8 @@ class RunLog:
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
         self.tracker = open_tracker(self.config)
+        # disable=None: there is a bar only where there is a terminal
+        self.bar = tqdm(total=self.config.steps, initial=done, file=sys.stdout, disable=None, dynamic_ncols=True)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """A line of metrics, some completions of the step, and the first ones of an evaluation."""
@@ -197,12 +185,10 @@ class RunLog:
         if self.tracker:
             self.tracker(metrics)
         if groups:
-            self.draw_status(metrics)
+            self.show_step(metrics)
             self.note_no_signal(metrics["step"], groups)
         if "eval/accuracy" in metrics:
-            figures = "  ".join(
-                f"{name.removeprefix('eval/')} {text(metrics[name])}" for name in worth_showing(metrics)
-            )
+            figures = "  ".join(f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in headline(metrics))
             self.say(f"step {metrics['step']}, held out: {figures}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
@@ -228,38 +214,35 @@ class RunLog:
         if self.without_signal == STEPS_WITHOUT_SIGNAL:
             self.say(
                 f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are all equal. "
-                f"Look at {self.out}/samples.jsonl: is it too hard or too easy, or in a form that no reward reads? "
-                "More --num_generations make a difference likelier"
+                f"Look at {self.out}/samples.jsonl: is it too hard or too easy, or in a form that no reward reads?"
             )
 
-    def draw_status(self, metrics: dict) -> None:
-        step, steps = metrics["step"], self.config.steps
-        left = int((metrics["seconds_rollout"] + metrics["seconds_update"]) * (steps - step))
-        filled = 20 * step // steps
-        self.status = (
-            f"step {step:>{len(str(steps))}}/{steps}"
-            + (f" [{'#' * filled}{'.' * (20 - filled)}]" if self.on_terminal else "")
-            + f"  reward {text(metrics['reward'])}  length {text(metrics['completion_length'], 1)}"
-            f"  entropy {text(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
-            f"  {left // 60}:{left % 60:02d} left"
+    def show_step(self, metrics: dict) -> None:
+        figures = (
+            f"reward {show(metrics['reward'])}  length {show(metrics['completion_length'], 1)}  "
+            f"entropy {show(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
         )
-        self.say(self.status, end="" if self.on_terminal else "\n")
+        self.bar.set_postfix_str(figures, refresh=False)
+        self.bar.update()
+        if self.bar.disable:
+            self.say(f"step {metrics['step']}/{self.config.steps}  {figures}")
 
     def generating(self, tokens: int, rows: int) -> None:
-        """Progress inside a long rollout."""
-        if self.on_terminal and time.monotonic() - self.last_drawn > 0.2:
-            self.last_drawn = time.monotonic()
-            self.say(f"{self.status or 'sampling'}  | token {tokens}, {rows} going on", end="")
+        """Progress inside a long rollout; tqdm draws it some times a second."""
+        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)
+        self.bar.update(0)
 
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
+        self.bar.close()
         name = signal.Signals(signal_number).name
         self.say(f"stopped by {name} after step {step}; {run_folder.goes_on(self.config)}")
         return 128 + signal_number
 
-    def say(self, line: str, end: str = "\n") -> None:
+    def say(self, line: str) -> None:
         if not self.quiet:
-            print(f"\r\033[K{line}" if self.on_terminal else line, end=end, flush=True)
+            self.bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
 
 
 def as_json(lines: list[dict]) -> str:
@@ -276,53 +259,47 @@ def _valid(value: Any) -> Any:
 
 
 def append(path: Path, lines: list[dict]) -> None:
-    with path.open("a") as file:
-        file.write(as_json(lines))
+    try:
+        with path.open("a") as file:
+            file.write(as_json(lines))
+    except OSError as error:  # a full disk
+        raise UserError(f"{path} could not be written: {error.strerror}") from None
 
 
-def check_tracker(name: str | None) -> None:
-    """It is there, and would not ask for a password in the middle of a run."""
-    if name and importlib.util.find_spec(name) is None:
-        raise UserError(f"--report_to {name}: not installed; pip install {name}")
-    is_online = name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online"
-    if is_online and not importlib.import_module("wandb").login(prompt=False):
-        raise UserError("--report_to wandb: not logged in; run wandb login, or set WANDB_MODE=offline")
-
-
-def open_tracker(config: Config) -> Any:
-    """-> a function that takes a step's metrics, or None."""
-    if config.report_to is None:
-        return None
+def open_tracker(config: Config) -> Callable[[dict], None] | None:
+    """-> what takes a step's metrics"""
     if config.report_to == "wandb":
         import wandb
 
         run = wandb.init(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
         return lambda metrics: run.log(metrics, step=metrics["step"])
-    from torch.utils.tensorboard import SummaryWriter
+    if config.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(config.out)
+        writer = SummaryWriter(config.out)
 
-    def write(metrics: dict) -> None:
-        for name, value in metrics.items():
-            if value is not None:
-                writer.add_scalar(name, value, metrics["step"])
-        writer.flush()
+        def write(metrics: dict) -> None:
+            for name, value in metrics.items():
+                if value is not None:
+                    writer.add_scalar(name, value, metrics["step"])
+            writer.flush()
 
-    return write
+        return write
 
 
 def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tensor) -> None:
     """Ends the run with the likely cause. The completions of the update go into a file."""
     file = Path(out) / "not_finite.safetensors"
-    with ranks.together():
-        if ranks.rank() == 0:
-            save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
-        if not loss.isfinite():
-            cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
-        else:
-            cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
-        found = f"loss {float(loss):g}, gradient norm {float(grad_norm):g}"
-        raise UserError(f"step {step}: {found}: {cause}. The update was not made; its completions are in {file}")
+    if ranks.rank() == 0:
+        save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
+    ranks.barrier()
+    cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
+    if not loss.isfinite():
+        cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
+    raise UserError(
+        f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {cause}. The update was not made; "
+        f"its completions are in {file}"
+    )
 
 
 def finished(out: Path, note: str = "") -> int:
@@ -334,21 +311,19 @@ def finished(out: Path, note: str = "") -> int:
         print(note)
     lines = run_folder.read_lines(out / "metrics.jsonl")
     if not lines:
-        print(f"{out}/metrics.jsonl is gone or empty: there are no figures to show")
         return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
-    shown = evaluations or lines
-    columns = {"before": shown[0], "after": shown[-1]} if len(shown) > 1 else {"": shown[0]}
-    title = "held out (± 95 %)" if evaluations else "trained on"
-    print(f"\n{title:24}" + "".join(f"{when:>17}" for when in columns))
-    for name in worth_showing(shown[-1]) or ["reward", "completion_length", "entropy"]:
-        cells = [with_interval(line, name) for line in columns.values()]
-        print(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>17}" for cell in cells))
-    steps = [line["step"] for line in columns.values()]
+    ends = (evaluations or lines)[:: max(1, len(evaluations or lines) - 1)]  # the first and the last, or the only one
+    titles = [f"step {end['step']}" for end in ends]
+    print(f"\n{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{title:>16}" for title in titles))
+    for name in headline(ends[-1]) or ["reward", "completion_length", "entropy"]:
+        halves = [f" ± {show(end[f'{name}_ci'])}" if end.get(f"{name}_ci") is not None else "" for end in ends]
+        cells = [f"{show(end.get(name)) + half:>16}" for end, half in zip(ends, halves)]
+        print(f"{name.removeprefix('eval/'):24}", *cells)
     for line in run_folder.read_lines(out / "samples.jsonl"):
-        if line["kind"] == "eval" and line["step"] in steps:
-            reward, prompt = text(line["reward"]), as_text(line["prompt"])
-            print(f"\nstep {line['step']}, reward {reward}: {prompt}\n{line['completion']}")
+        if line["kind"] == "eval" and line["step"] in [end["step"] for end in ends]:
+            prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
+            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
     names = [name for name in ("model", "metrics.jsonl", "samples.jsonl", "config.json") if (out / name).exists()]
     print(f"\nin {out}/: {', '.join(names)}")
     if len(lines) > 1:
@@ -356,26 +331,12 @@ def finished(out: Path, note: str = "") -> int:
     return 0
 
 
-def worth_showing(metrics: dict) -> list[str]:
+def headline(metrics: dict) -> list[str]:
     """The figures of an evaluation; rewards only where nothing says which answers are right."""
     names = [name for name in metrics if name.startswith("eval/") and not name.endswith("_ci")]
     names = [name for name in names if metrics[name] is not None]
     return [name for name in names if metrics["eval/accuracy"] is None or "reward" not in name]
 
 
-def with_interval(metrics: dict, name: str) -> str:
-    """A figure, and half the width of its interval if it has one."""
-    half = metrics.get(f"{name}_ci")
-    return text(metrics.get(name)) + ("" if half is None else f" ± {text(half)}")
-
-
-def as_text(prompt: str | list[dict]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-
-
-def count_of(n: int, thing: str) -> str:
-    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
-
-
-def text(value: float | None, digits: int = 3) -> str:
+def show(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

@@ -86,7 +86,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
+def unsharded(model: nn.Module) -> Iterator[None]:
     """Every rank has all weights in the compute dtype for a while, and needs no other rank to run the model. The hooks
     that gather weights for a forward pass would only cost time: some milliseconds a token."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
