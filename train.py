@@ -32,7 +32,7 @@ from batch import Batch, Group, Limits, collate, micro_batches, minibatches, tra
 from config import Config
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
-from infra.model import eos_ids, load, open_model
+from infra.model import load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
@@ -284,9 +284,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     cfg, memory_plan = memory.plan(cfg, opened.config, longest)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
-    model, reference = load(opened, cfg, device)
-    with ranks.fail_together():
-        ends = eos_ids(model, opened.tokenizer)
+    model, reference, ends = load(opened, cfg, device)
     sampling = Sampling(
         max_completion_length=cfg.max_completion_length,
         eos_ids=ends,
@@ -303,19 +301,9 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         weight_decay=cfg.weight_decay,
         fused=True,
     )
-    run = Run(
-        config=cfg,
-        device=device,
-        task=task,
-        tokenizer=opened.tokenizer,
-        model=model,
-        reference=reference,
-        optimizer=optimizer,
-        sampling=sampling,
-        limits=memory.limits(cfg, model, device),
-        time_limit=partial(faults.time_limit, cfg.reward_timeout),
-        progress=log.generating,
-    )
+    limits, time_limit = memory.limits(cfg, model, device), partial(faults.time_limit, cfg.reward_timeout)
+    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, time_limit)
+    run.progress = log.generating
     return run, log, notes(task, opened.tokenizer) + command_line.warnings(cfg)
 
 
@@ -323,18 +311,16 @@ def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     device, out = ranks.start(), Path(cfg.out)
-    with ranks.fail_together():
-        done = run_folder.open_run(cfg) if ranks.rank() == 0 else 0
-    done = ranks.from_first(done)
+    done = ranks.on_first(run_folder.open_run, cfg)
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
     run, log, noted = set_up(cfg, device)
     refreshed = run.reference if cfg.ref_sync_every else None
     if done:
         run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
-    with ranks.fail_together():  # all is ready: only from here on anything is written
-        noted += run_folder.begin(run.config, given, done) if ranks.rank() == 0 else []
-        log.open(done)
+    # All is ready: only from here on anything is written.
+    noted += ranks.on_first(run_folder.begin, run.config, given, done)
+    ranks.on_first(log.open, done)
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, done)
 
     if cfg.eval_every and not done:

@@ -82,8 +82,11 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     return replace(opened, load=load)
 
 
-def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """-> the model and, where there is a KL term, the reference. Sharded, the first rank loads the weights for all."""
+def load(
+    opened: Opened, config: Config, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
+    """-> the model; where there is a KL term, the reference; what ends a completion. Sharded, the first rank loads the
+    weights for all."""
     if config.shard:
         dtype = getattr(torch, config.dtype)
         ranks.open_for_one(device)
@@ -95,7 +98,7 @@ def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrain
             shard(empty_model(opened.config, config), whole, mesh, dtype, device)
             for _ in range(2 if config.beta else 1)
         ]
-        model.generation_config = ranks.from_first(whole and whole.generation_config)
+        model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
             model = opened.load()
@@ -105,7 +108,9 @@ def load(opened: Opened, config: Config, device: torch.device) -> tuple[PreTrain
         compute_experts_in_bf16()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, reference[0].requires_grad_(False).eval() if reference else None
+    with ranks.fail_together():
+        ends = eos_ids(model, opened.tokenizer)
+    return model, reference[0].requires_grad_(False).eval() if reference else None, ends
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:

@@ -6,7 +6,7 @@ summed, never averaged: the token weights already hold the totals of the step. E
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -75,8 +75,10 @@ def gather(made: list) -> list:
     return [item for part in parts for item in part]
 
 
-def from_first(made: Any) -> Any:
-    """What the first rank has made, on every rank."""
+def on_first(call: Callable, *args: Any) -> Any:
+    """What the first rank gets from this call, or its user's error, on every rank."""
+    with fail_together():
+        made = call(*args) if rank() == 0 else None
     return gather([made])[0]
 
 

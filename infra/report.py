@@ -162,8 +162,6 @@ class RunLog:
 
     def open(self, done: int) -> None:
         """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
-        if self.quiet:
-            return
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
