@@ -158,8 +158,7 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, rewards, tmp_path, na
 def test_torchrun_from_another_directory(go, sorting, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
-    assert "computed by 2 ranks" in shown
-    assert "a step: 3 prompts x 4 = 12 completions" in shown and "step 2/2  reward" in shown
+    assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
     assert_same_run(tmp_path / "two", go())
 
 
@@ -424,7 +423,9 @@ def draws(monkeypatch) -> tuple[list[int], list[tuple]]:
     """Which prompts are drawn, and which streams (step, prompt, sample) are sampled from."""
     indices, streams = [], []
     draw, uniforms = Task.draw, train.uniforms
-    monkeypatch.setattr(Task, "draw", lambda self, i, seed: indices.append(i) or draw(self, i, seed))
+    monkeypatch.setattr(
+        Task, "draw", lambda self, first, n, seed: indices.extend(range(first, first + n)) or draw(self, first, n, seed)
+    )
 
     def noting(seed: int, step: int, of: list, length: int):
         streams.extend((step, *stream) for stream in of)

@@ -31,6 +31,7 @@ from infra.run_folder import checkpoint_of, flush, saved_steps, write_json, writ
 from infra.shard import is_sharded, whole_weights
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
+DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
 
 
 @contextmanager
@@ -86,10 +87,7 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
         for file in state["files"]:
             safe_open(folder / file, "pt")  # fails where it is not there, or not whole
         if kind != type(optimizer).__name__:
-            raise UserError(
-                f"the checkpoint {folder} is of a run with {kind}, this one has {type(optimizer).__name__}: go on with "
-                "the code of that run, or give another --out"
-            )
+            raise UserError(f"the checkpoint {folder} is of a run with {kind}, not {type(optimizer).__name__}")
     parts = _weights(model, reference) | {"optimizer": {}}
     with _reading(folder):
         if (folder / "optimizer").exists():
@@ -98,7 +96,7 @@ def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, op
             if part:
                 reader = HuggingFaceStorageReader(folder / name)
                 dcp.load(part, storage_reader=reader, no_dist=not dist.is_initialized())
-    _check_finite(parts, f"in the checkpoint {folder}", _when_deleted(folder))
+    _check_finite(parts, f"in the checkpoint {folder}", DELETE)
     _restore(optimizer, model, parts["optimizer"] | numbers)
     return cursor
 
@@ -162,19 +160,7 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        file = f"{folder}/state.json: " if isinstance(error, json.JSONDecodeError) else ""
-        told = f"the checkpoint {folder} is damaged ({file}{_cause(error)}): {_when_deleted(folder)}"
-        raise UserError(told) from error
-
-
-def _when_deleted(folder: Path) -> str:
-    out = folder.parent.parent
-    others = [step for step in saved_steps(out) if step != int(folder.name)]
-    if others:
-        return f"delete that folder, and the same command goes on after step {max(others)}"
-    if (out / "model").exists():
-        return "delete that folder; there is no other one, only the trained model beside it"
-    return "delete that folder, and the same command starts from the first step"
+        raise UserError(f"the checkpoint {folder} is damaged ({_cause(error)}): {DELETE}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -42,31 +42,31 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         code = train(config)
         if dist.is_initialized():
             dist.barrier()  # nobody is gone before all are done
-            dist.destroy_process_group()
-        return code
     except FailedElsewhere:
-        return stand_by(2)
-    except UserError as error:
+        code = stand_by(2)
+    except (UserError, torch.OutOfMemoryError) as error:
         error.with_traceback(None).__cause__ = None  # where in this code it was found helps nobody
         error.__suppress_context__ = True
-        return report_failure(error, 2, f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        return report_failure(error, 1, f"error: {error}")
+        code = report_failure(error, 2, f"error: {error}")
     except KeyboardInterrupt:  # before the first step
         say("stopped")
-        return leave_others(130)
+        code = 130
     except (Exception, SystemExit) as error:
-        if not is_lost_contact(error):
-            return report_failure(error, 1, traceback.format_exc())
-        say(f"lost contact with another rank: {str(error).splitlines()[0]}. {run_folder.goes_on(config)}")
-        return stand_by(1)
+        if is_lost_contact(error):
+            say(f"lost contact with another rank: {str(error).splitlines()[0]}. {run_folder.goes_on(config)}")
+            code = stand_by(1)
+        else:
+            code = report_failure(error, 1, traceback.format_exc())
+    if dist.is_initialized() and not (code and under_torchrun()):  # a rank that failed waits for nobody
+        dist.destroy_process_group()
+    return code
 
 
 def report_failure(error: BaseException, code: int, message: str) -> int:
     """On stderr, and in torchrun's own report, which stands last on the screen. -> the exit code"""
     say(message.rstrip())
     get_error_handler().record_exception(error)
-    return leave_others(code)
+    return code
 
 
 def stand_by(code: int) -> int:
@@ -75,15 +75,6 @@ def stand_by(code: int) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
-    return leave_others(code)
-
-
-def leave_others(code: int) -> int:
-    """A rank that failed waits for nobody. -> the exit code"""
-    if under_torchrun():
-        leave(code)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return code
 
 
@@ -117,16 +108,15 @@ def stop_requests() -> list[int]:
     """Grows by a signal that asks to stop: the step in progress is finished first. A second one, later than the copies
     of the first that torchrun sends, ends the process at once."""
     caught: list[int] = []
-    first_at = math.inf
+    since = math.inf
 
     def note(number: int, frame: object) -> None:
-        nonlocal first_at
+        nonlocal since
         caught.append(number)
-        if len(caught) == 1:
-            first_at = time.monotonic()
-            if os.environ.get("RANK", "0") == "0":  # print may have been interrupted
-                os.write(2, b"\nstopping after this step; once more in 3 seconds or later: at once\n")
-        if time.monotonic() - first_at > 3:
+        since = min(since, time.monotonic())
+        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":  # print may have been interrupted
+            os.write(2, b"\nstopping after this step; once more in 3 seconds or later: at once\n")
+        if time.monotonic() - since > 3:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -149,9 +139,6 @@ def time_limit(seconds: float, name: str) -> Iterator[None]:
     finally:
         faulthandler.cancel_dump_traceback_later()
         told.cancel()
-
-
-# ---- Speaking ----
 
 
 def warn(message: str) -> None:

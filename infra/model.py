@@ -43,8 +43,6 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return Opened(model.config, tokenizer, lambda: model)
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
-    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
-        raise UserError(f"--model {source}: there is no such folder")
     with _named(source, "configuration"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     with _named(source, "tokenizer"):
@@ -53,13 +51,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     if any(name.endswith("ForMaskedLM") for name in architectures) and not getattr(model_config, "is_decoder", False):
         raise UserError(f"--model {source}: {architectures[0]} fills in masks and cannot continue a text")
     if config.chat_template_kwargs:
-        try:
+        with _named(source, "chat_template_kwargs"):
             given = dict(json.loads(config.chat_template_kwargs))
-        except (ValueError, TypeError):
-            raise UserError(
-                f"--chat_template_kwargs {config.chat_template_kwargs}: must be a JSON object, such as "
-                '{"enable_thinking": false}'
-            ) from None
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
     # Sampling runs without dropout; scoring with it would compare two different policies.
     for field, value in model_config.to_dict().items():
@@ -129,26 +122,18 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise UserError(
-            f"--model {name}: {len(wrong)} weights are not in its files, or not of the shape its config.json says: "
-            f"{', '.join(wrong[:3])}"
+            f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}"
         )
     spoiled = [key for key, weights in model.named_parameters() if not weights.isfinite().all()]
     if spoiled:
-        raise UserError(
-            f"--model {name}: {len(spoiled)} weights are not finite (NaN or infinity): {', '.join(spoiled[:3])}; "
-            "delete it and get it anew, or start from another one"
-        )
+        raise UserError(f"--model {name}: {len(spoiled)} weights are NaN or infinite: {', '.join(spoiled[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
         raise UserError(
-            f"--model {name}: its files hold an output head of its own, but its config.json says tie_word_embeddings: "
-            "set that to false"
+            f"--model {name}: has a head of its own: set tie_word_embeddings to false in its config.json"
         )
-    rows = embeddings.num_embeddings
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its model {rows}: they do not match"
-        )
+    if len(tokenizer) > embeddings.num_embeddings:
+        raise UserError(f"--model {name}: has {embeddings.num_embeddings} tokens, its tokenizer {len(tokenizer)}")
     return model
 
 
@@ -170,13 +155,8 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     for source in (model.generation_config, model.config, tokenizer):
         given = getattr(source, "eos_token_id", None)
         ids += given if isinstance(given, list) else [] if given is None else [given]
-    for token in ids:
-        if type(token) is not int or not 0 <= token < tokens:
-            raise UserError(
-                f"eos_token_id {token!r} of the model or its tokenizer: must be a token, from 0 to {tokens - 1}"
-            )
-    if not ids:
-        raise UserError("neither the model nor its tokenizer names an end-of-sequence token: completions could not end")
+    if not ids or any(type(token) is not int or not 0 <= token < tokens for token in ids):
+        raise UserError(f"eos_token_id {ids} of model and tokenizer: must name tokens, from 0 to {tokens - 1}")
     return sorted(set(ids))
 
 

@@ -143,19 +143,13 @@ class RunLog:
         cfg = self.config
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
         part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, ranks.world())} of the model" if cfg.shard else ""
-        switches = (*ALGORITHMS[cfg.algorithm], "delta", "beta")
         self.say(
             f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
-            f"{sum(p.numel() for p in model.parameters()):,} parameters"
+            f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s){part} ({where})"
         )
-        if cfg.steps:
-            self.say(
-                f"a step: {cfg.prompts_per_step} prompts x {cfg.num_generations} completions of at most "
-                f"{cfg.max_completion_length} tokens, {cfg.num_iterations * cfg.minibatches} update(s); "
-                f"{ranks.world()} rank(s){part} ({where}) in {cfg.dtype}, micro-batches of up to "
-                f"{cfg.micro_batch_size or 'any number of'} rows and {cfg.micro_batch_tokens or 'any number of'} tokens"
-            )
-            self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in switches))
+        shown = ("prompts_per_step", "num_generations", "max_completion_length", "num_iterations", "minibatches")
+        shown += (*ALGORITHMS[cfg.algorithm], "delta", "beta", "dtype", "micro_batch_size", "micro_batch_tokens")
+        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in shown))
         for note in notes:
             self.say(f"note: {note}")
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
@@ -185,9 +179,9 @@ class RunLog:
         if groups:
             self.show_step(metrics)
             self.note_no_signal(metrics["step"], groups)
-        if "eval/accuracy" in metrics:
-            figures = "  ".join(f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in headline(metrics))
-            self.say(f"step {metrics['step']}, held out: {figures}")
+        if held_out := headline(metrics):
+            figures = (f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out)
+            self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         return {
@@ -210,10 +204,7 @@ class RunLog:
         if self.without_signal == 1 and all(group.rewards.isnan().all() for group in groups):
             self.say(f"note: step {step}: no completion got a reward (None for all), so nothing is learnt from it")
         if self.without_signal == STEPS_WITHOUT_SIGNAL:
-            self.say(
-                f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are all equal. "
-                f"Look at {self.out}/samples.jsonl: is it too hard or too easy, or in a form that no reward reads?"
-            )
+            self.say(f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are equal")
 
     def show_step(self, metrics: dict) -> None:
         figures = (
@@ -291,39 +282,32 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
     if ranks.rank() == 0:
         save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
     ranks.barrier()
-    cause = "the backward pass overflowed; lower --learning_rate, or try --dtype float32"
-    if not loss.isfinite():
-        cause = "a reward, a log-prob or a ratio overflowed; check the rewards, or lower --learning_rate"
+    part = "the backward pass" if loss.isfinite() else "a reward, a log-prob or a ratio"
     raise UserError(
-        f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {cause}. The update was not made; "
-        f"its completions are in {file}"
+        f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {part} overflowed; check the rewards, "
+        f"lower --learning_rate, or try --dtype float32. The update was not made; its completions are in {file}"
     )
 
 
 def finished(out: Path, note: str = "") -> int:
     """The run's result, from its files: figures before and after, and two held-out prompts answered then and now.
     -> exit code"""
-    if ranks.rank() > 0:
-        return 0
-    if note:
-        print(note)
     lines = run_folder.read_lines(out / "metrics.jsonl")
-    if not lines:
+    if ranks.rank() > 0 or not lines:
         return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
-    ends = (evaluations or lines)[:: max(1, len(evaluations or lines) - 1)]  # the first and the last, or the only one
-    titles = [f"step {end['step']}" for end in ends]
-    print(f"\n{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{title:>16}" for title in titles))
-    for name in headline(ends[-1]) or ["reward", "completion_length", "entropy"]:
-        halves = [f" ± {show(end[f'{name}_ci'])}" if end.get(f"{name}_ci") is not None else "" for end in ends]
-        cells = [f"{show(end.get(name)) + half:>16}" for end, half in zip(ends, halves)]
+    ends = {line["step"]: line for line in ((evaluations or lines)[0], (evaluations or lines)[-1])}
+    print(note)
+    print(f"{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{f'step {step}':>16}" for step in ends))
+    for name in headline(lines[-1]) or ["reward", "completion_length", "entropy"]:
+        halves = [f" ± {show(line[f'{name}_ci'])}" if line.get(f"{name}_ci") else "" for line in ends.values()]
+        cells = [f"{show(line.get(name)) + half:>16}" for line, half in zip(ends.values(), halves)]
         print(f"{name.removeprefix('eval/'):24}", *cells)
     for line in run_folder.read_lines(out / "samples.jsonl"):
-        if line["kind"] == "eval" and line["step"] in [end["step"] for end in ends]:
+        if line["kind"] == "eval" and line["step"] in ends:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
             print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
-    names = [name for name in ("model", "metrics.jsonl", "samples.jsonl", "config.json") if (out / name).exists()]
-    print(f"\nin {out}/: {', '.join(names)}")
+    print(f"\nin {out}/: {', '.join(sorted(path.name for path in out.iterdir() if path.name != '.lock'))}")
     if len(lines) > 1:
         print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0

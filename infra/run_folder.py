@@ -51,12 +51,10 @@ def open_run(config: Config) -> int | None:
     made, saved, model = made_steps(out), saved_steps(out), out / "model"
     if made is None:
         return 0
-    changed = other_settings(there, config)
-    if changed:
+    if changed := other_settings(there, config):
         lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
-        raise UserError(
-            "\n".join([f"{out} holds a run with other settings:", *lines, "give another --out, or --overwrite"])
-        )
+        told = [f"{out} holds a run with other settings:", *lines, "give another --out, or start over with --overwrite"]
+        raise UserError("\n".join(told))
     if config.steps < made:
         weights = model if model.exists() else checkpoint_of(out, made)
         raise UserError(
@@ -76,14 +74,13 @@ def made_steps(out: Path) -> int | None:
     there = settings_of(out)
     if there is None:
         return None
-    first = 1 if there.steps else 0  # an evaluation is step 0
-    lines = read_lines(out / "metrics.jsonl") + read_lines(out / "samples.jsonl")
-    lines = [line for line in lines if line["step"] >= first]
     if saved_steps(out):
         return max(saved_steps(out))
+    first = 1 if there.steps else 0  # an evaluation is step 0
+    made = [line["step"] for line in read_lines(out / "metrics.jsonl") if line["step"] >= first]
     if (out / "model").exists():
-        return lines[-1]["step"] if lines else there.steps
-    return 0 if lines else None
+        return made[-1] if made else there.steps
+    return 0 if made else None
 
 
 def goes_on(config: Config) -> str:
@@ -168,9 +165,7 @@ def figures_that_change(there: Config, here: Config) -> list[str]:
         )
     held_out = [one.eval_prompts if one.eval_every else 0 for one in (there, here)]
     if here.data and held_out[0] != held_out[1]:
-        notes.append(
-            f"{held_out[0]} prompts were held out so far, {held_out[1]} are from here on: other ones are trained on"
-        )
+        notes.append(f"{held_out[0]} prompts were held out so far, now {held_out[1]}: other ones are trained on")
     return notes
 
 
@@ -179,15 +174,9 @@ def provenance() -> dict:
     command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
     git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "commit": (git and git.stdout.strip()) or None,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "hardware": {"gpu": gpu, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-    }
+    versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
+    hardware = dict(gpu=gpu, cpu=platform.processor() or platform.machine(), cores=os.cpu_count())
+    return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
 
 
 # ---- Its files, read ----
@@ -200,10 +189,7 @@ def settings_of(out: Path) -> Config | None:
     if not isinstance(settings, dict):
         return None  # not written by a run
     known = {name: x for name, x in from_json(settings).items() if name in vars(Config())}
-    try:
-        return resolve(Config(**known), {}, on_gpu=False)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{file}: not the settings of a run ({error}): mend it, or give another --out") from None
+    return resolve(Config(**known), {}, on_gpu=False)
 
 
 def given_in(file: Path) -> dict:
@@ -226,29 +212,20 @@ def from_json(settings: dict) -> dict:
 
 
 def read_object(file: Path) -> dict:
-    content = parse(file.read_text(errors="replace"), str(file))
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: must hold a JSON object")
-    return content
+    return parse(file.read_text(errors="replace"), str(file))
 
 
 def read_lines(file: Path) -> list[dict]:
     """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
-    if not file.exists():
-        return []
-    lines = []
-    for number, text in enumerate(file.read_text(errors="replace").split("\n")[:-1], 1):
-        lines.append(parse(text, f"{file}:{number}"))
-        if not isinstance(lines[-1], dict) or not isinstance(lines[-1].get("step"), int):
-            raise UserError(f"{file}:{number}: not a line of a run: mend or delete it")
-    return lines
+    lines = file.read_text(errors="replace").split("\n")[:-1] if file.exists() else []
+    return [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
 
 
-def parse(text: str, where: str) -> Any:
+def parse(text: str, where: str) -> dict:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where}: damaged, not JSON ({error}): mend it") from None
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
 
 
 # ---- One writer at a time; files that are there whole or not at all ----
