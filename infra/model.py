@@ -100,7 +100,7 @@ def load(
     if config.dtype == "bfloat16":
         compute_experts_in_bf16()
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     with ranks.fail_together():
         ends = eos_ids(model, opened.tokenizer)
     return model, reference[0].requires_grad_(False).eval() if reference else None, ends
@@ -121,17 +121,13 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     # transformers would go on with random weights in their place.
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
-        raise UserError(
-            f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}"
-        )
+        raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
     spoiled = [key for key, weights in model.named_parameters() if not weights.isfinite().all()]
     if spoiled:
         raise UserError(f"--model {name}: {len(spoiled)} weights are NaN or infinite: {', '.join(spoiled[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise UserError(
-            f"--model {name}: has a head of its own: set tie_word_embeddings to false in its config.json"
-        )
+        raise UserError(f"--model {name}: has a head of its own: set tie_word_embeddings to false in its config.json")
     if len(tokenizer) > embeddings.num_embeddings:
         raise UserError(f"--model {name}: has {embeddings.num_embeddings} tokens, its tokenizer {len(tokenizer)}")
     return model

@@ -296,13 +296,15 @@ def finished(out: Path, note: str = "") -> int:
     if ranks.rank() > 0 or not lines:
         return 0
     evaluations = [line for line in lines if "eval/accuracy" in line]
-    ends = {line["step"]: line for line in ((evaluations or lines)[0], (evaluations or lines)[-1])}
+    first, *_, last = 2 * (evaluations or lines)
+    ends = {line["step"]: line for line in (first, last)}
     print(note)
     print(f"{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{f'step {step}':>16}" for step in ends))
-    for name in headline(lines[-1]) or ["reward", "completion_length", "entropy"]:
-        halves = [f" ± {show(line[f'{name}_ci'])}" if line.get(f"{name}_ci") else "" for line in ends.values()]
-        cells = [f"{show(line.get(name)) + half:>16}" for line, half in zip(ends.values(), halves)]
-        print(f"{name.removeprefix('eval/'):24}", *cells)
+    for name in headline(last) or ["reward", "completion_length", "entropy"]:
+        cells = [show(line.get(name)) for line in ends.values()]
+        if last.get(f"{name}_ci") is not None:
+            cells = [f"{cell} ± {show(line[f'{name}_ci'])}" for cell, line in zip(cells, ends.values())]
+        print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>16}" for cell in cells))
     for line in run_folder.read_lines(out / "samples.jsonl"):
         if line["kind"] == "eval" and line["step"] in ends:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
