@@ -21,12 +21,13 @@ class Group:
     """One prompt and its completions."""
 
     prompt_ids: list[int]
-    completions: list[Completion]
-    rewards: Tensor  # (G,), NaN: no reward
+    row: dict  # of the task
+    completions: list[Completion] = field(default_factory=list)  # G of them
+    rewards: Tensor | None = None  # (G,), NaN: no reward
     reward_parts: Tensor | None = None  # (G, K), of each reward function
-    advantages: Tensor | None = None  # (G,)
-    row: dict = field(default_factory=dict)  # of the task
+    right: Tensor | None = None  # (G,), bool; None: nothing says what is right
     extras: list[dict] | None = None  # of each completion, logged by its rewards
+    advantages: Tensor | None = None  # (G,)
 
 
 @dataclass

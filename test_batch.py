@@ -33,8 +33,8 @@ def test_collate():
     short, unscored = Completion([eos], [-0.6], False), Completion([5, eos], [-0.7, -0.8], False)
     advantages = torch.tensor([1.5, -1.5], dtype=torch.float64)
     groups = [
-        Group([3, 4], [long, cut], torch.tensor([1.0, 0.0]), advantages=advantages),
-        Group([eos, 0, 6], [short, unscored], [1.0, nan], advantages=[3.0, -3.0]),  # plain lists will do
+        Group([3, 4], {}, [long, cut], torch.tensor([1.0, 0.0]), advantages=advantages),
+        Group([eos, 0, 6], {}, [short, unscored], [1.0, nan], advantages=[3.0, -3.0]),  # plain lists will do
     ]
     batch = collate(groups, mask_truncated=False, device=CPU)
     assert len(batch) == 4
@@ -66,6 +66,7 @@ def make_batch() -> Batch:
     groups = [
         Group(
             list(prompt),
+            {},
             [Completion(r.integers(2, VOCAB, n).tolist(), r.normal(-4, 0.5, n).tolist(), False) for n in of_prompt],
             rewards[p],
             advantages=group_advantages(rewards)[p],

@@ -3,8 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from config import Config, UserError
-from tasks._rewards import call_rewards
+from config import Config
 from tasks.countdown import equation, load, problems, value_of, well_formed
 
 ACCEPTED = [
@@ -119,9 +118,8 @@ def test_countdown_rewards_answer_and_form_apart(text, right, shaped):
 
 @pytest.mark.parametrize("numbers, target", [([2], None), (None, 2)])
 def test_rows_without_their_columns_are_a_mistake(numbers, target):
-    with pytest.raises(UserError, match="reward function equation raised TypeError"):
-        columns = dict(prompts=[""], completions=["<answer>2 +</answer>"], completion_ids=[[1]])
-        call_rewards([equation], columns | {"numbers": [numbers], "target": [target]})
+    with pytest.raises(TypeError):
+        equation([""], ["<answer>2 +</answer>"], [[1]], numbers=[numbers], target=[target])
 
 
 def test_solutions_earn_every_reward():

@@ -1,13 +1,14 @@
-"""Reward functions as users of TRL have them, in files, run as they are."""
+"""Reward functions and rows as users of TRL have them, in files, run as they are."""
 
 import json
 import sys
 
 import pytest
 
+from batch import Group
 from config import Config
 from rollout import Completion
-from tasks import load_task, means_of_logged, score
+from tasks import load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
 
 TEXT = """
@@ -16,23 +17,26 @@ import re
 def by_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
-def by_characters(prompts, completions, **kwargs):
-    return [-abs(3 - len(text)) for text in completions]
-
 def boxed(completions, answer, **kwargs):
     found = [re.search(r"#(.*)", text) for text in completions]
     return [1.0 if match and match.group(1) == right else 0.0 for match, right in zip(found, answer)]
 
 def only_math(prompts, completions, task, **kwargs):
     return [1.0 if kind == "math" else None for kind in task]
+
+def curriculum(completions, trainer_state, **kwargs):
+    done = trainer_state.global_step / trainer_state.max_steps
+    return [done * len(text) for text in completions]
+
+def logging(completions, answer, log_extra=None, log_metric=None, **kwargs):
+    right = [float(text.endswith(a)) for text, a in zip(completions, answer)]
+    if log_extra:
+        log_extra("golden", answer)
+    if log_metric:
+        log_metric("accuracy", sum(right) / len(right))
+    return right
 """
 CHAT = """
-import re
-
-def well_formed(completions, **kwargs):
-    answers = [completion[0]["content"] for completion in completions]
-    return [0.5 if re.match(r"^\\d+#", text) else 0.0 for text in answers]
-
 def correctness(prompts, completions, answer, **kwargs) -> list[float]:
     question = prompts[0][-1]["content"]
     answers = [completion[0]["content"].split("#")[-1] for completion in completions]
@@ -58,19 +62,6 @@ class Judge:
 
 judge = Judge()
 """
-OF_THE_RUN = """
-def curriculum(completions, trainer_state, **kwargs):
-    done = trainer_state.global_step / trainer_state.max_steps
-    return [done * len(text) for text in completions]
-
-def logging(completions, answer, log_extra=None, log_metric=None, **kwargs):
-    right = [float(text.endswith(a)) for text, a in zip(completions, answer)]
-    if log_extra:
-        log_extra("golden", answer)
-    if log_metric:
-        log_metric("accuracy", sum(right) / len(right))
-    return right
-"""
 FACTORY = """
 from functools import partial, update_wrapper
 
@@ -88,65 +79,68 @@ soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 bound = update_wrapper(partial(cosine, weight=2.0), cosine)
 """
 GIVEN = ["1#46", "46"]  # completions
-FILES = [  # the file, what it holds, whether prompts are messages, a function and its values
-    ("text.py", TEXT, False, "by_tokens", [5.0, 3.0]),
-    ("text.py", TEXT, False, "by_characters", [-1.0, -1.0]),
-    ("text.py", TEXT, False, "boxed", [1.0, 0.0]),
-    ("text.py", TEXT, False, "only_math", [1.0, 1.0]),
-    ("chat.py", CHAT, True, "well_formed", [0.5, 0.0]),
-    ("chat.py", CHAT, True, "correctness", [2.0, 2.0]),
-    ("awaited.py", AWAITED, False, "asked", [4.0, 2.0]),
-    ("awaited.py", AWAITED, False, "judge", [1.0, 1.0]),
-    ("run.py", OF_THE_RUN, False, "curriculum", [2.0, 1.0]),
-    ("run.py", OF_THE_RUN, False, "logging", [1.0, 1.0]),
-    ("r1/rewards.py", FACTORY, False, "soft_punishment", [-1.0, 0.0]),
-    ("r1/rewards.py", FACTORY, False, "bound", [8.0, 4.0]),
+FILES = [  # the file, what it holds, a function and its values
+    ("text.py", TEXT, "by_tokens", [5.0, 3.0]),
+    ("text.py", TEXT, "boxed", [1.0, 0.0]),
+    ("text.py", TEXT, "only_math", [1.0, 1.0]),
+    ("text.py", TEXT, "curriculum", [2.0, 1.0]),
+    ("text.py", TEXT, "logging", [1.0, 1.0]),
+    ("chat.py", CHAT, "correctness", [2.0, 2.0]),
+    ("awaited.py", AWAITED, "asked", [4.0, 2.0]),
+    ("awaited.py", AWAITED, "judge", [1.0, 1.0]),
+    ("r1/rewards.py", FACTORY, "soft_punishment", [-1.0, 0.0]),
+    ("r1/rewards.py", FACTORY, "bound", [8.0, 4.0]),
 ]
+QUESTION, ANSWER = [{"role": "user", "content": "12+34="}], [{"role": "assistant", "content": "46"}]
 
 
-@pytest.mark.parametrize(("file", "text", "is_chat", "function", "values"), FILES, ids=[name for *_, name, _ in FILES])
-def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, is_chat, function, values):
+def answered(row: dict, *texts: str) -> tuple[Group, object]:
+    tokenizer = char_tokenizer("0123456789#+=")
+    completions = [Completion([*tokenizer(x).input_ids, EOS_ID], [0.0] * (len(x) + 1), False) for x in texts]
+    return Group([], row, completions), tokenizer
+
+
+@pytest.mark.parametrize(("file", "text", "function", "values"), FILES, ids=[name for *_, name, _ in FILES])
+def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, function, values):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "r1").mkdir()
     for name, content in {file: text, "r1/__init__.py": "", "r1/helper.py": "SOFT = 2\n"}.items():
         (tmp_path / name).write_text(content)
-    prompt = '[{"role": "user", "content": "12+34="}]' if is_chat else '"12+34="'
-    row = f'{{"prompt": {prompt}, "completion": "46", "answer": "46", "task": "math"}}\n'
-    (tmp_path / "rows.jsonl").write_text(row)
+    prompt = QUESTION if text == CHAT else "12+34="
+    row = {"prompt": prompt, "completion": "46", "answer": "46", "task": "math"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     reward = [f"{tmp_path}/{file}:{function}"]
     task = load_task(Config(task="data", data=f"{tmp_path}/rows.jsonl", reward=reward, eval_every=0, steps=10))
-    tokenizer = char_tokenizer("0123456789#+=")
-    group = [Completion([*tokenizer(x).input_ids, EOS_ID], [0.0] * (len(x) + 1), truncated=False) for x in GIVEN]
-    task.begin(6)
-    assert score(task, task.train, [group], tokenizer) == [[[value] for value in values]]
-    assert task.extras == [[{"golden": "46"} if function == "logging" else {}] * 2]
-    assert means_of_logged(task.logged) == ({"logged/accuracy": 1.0} if function == "logging" else {})
+    group, tokenizer = answered(task.train[0], *GIVEN)
+    ((parts, extras),), metrics = score(task, [group], tokenizer, step=6)
+    assert parts == [[value] for value in values]
+    assert extras == [{"golden": "46"} if function == "logging" else {}] * 2
+    assert metrics == [("logged/accuracy", 1.0)] * (function == "logging")
 
 
-QUESTION, ANSWER = [{"role": "user", "content": "12+34="}], [{"role": "assistant", "content": "46"}]
-ROWS = {  # as TRL's data sets have them
-    "prompt": {"prompt": "12+34="},
-    "prompt and completion": {"prompt": "12+34=", "completion": "46"},
-    "the same as messages": {"prompt": QUESTION, "completion": ANSWER},
-    "nested columns": {"prompt": QUESTION, "extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}},
-}
-
-
-@pytest.mark.parametrize("shape", ROWS)
-def test_rows_are_taken_as_they_come(tmp_path, shape):
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "12+34="},
+        {"prompt": "12+34=", "completion": "46"},
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"prompt": QUESTION, "extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}},
+    ],
+)
+def test_rows_are_taken_as_they_come(tmp_path, row):
     """The prompt is the prompt, and all else goes to the rewards as it is."""
     seen = []
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[shape]))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     task = load_task(Config(task="tldr", data=f"{tmp_path}/rows.jsonl", eval_every=0))
     task.rewards = [lambda **given: seen.append(given) or [1.0]]
-    tokenizer = char_tokenizer("0123456789#+=")
-    score(task, task.train, [[Completion([*tokenizer("46").input_ids, EOS_ID], [0.0] * 3, False)]], tokenizer)
-    columns = {name: [value] for name, value in ROWS[shape].items() if name != "prompt"}
-    is_chat = isinstance(ROWS[shape]["prompt"], list)
-    given = {"prompts": [ROWS[shape]["prompt"]], "completions": [ANSWER if is_chat else "46"]}
-    assert seen[0] == seen[0] | columns | given and seen[0].keys() >= {"completion_ids", "trainer_state", "log_metric"}
-
-
-def test_an_evaluation_has_a_step_that_a_reward_can_divide_by():
-    state = load_task(Config(task="addition", steps=0)).state
-    assert state.global_step / state.max_steps == 0.0
+    group, tokenizer = answered(task.train[0], "46")
+    score(task, [group], tokenizer, step=1)
+    columns = {name: [value] for name, value in row.items() if name != "prompt"}
+    given = {"prompts": [row["prompt"]], "completions": ["46" if isinstance(row["prompt"], str) else ANSWER]}
+    assert seen[0] == seen[0] | columns | given
+    assert seen[0].keys() - columns.keys() - given.keys() == {
+        "completion_ids",
+        "trainer_state",
+        "log_metric",
+        "log_extra",
+    }

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from config import Config, UserError
-from tasks._rewards import call_rewards
 from tasks.gsm8k import final_number, load, right_number
 
 
@@ -65,8 +64,7 @@ def test_the_reward_is_for_the_number_however_it_is_written(answer):
 @pytest.mark.parametrize("answer", [None, "seventy-two", "", "1 2", "72\n#### none", float("nan"), 1e22])
 def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
     with pytest.raises(UserError, match=r"^the answer .* is neither a number .*, for prompt 'how many\?'$"):
-        columns = dict(prompts=["why?", "how many?"], completions=["72", "72"], completion_ids=[[1], [1]])
-        call_rewards([right_number], columns | {"answer": [72, answer]})
+        right_number(["why?", "how many?"], ["72", "72"], [[1], [1]], answer=[72, answer])
 
 
 def test_rows_come_from_the_hub(monkeypatch):

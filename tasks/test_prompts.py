@@ -1,0 +1,113 @@
+"""Prompts in the tokens of a model: how they are encoded, which cannot be used, and what is noted."""
+
+import pytest
+
+from config import Config, UserError
+from tasks import Task
+from tasks._characters import EOS_ID, char_tokenizer
+from tasks._prompts import check_prompts, encode_prompt, notes
+
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+CHAT = [{"role": "user", "content": "1+1"}]
+PLAIN, WITH_TEMPLATE, RAISES = (char_tokenizer("0123456789+=[]:") for _ in range(3))
+WITH_TEMPLATE.chat_template = TEMPLATE
+RAISES.chat_template = "{{ raise_exception('roles must alternate') }}"
+
+
+def task_of(*prompts, held_out=(), **columns) -> Task:
+    train, evaluation = ([{"prompt": prompt, **columns} for prompt in part] for part in (prompts, held_out))
+    return Task(train, evaluation, [], [])
+
+
+class Ending:
+    """It ends every text."""
+
+    eos_token_id = EOS_ID
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = PLAIN(text).input_ids
+        return {"input_ids": [*ids, EOS_ID] if add_special_tokens else ids}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "text"),
+    [
+        (WITH_TEMPLATE, "1+1=", "1+1="),
+        (WITH_TEMPLATE, CHAT, "[1+1]:"),
+        (WITH_TEMPLATE, CHAT * 2, "[1+1][1+1]:"),
+        (Ending(), "1+1=", "1+1="),
+        (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # one that the user wrote stays
+    ],
+)
+def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokenizer, prompt, text):
+    assert PLAIN.decode(encode_prompt(tokenizer, prompt)) == text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "words"),
+    [
+        (PLAIN, "", "a prompt has no tokens: ''"),
+        (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception: .*UNK"),
+        (PLAIN, "\ud800", r"a prompt could not be encoded: '\\ud800': "),
+        (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
+        (RAISES, CHAT, "a prompt could not be encoded: .*'1[+]1'.*roles must alternate"),
+        (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
+    ],
+)
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_prompts_that_cannot_be_used(tokenizer, prompt, words, where):
+    task = task_of("1", prompt) if where == "train" else task_of("1", held_out=["1", prompt])
+    with pytest.raises(UserError, match=words):
+        check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
+
+
+def test_the_longest_prompt_may_fill_the_context():
+    config = Config(max_completion_length=6)
+    assert check_prompts(task_of("1+1=", held_out=["12+2="]), PLAIN, 11, config) == 5
+    assert check_prompts(task_of(CHAT), WITH_TEMPLATE, None, config) == 6
+
+
+def test_prompts_that_are_too_long_can_be_left_out():
+    """Which is noted; and enough must be left."""
+    config = Config(max_completion_length=3, drop_long_prompts=True)
+    task = task_of("1", "1" * 8, "22", held_out=["2" * 9, "3"])
+    assert check_prompts(task, PLAIN, 10, config) == 2
+    assert [row["prompt"] for row in task.train] == ["1", "22"] and [row["prompt"] for row in task.eval] == ["3"]
+    (note,) = task.notes
+    assert note.startswith("2 prompts and a completion of 3 exceed") and note.endswith("they are left out")
+    for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):
+        with pytest.raises(UserError, match=r"1 prompts and .*'11111111'; too few others are left"):
+            check_prompts(task, PLAIN, 10, config)
+    config.eval_every = 0
+    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, config) == 1
+
+
+def test_a_task_for_its_own_small_model_takes_no_other():
+    task = task_of("1")
+    task.eos_id = EOS_ID
+    assert check_prompts(task, PLAIN, None, Config(max_completion_length=3)) == 1
+    task.eos_id = EOS_ID + 1
+    with pytest.raises(UserError, match="--model mine: --task addition is for its own small model"):
+        check_prompts(task, PLAIN, None, Config(max_completion_length=3, task="addition", model="mine"))
+
+
+@pytest.mark.parametrize(
+    ("task", "tokenizer", "expected"),
+    [
+        (task_of("1", held_out=["2"]), PLAIN, []),
+        (task_of(CHAT, answer=1), WITH_TEMPLATE, []),
+        (task_of("1"), WITH_TEMPLATE, ["strings do not get the model's chat template"]),
+        (task_of("1", "2", held_out=["3", "1"]), PLAIN, ["1 of the 2 held-out prompts are trained on as well"]),
+        (task_of([*CHAT, {"role": "assistant", "content": "2"}]), WITH_TEMPLATE, ["answered, not continued"]),
+        (task_of("1", tools=[], images=[]), PLAIN, ["the column images goes to", "the column tools goes to"]),
+        (task_of("1", completions=["a"], log_extra=1), PLAIN, ["column completions is not", "column log_extra is not"]),
+    ],
+)
+def test_what_may_be_meant_otherwise_is_noted(task, tokenizer, expected):
+    for own in ([], ["a fifth"]):
+        task.notes, task.max_steps = own, 10
+        found = notes(task, tokenizer)
+        assert found[: len(own)] == own and len(found) == len(own) + len(expected)
+        assert all(words in note for words, note in zip(expected, found[len(own) :], strict=True))
+    task.max_steps = 0  # an evaluation trains on nothing
+    assert not any("trained on" in note for note in notes(task, tokenizer))

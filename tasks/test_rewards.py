@@ -1,0 +1,276 @@
+"""Reward functions: how they are found, what they are given, and what comes of what they return."""
+
+import asyncio
+import contextlib
+import functools
+import math
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+
+from config import UserError
+from tasks._rewards import call_rewards, load_reward, warn_once
+
+COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
+
+
+def call(reward, **columns) -> list[float]:
+    return call_rewards([reward], COLUMNS | columns, {})[0]
+
+
+def values_of(values) -> list[float]:
+    def mine(prompts, completions, completion_ids, **columns):
+        return values
+
+    return call(mine)
+
+
+# ---- What they return ----
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, None, -2.5],
+        (1, None, -2.5),
+        [True, None, np.float32(-2.5)],
+        [torch.tensor(1.0), None, torch.tensor([-2.5])],
+        [np.int64(1), None, np.array(-2.5)],
+        torch.tensor([1.0, math.nan, -2.5]),
+        np.array([1.0, math.nan, -2.5]),
+        map(float, ["1", "nan", "-2.5"]),
+        (x for x in (1, None, Decimal("-2.5"))),
+    ],
+)
+def test_numbers_and_none_are_fine(values):
+    got = values_of(values)
+    assert got[0] == 1.0 and np.isnan(got[1]) and got[2] == -2.5
+    assert all(type(value) is float for value in got)
+
+
+@pytest.mark.parametrize(
+    ("values", "at", "what"),
+    [
+        ([1.0, 2.0], 0, "returned 2 values where 3 were due"),
+        ([1.0] * 4, 0, "returned 4 values where 3 were due"),
+        (torch.tensor([1.0]), 0, "returned 1 values where 3 were due"),
+        (None, 0, "returned a NoneType where 3 were due"),
+        (torch.tensor(1.0), 0, "returned a float"),
+        ({"a": 1.0}, 0, "returned a dict"),
+        ("abc", 0, "returned a str"),
+        (lambda **columns: [1.0] * 3, 0, "returned a function"),
+        ([1.0, 1.0, float("inf")], 2, "returned inf"),
+        (torch.tensor([0.0, -torch.inf, 0.0]), 1, "returned -inf"),
+        ([1.0, "1.0", 1.0], 1, "returned '1.0'"),
+        ([1.0, [1.0], 1.0], 1, "returned [1.0]"),
+        ([1.0, 1j, 1.0], 1, "returned 1j"),
+        ([1.0, 10**400, 1.0], 1, "returned 1000"),
+        ([1.0, 1.0, -1.01e100], 2, "returned -1.01e+100 where a number up to 1e+100 or None was due"),
+        ([1.0, torch.tensor([1.0, 2.0]), 1.0], 1, "returned tensor"),
+        (torch.zeros(3, 2), 0, "returned [0.0, 0.0]"),
+    ],
+)
+def test_anything_else_names_function_prompt_and_completion(values, at, what):
+    with pytest.raises(UserError) as told:
+        values_of(values)
+    message = str(told.value)
+    assert "reward function mine" in message and what in message and "\n" not in message
+    assert f"prompt 'p{at}'" in message and ("were due" in what or f"completion 'c{at}'" in message or at == 0)
+
+
+def test_nan_counts_as_none_and_is_said_once(caplog):
+    warn_once.cache_clear()
+    for values in ([1.0, math.nan, 2.0], torch.tensor([1.0, math.nan, 2.0]), [1.0, np.float32("nan"), None]):
+        assert math.isnan(values_of(values)[1])
+    assert caplog.messages == ["reward function mine returned nan, which counts as None"]
+
+
+def test_what_a_reward_raises_is_raised():
+    calls = []
+
+    def fails(prompts, **columns):
+        calls.append(prompts)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        call(fails)
+    assert calls == [COLUMNS["prompts"]]
+
+
+# ---- What they are given ----
+
+
+def test_a_reward_gets_what_it_has_room_for():
+    def narrow(completions, level=None):
+        return [len(text) + (level or 0) for text in completions]
+
+    @functools.wraps(narrow)
+    def wrapped(*args, **given):
+        assert given.keys() == {"completions"}
+        return narrow(*args, **given)
+
+    assert call(narrow, answer=[1, 2, 3]) == call(wrapped, answer=[1, 2, 3]) == [2.0] * 3
+    assert call(lambda level, completions: level, level=[1, 2, 3]) == [1, 2, 3]
+    assert call(lambda **given: [len(given)] * 3, level=[1, 2, 3]) == [4.0] * 3
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'solution'"):
+        call(lambda completions, solution: solution, answer=[1, 2, 3])
+    wins = call_rewards([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
+    assert wins == [[1.0] * 3], "what is of the run, over a column of its name"
+
+
+def test_a_reward_gets_copies():
+    """Of each row by itself, and each function its own."""
+    row, prompt, ids = {"n": [3, 1, 2]}, [{"role": "user", "content": "x"}], [[9, 5], [9, 5]]
+
+    def spoils(prompts, completions, completion_ids, more, **columns):
+        for messages, of_one, extra in zip(prompts, completion_ids, more, strict=True):
+            messages.append({"role": "user", "content": "y"})
+            of_one.sort()
+            extra["n"].sort()
+            extra["seen"] = extra.get("seen", 0) + 1
+        completions.clear()
+        return [extra["seen"] for extra in more]
+
+    given = dict(prompts=[prompt] * 2, completions=["a", "b"], completion_ids=ids, more=[row] * 2)
+    assert call_rewards([spoils, spoils], given, {}) == [[1.0, 1.0], [1.0, 1.0]]
+    assert row == {"n": [3, 1, 2]} and len(prompt) == 1 and ids == [[9, 5], [9, 5]]
+    assert given["completions"] == ["a", "b"]
+
+
+# ---- How they are called ----
+
+
+def test_rewards_that_are_awaited_run_at_the_same_time():
+    """Two that wait for each other. One event loop serves all calls, and a function may have one of its own."""
+    arrived = []
+
+    async def first(completions, **columns):
+        arrived.append(asyncio.get_running_loop())
+        while len(arrived) % 2:
+            await asyncio.sleep(0)
+        return (1 for _ in completions)
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, completions):
+            return await first(completions)
+
+    def own_loop(completions):
+        return asyncio.run(asyncio.sleep(0, [5] * 3))
+
+    for _ in range(2):
+        assert call_rewards([first, own_loop, Judge()], COLUMNS, {}) == [[1.0] * 3, [5.0] * 3, [1.0] * 3]
+    assert len(arrived) == 4 and len(set(arrived)) == 1
+
+    async def fails(completions):
+        await asyncio.sleep(0)
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        call(fails)
+
+
+def test_the_time_limit_is_around_each_call():
+    """Once around all that are awaited. A generator works while it is read."""
+    events = []
+
+    @contextlib.contextmanager
+    def time_limit(name: str):
+        events.append(f"{name} begins")
+        yield
+        events.append(f"{name} ends")
+
+    def read(completions):
+        for _ in completions:
+            yield 1.0
+        events.append("read")
+
+    async def asked(completions):
+        events.append("asked")
+        return read(completions)
+
+    async def also(completions):
+        return [1.0] * len(completions)
+
+    call_rewards([asked, read, also], COLUMNS, {}, time_limit)
+    assert events == [
+        "asked begins", "asked ends", "read begins", "read", "read ends", "also begins", "also ends",
+        "asked, also begins", "asked", "read", "asked, also ends",
+    ]  # fmt: skip
+
+
+# ---- Where they are found ----
+
+FILE = """
+LIMIT = 3
+
+def good(completions, **columns):
+    return [1.0 for _ in completions]
+
+class Judge:
+    def __call__(self, completions, **columns):
+        return [2.0 for _ in completions]
+
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """What a test imports from here is gone afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "needs.py").write_text("import no_such_module\n")
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+def test_a_function_and_an_object_that_can_be_called(folder):
+    rewards = [load_reward(f"{folder}/mine.py:{name}", {}) for name in ("good", "judge")]
+    assert [reward.__name__ for reward in rewards] == ["good", "judge"]
+    assert call_rewards(rewards, COLUMNS, {}) == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("good", UserError, "must be file.py:function or package.module:function, or exact_sum of the task$"),
+        ("{}/mine.py", UserError, "must be file.py:function"),
+        ("{}/mine.py:", UserError, "has no function $"),
+        ("nowhere.py:good", UserError, "there is no file nowhere.py$"),
+        ("{}/mine.py:LIMIT", UserError, "has no function LIMIT$"),
+        ("nowhere:good", UserError, "^--reward nowhere:good: No module named 'nowhere'$"),
+        ("tasks.nowhere:good", UserError, "^--reward tasks.nowhere:good: No module named 'tasks.nowhere'$"),
+        ("{}/needs.py:good", ModuleNotFoundError, "^No module named 'no_such_module'$"),
+        ("needs:good", ModuleNotFoundError, "^No module named 'no_such_module'$"),
+    ],
+)
+def test_a_reward_that_is_not_there(folder, name, error, words):
+    sys.path.append(str(folder))
+    with pytest.raises(error, match=words):
+        load_reward(name.format(folder), {"exact_sum": len})
+
+
+def test_a_file_can_import_its_neighbours(folder):
+    """Plainly, or relatively in a package; later too."""
+    files = {
+        "they/__init__.py": "",
+        "they/scale.py": "FACTOR = 2.0\n",
+        "they/rewards.py": "from .scale import FACTOR\nfrom they import scale\ndef mine(completions):\n"
+        "    return [FACTOR] * len(completions)\n",
+        "nearby.py": "FACTOR = 3.0\n",
+        "config.py": "raise ValueError('not the one that is there already')\n",
+        "afar.py": "import config\ndef mine(completions):\n    import nearby\n"
+        "    return [nearby.FACTOR] * len(completions)\n",
+    }
+    (folder / "they").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    names = [f"{folder}/they/rewards.py:mine", f"{folder}/afar.py:mine", "they.rewards:mine"]
+    assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[2.0] * 3, [3.0] * 3, [2.0] * 3]
