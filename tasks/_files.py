@@ -14,6 +14,8 @@ def read_rows(source: str) -> list[dict]:
     """A file with a row in JSON on each line, another file that the package datasets can read, or the train split of a
     hub data set. Every row has all columns, so that calls of a reward do too."""
     ending = Path(source.removesuffix(".gz")).suffix
+    if ending in FORMATS and not Path(source).is_file():
+        raise UserError(f"{source}: there is no such file")
     if source.endswith(".jsonl") or (ending not in FORMATS and Path(source).is_file()):
         rows = read_lines(source)
     elif ending in FORMATS:
@@ -38,7 +40,7 @@ def read_lines(source: str) -> dict[int, Any]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 rows[number] = json.loads(line)
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{source}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source}:{number}: not JSON: {error}") from None
@@ -56,16 +58,12 @@ def is_message(message: Any) -> bool:
 
 
 def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> list[dict]:
-    source = files.get("data_files", name)
     try:
         import datasets
     except ImportError:
-        needs = "all but files of lines of JSON, .jsonl, needs the package datasets: pip install datasets"
-        raise UserError(f"{source}: {needs}") from None
-    try:
-        return list(datasets.load_dataset(name, subset, split=split, **files))
-    except Exception as error:
-        raise UserError(f"{source}: could not be loaded: {type(error).__name__}: {error}") from error
+        source = files.get("data_files", name)
+        raise UserError(f"{source}: all but .jsonl needs the package datasets: pip install datasets") from None
+    return list(datasets.load_dataset(name, subset, split=split, **files))
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:

@@ -21,9 +21,6 @@ def boxed(completions, answer, **kwargs):
     found = [re.search(r"#(.*)", text) for text in completions]
     return [1.0 if match and match.group(1) == right else 0.0 for match, right in zip(found, answer)]
 
-def only_math(prompts, completions, task, **kwargs):
-    return [1.0 if kind == "math" else None for kind in task]
-
 def curriculum(completions, trainer_state, **kwargs):
     done = trainer_state.global_step / trainer_state.max_steps
     return [done * len(text) for text in completions]
@@ -78,11 +75,9 @@ def cosine(completions, weight, **kwargs):
 soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 bound = update_wrapper(partial(cosine, weight=2.0), cosine)
 """
-GIVEN = ["1#46", "46"]  # completions
-FILES = [  # the file, what it holds, a function and its values
+FILES = [  # the file, what it holds, a function, and its values for "1#46" and "46"
     ("text.py", TEXT, "by_tokens", [5.0, 3.0]),
     ("text.py", TEXT, "boxed", [1.0, 0.0]),
-    ("text.py", TEXT, "only_math", [1.0, 1.0]),
     ("text.py", TEXT, "curriculum", [2.0, 1.0]),
     ("text.py", TEXT, "logging", [1.0, 1.0]),
     ("chat.py", CHAT, "correctness", [2.0, 2.0]),
@@ -92,55 +87,45 @@ FILES = [  # the file, what it holds, a function and its values
     ("r1/rewards.py", FACTORY, "bound", [8.0, 4.0]),
 ]
 QUESTION, ANSWER = [{"role": "user", "content": "12+34="}], [{"role": "assistant", "content": "46"}]
+TOKENIZER = char_tokenizer("0123456789#+=")
 
 
-def answered(row: dict, *texts: str) -> tuple[Group, object]:
-    tokenizer = char_tokenizer("0123456789#+=")
-    completions = [Completion([*tokenizer(x).input_ids, EOS_ID], [0.0] * (len(x) + 1), False) for x in texts]
-    return Group([], row, completions), tokenizer
+def answered(row: dict, *texts: str) -> Group:
+    completions = [Completion([*TOKENIZER(x).input_ids, EOS_ID], [0.0] * (len(x) + 1), False) for x in texts]
+    return Group([], row, completions)
 
 
 @pytest.mark.parametrize(("file", "text", "function", "values"), FILES, ids=[name for *_, name, _ in FILES])
 def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, function, values):
     monkeypatch.setattr(sys, "path", [*sys.path])
+    row = {"prompt": QUESTION if text == CHAT else "12+34=", "completion": "46", "answer": "46", "task": "math"}
     (tmp_path / "r1").mkdir()
-    for name, content in {file: text, "r1/__init__.py": "", "r1/helper.py": "SOFT = 2\n"}.items():
+    files = {file: text, "r1/__init__.py": "", "r1/helper.py": "SOFT = 2\n", "rows.jsonl": json.dumps(row)}
+    for name, content in files.items():
         (tmp_path / name).write_text(content)
-    prompt = QUESTION if text == CHAT else "12+34="
-    row = {"prompt": prompt, "completion": "46", "answer": "46", "task": "math"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     reward = [f"{tmp_path}/{file}:{function}"]
     task = load_task(Config(task="data", data=f"{tmp_path}/rows.jsonl", reward=reward, eval_every=0, steps=10))
-    group, tokenizer = answered(task.train[0], *GIVEN)
-    ((parts, extras),), metrics = score(task, [group], tokenizer, step=6)
+    ((parts, extras),), metrics = score(task, [answered(task.train[0], "1#46", "46")], TOKENIZER, step=6)
     assert parts == [[value] for value in values]
     assert extras == [{"golden": "46"} if function == "logging" else {}] * 2
     assert metrics == [("logged/accuracy", 1.0)] * (function == "logging")
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("prompt", "completion", "columns"),
     [
-        {"prompt": "12+34="},
-        {"prompt": "12+34=", "completion": "46"},
-        {"prompt": QUESTION, "completion": ANSWER},
-        {"prompt": QUESTION, "extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}},
+        ("12+34=", "46", {}),
+        ("12+34=", "46", {"completion": "46"}),
+        (QUESTION, ANSWER, {"completion": ANSWER}),
+        (QUESTION, ANSWER, {"extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}}),
     ],
 )
-def test_rows_are_taken_as_they_come(tmp_path, row):
+def test_rows_are_taken_as_they_come(tmp_path, prompt, completion, columns):
     """The prompt is the prompt, and all else goes to the rewards as it is."""
-    seen = []
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, **columns}))
     task = load_task(Config(task="tldr", data=f"{tmp_path}/rows.jsonl", eval_every=0))
-    task.rewards = [lambda **given: seen.append(given) or [1.0]]
-    group, tokenizer = answered(task.train[0], "46")
-    score(task, [group], tokenizer, step=1)
-    columns = {name: [value] for name, value in row.items() if name != "prompt"}
-    given = {"prompts": [row["prompt"]], "completions": ["46" if isinstance(row["prompt"], str) else ANSWER]}
-    assert seen[0] == seen[0] | columns | given
-    assert seen[0].keys() - columns.keys() - given.keys() == {
-        "completion_ids",
-        "trainer_state",
-        "log_metric",
-        "log_extra",
-    }
+    task.rewards, seen = [lambda **given: seen.append(given) or [1.0]], []
+    score(task, [answered(task.train[0], "46")], TOKENIZER, step=1)
+    expected = {"prompts": [prompt], "completions": [completion]} | {name: [x] for name, x in columns.items()}
+    assert seen[0] == seen[0] | expected
+    assert seen[0].keys() - expected == {"completion_ids", "trainer_state", "log_metric", "log_extra"}

@@ -35,12 +35,9 @@ def values_of(values) -> list[float]:
     "values",
     [
         [1.0, None, -2.5],
-        (1, None, -2.5),
         [True, None, np.float32(-2.5)],
         [torch.tensor(1.0), None, torch.tensor([-2.5])],
-        [np.int64(1), None, np.array(-2.5)],
         torch.tensor([1.0, math.nan, -2.5]),
-        np.array([1.0, math.nan, -2.5]),
         map(float, ["1", "nan", "-2.5"]),
         (x for x in (1, None, Decimal("-2.5"))),
     ],
@@ -55,18 +52,14 @@ def test_numbers_and_none_are_fine(values):
     ("values", "at", "what"),
     [
         ([1.0, 2.0], 0, "returned 2 values where 3 were due"),
-        ([1.0] * 4, 0, "returned 4 values where 3 were due"),
         (torch.tensor([1.0]), 0, "returned 1 values where 3 were due"),
         (None, 0, "returned a NoneType where 3 were due"),
         (torch.tensor(1.0), 0, "returned a float"),
-        ({"a": 1.0}, 0, "returned a dict"),
         ("abc", 0, "returned a str"),
         (lambda **columns: [1.0] * 3, 0, "returned a function"),
-        ([1.0, 1.0, float("inf")], 2, "returned inf"),
         (torch.tensor([0.0, -torch.inf, 0.0]), 1, "returned -inf"),
         ([1.0, "1.0", 1.0], 1, "returned '1.0'"),
         ([1.0, [1.0], 1.0], 1, "returned [1.0]"),
-        ([1.0, 1j, 1.0], 1, "returned 1j"),
         ([1.0, 10**400, 1.0], 1, "returned 1000"),
         ([1.0, 1.0, -1.01e100], 2, "returned -1.01e+100 where a number up to 1e+100 or None was due"),
         ([1.0, torch.tensor([1.0, 2.0]), 1.0], 1, "returned tensor"),
@@ -86,18 +79,6 @@ def test_nan_counts_as_none_and_is_said_once(caplog):
     for values in ([1.0, math.nan, 2.0], torch.tensor([1.0, math.nan, 2.0]), [1.0, np.float32("nan"), None]):
         assert math.isnan(values_of(values)[1])
     assert caplog.messages == ["reward function mine returned nan, which counts as None"]
-
-
-def test_what_a_reward_raises_is_raised():
-    calls = []
-
-    def fails(prompts, **columns):
-        calls.append(prompts)
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        call(fails)
-    assert calls == [COLUMNS["prompts"]]
 
 
 # ---- What they are given ----
@@ -185,68 +166,59 @@ def test_the_time_limit_is_around_each_call():
         events.append(f"{name} ends")
 
     def read(completions):
-        for _ in completions:
-            yield 1.0
+        yield from [1.0] * len(completions)
         events.append("read")
 
     async def asked(completions):
-        events.append("asked")
         return read(completions)
 
-    async def also(completions):
-        return [1.0] * len(completions)
-
-    call_rewards([asked, read, also], COLUMNS, {}, time_limit)
-    assert events == [
-        "asked begins", "asked ends", "read begins", "read", "read ends", "also begins", "also ends",
-        "asked, also begins", "asked", "read", "asked, also ends",
-    ]  # fmt: skip
+    call_rewards([asked, read, asked], COLUMNS, {}, time_limit)
+    apart = ["asked begins", "asked ends", "read begins", "read", "read ends", "asked begins", "asked ends"]
+    assert events == [*apart, "asked, asked begins", "read", "read", "asked, asked ends"]
 
 
 # ---- Where they are found ----
 
-FILE = """
-LIMIT = 3
-
-def good(completions, **columns):
-    return [1.0 for _ in completions]
-
-class Judge:
-    def __call__(self, completions, **columns):
-        return [2.0 for _ in completions]
-
-judge = Judge()
-"""
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """What a test imports from here is gone afterwards."""
+    """Files that find each other; what a test imports from here is gone afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {*sys.modules}
-    (tmp_path / "mine.py").write_text(FILE)
-    (tmp_path / "needs.py").write_text("import no_such_module\n")
+    files = {
+        "they/__init__.py": "",
+        "they/scale.py": "FACTOR = 2.0\n",
+        "they/rewards.py": "from .scale import FACTOR\nfrom they import scale\nfrom afar import mine\n",
+        "nearby.py": "FACTOR = 3.0\n",
+        "config.py": "1 / 0  # there is one of this name already\n",
+        "afar.py": "import config\nLIMIT = 3\ndef mine(completions):\n    import nearby\n"
+        "    return [nearby.FACTOR] * len(completions)\n",
+        "needs.py": "import no_such_module\n",
+    }
+    (tmp_path / "they").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
 
 
-def test_a_function_and_an_object_that_can_be_called(folder):
-    rewards = [load_reward(f"{folder}/mine.py:{name}", {}) for name in ("good", "judge")]
-    assert [reward.__name__ for reward in rewards] == ["good", "judge"]
-    assert call_rewards(rewards, COLUMNS, {}) == [[1.0] * 3, [2.0] * 3]
+def test_a_file_can_import_its_neighbours(folder):
+    """Plainly, or relatively in a package; later too."""
+    names = [f"{folder}/they/rewards.py:mine", f"{folder}/afar.py:mine", "they.rewards:mine"]
+    assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[3.0] * 3] * 3
+    assert load_reward("min", {"min": max}) is max, "one of the task's own"
 
 
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
         ("good", UserError, "must be file.py:function or package.module:function, or exact_sum of the task$"),
-        ("{}/mine.py", UserError, "must be file.py:function"),
-        ("{}/mine.py:", UserError, "has no function $"),
+        ("{}/afar.py", UserError, "must be file.py:function"),
+        ("{}/afar.py:", UserError, "has no function $"),
         ("nowhere.py:good", UserError, "there is no file nowhere.py$"),
-        ("{}/mine.py:LIMIT", UserError, "has no function LIMIT$"),
-        ("nowhere:good", UserError, "^--reward nowhere:good: No module named 'nowhere'$"),
-        ("tasks.nowhere:good", UserError, "^--reward tasks.nowhere:good: No module named 'tasks.nowhere'$"),
+        ("{}/afar.py:LIMIT", UserError, "has no function LIMIT$"),
+        ("they.nowhere:good", UserError, "^--reward they.nowhere:good: No module named 'they.nowhere'$"),
         ("{}/needs.py:good", ModuleNotFoundError, "^No module named 'no_such_module'$"),
         ("needs:good", ModuleNotFoundError, "^No module named 'no_such_module'$"),
     ],
@@ -255,22 +227,3 @@ def test_a_reward_that_is_not_there(folder, name, error, words):
     sys.path.append(str(folder))
     with pytest.raises(error, match=words):
         load_reward(name.format(folder), {"exact_sum": len})
-
-
-def test_a_file_can_import_its_neighbours(folder):
-    """Plainly, or relatively in a package; later too."""
-    files = {
-        "they/__init__.py": "",
-        "they/scale.py": "FACTOR = 2.0\n",
-        "they/rewards.py": "from .scale import FACTOR\nfrom they import scale\ndef mine(completions):\n"
-        "    return [FACTOR] * len(completions)\n",
-        "nearby.py": "FACTOR = 3.0\n",
-        "config.py": "raise ValueError('not the one that is there already')\n",
-        "afar.py": "import config\ndef mine(completions):\n    import nearby\n"
-        "    return [nearby.FACTOR] * len(completions)\n",
-    }
-    (folder / "they").mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    names = [f"{folder}/they/rewards.py:mine", f"{folder}/afar.py:mine", "they.rewards:mine"]
-    assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[2.0] * 3, [3.0] * 3, [2.0] * 3]

@@ -38,8 +38,7 @@ def in_capitals(prompts, completions, completion_ids, word, **columns):
 
 
 def load(config):
-    words = ["red", "green", "blue", "white", "black", "brown"]
-    rows = [{"prompt": [{"role": "user", "content": f"Shout: {word}"}], "word": word} for word in words]
+    rows = [{"prompt": f"Shout: {word}", "word": word} for word in ["red", "green", "blue", "white", "black", "brown"]]
     return Task(train=rows[2:], eval=rows[:2], rewards=[in_capitals], weights=[1.0], correct="in_capitals")
 """
 
@@ -65,9 +64,8 @@ def test_the_tasks_that_are_there():
     assert small == ["addition", "chain", "sorting"]
     for name in task_names():
         defaults = task_defaults(name, None)
-        assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys() and (defaults["learning_rate"] > 1e-4) == (
-            name in small
-        )
+        assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
+        assert (defaults["learning_rate"] > 1e-4) == (name in small)
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
 
 
@@ -84,7 +82,7 @@ def test_one_new_file_is_a_task(add_task):
     ("text", "error", "words"),
     [
         ("1 / 0\n", ZeroDivisionError, "by zero"),
-        (SHOUT.replace("words = ", "words = config.dota"), AttributeError, "dota"),
+        (SHOUT.replace("rows = ", "rows = config.dota or "), AttributeError, "dota"),
         (
             SHOUT.replace("max_completion_length", "step"),
             UserError,
@@ -170,9 +168,8 @@ def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, 
     else:
         task = load_task(config)
         assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
-        assert [note.split(" (")[0] for note in task.notes] == [
-            "dynamic_sampling: nothing says which answers are right"
-        ] * (task.correct is None)
+        notes = ["dynamic_sampling: nothing says which answers are right"] * (task.correct is None)
+        assert [note.split(" (")[0] for note in task.notes] == notes
 
 
 # ---- A task ----
@@ -201,7 +198,11 @@ def test_what_is_right():
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1"}]])
 def test_score_calls_each_reward_once_with_everything_it_needs(prompt):
-    calls = []
+    calls, limited = [], []
+
+    def time_limit(name: str) -> contextlib.AbstractContextManager:
+        limited.append(name)
+        return contextlib.nullcontext()
 
     def first(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **columns):
         calls.append((prompts, completions, completion_ids, answer, columns))
@@ -211,18 +212,15 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt):
         return [None, 5.0, None]
 
     rows = [{"prompt": prompt, "answer": "2", "more": [1]}, {"prompt": prompt, "answer": "3", "more": {}}]
-    groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
-    of_first, of_second = (
-        values for values, _ in score(Task(rows, [], [first, second], [1.0] * 2), groups, TOKENIZER, 1)[0]
-    )
-    np.testing.assert_array_equal(of_first, [[0.0, np.nan], [1.0, 5.0]])
-    np.testing.assert_array_equal(of_second, [[2.0, np.nan]])
-
-    ((prompts, completions, ids, answer, columns),) = calls
-    assert prompts == [prompt] * 3 and answer == ["2", "2", "3"] and columns == {"more": [[1], [1], {}]}
+    task, groups = Task(rows, [], [first, second], [1.0, 1.0]), [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
+    scores, _ = score(task, groups, TOKENIZER, 1, time_limit)
+    for (values, _), expected in zip(scores, ([[0.0, np.nan], [1.0, 5.0]], [[2.0, np.nan]]), strict=True):
+        np.testing.assert_array_equal(values, expected)
+    assert limited == ["first", "second"]
     texts = ["a", "b", "c"]
-    assert completions == (texts if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in texts])
-    assert ids == [[*TOKENIZER(text).input_ids, EOS_ID] for text in texts]
+    ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in texts]
+    texts = texts if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in texts]
+    assert calls == [([prompt] * 3, texts, ids, ["2", "2", "3"], {"more": [[1], [1], {}]})]
 
 
 @pytest.mark.parametrize(("max_steps", "step", "told"), [(100, 3, (2, 100)), (0, 0, (0, 1)), (None, 1, (0, 1))])
@@ -231,26 +229,23 @@ def test_a_reward_is_told_the_step_and_can_log(max_steps, step, told):
         for i in range(len(completions)):
             log_metric("i", torch.tensor(i))
         log_extra("text", (text.upper() for text in completions))
-        log_extra("length", torch.tensor([len(text) for text in completions]))
         return [trainer_state.global_step] * len(completions)
 
     def second(n, trainer_state, log_metric, log_extra):
-        log_metric("nan", math.nan)
-        log_extra("n", n)
+        log_metric("n", n[0])
+        log_extra("n", torch.tensor(n))
         log_extra("kind", [int] * 3)  # what has no form in JSON is written as text
         return [trainer_state.max_steps] * 3
 
-    rows = [{"prompt": "1", "n": n} for n in (1, 2)]
+    rows, kind = [{"prompt": "1", "n": n} for n in (1, 2)], str(int)
     task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
     for _ in range(2):  # nothing is left of a call
         scores, metrics = score(task, [group_of(rows[0], "a", "bb"), group_of(rows[1], "c")], TOKENIZER, step)
         assert [values for values, _ in scores] == [[[*told]] * 2, [[*told]]]
-        assert [extras for _, extras in scores] == [
-            [dict(text="A", length=1, n=1, kind=str(int)), dict(text="BB", length=2, n=1, kind=str(int))],
-            [dict(text="C", length=1, n=2, kind=str(int))],
-        ]
-        assert [name for name, _ in metrics] == ["logged/i"] * 3 + ["logged/nan"]
-        assert [type(value) for _, value in metrics] == [float] * 4 and [x for _, x in metrics][:3] == [0.0, 1.0, 2.0]
+        assert scores[0][1] == [dict(text="A", n=1, kind=kind), dict(text="BB", n=1, kind=kind)]
+        assert scores[1][1] == [dict(text="C", n=2, kind=kind)]
+        assert metrics == [("logged/i", 0.0), ("logged/i", 1.0), ("logged/i", 2.0), ("logged/n", 1.0)]
+        assert all(type(value) is float for _, value in metrics)
 
 
 @pytest.mark.parametrize("wrong", [[1], "abcd", None])
@@ -262,17 +257,3 @@ def test_a_log_of_the_wrong_length(wrong):
 
 def test_nothing_to_score_calls_nothing():
     assert score(Task([], [], [None], [1.0]), [], TOKENIZER, 1) == ([], [])
-
-
-def test_the_time_limit_has_the_name_of_each_reward():
-    names = []
-
-    def time_limit(name: str) -> contextlib.AbstractContextManager:
-        names.append(name)
-        return contextlib.nullcontext()
-
-    def first(completions):
-        return [1.0]
-
-    score(Task([], [], [first, first], [1.0] * 2), [group_of({"prompt": "1"}, "a")], TOKENIZER, 1, time_limit)
-    assert names == ["first", "first"]
