@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config, UserError
-from infra import run_folder
 
 
 class FailedElsewhere(UserError):
@@ -53,7 +52,7 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         code = 130
     except (Exception, SystemExit) as error:
         if is_lost_contact(error):
-            say(f"lost contact with another rank: {str(error).splitlines()[0]}. {run_folder.goes_on(config)}")
+            say(f"lost contact with another rank: {str(error).splitlines()[0]}")
             code = stand_by(1)
         else:
             code = report_failure(error, 1, traceback.format_exc())

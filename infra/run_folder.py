@@ -121,15 +121,17 @@ def saved_steps(out: Path) -> list[int]:
 def begin(config: Config, given: Config, done: int) -> list[str]:
     """Called when all is ready to start. -> notes"""
     out, notes = Path(config.out), []
-    if starts_over(config) and out.exists():
-        free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
-        aside = next(path for path in free if not path.exists())
-        out.rename(aside)
-        notes.append(f"the run that was in {out}/ is in {aside}/ now")
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
     if open_run(config) != done:
         raise UserError(f"another process has written to {out} by now: start again, or give another --out")
+    if starts_over(config) and settings_of(out) is not None:
+        free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
+        aside = next(path for path in free if not path.exists())
+        out.rename(aside)
+        out.mkdir()
+        lock(out)
+        notes.append(f"the run that was in {out}/ is in {aside}/ now")
     by_hand = {name: x for name, x in plain(given).items() if x != plain(Config())[name]}
     if done:
         notes += figures_that_change(settings_of(out), config)
