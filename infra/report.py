@@ -281,12 +281,13 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
     file = Path(out) / "not_finite.safetensors"
     if ranks.rank() == 0:
         save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
-    ranks.barrier()
     part = "the backward pass" if loss.isfinite() else "a reward, a log-prob or a ratio"
-    raise UserError(
-        f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {part} overflowed; check the rewards, "
-        f"lower --learning_rate, or try --dtype float32. The update was not made; its completions are in {file}"
-    )
+    with ranks.fail_together():  # told once, when the file is there
+        raise UserError(
+            f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {part} overflowed; check the "
+            "rewards, lower --learning_rate, or try --dtype float32. The update was not made; its completions are in "
+            f"{file}"
+        )
 
 
 def finished(out: Path, note: str = "") -> int:
