@@ -39,7 +39,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         given = vars(given)
         if file := given.pop("config", None):
             given = run_folder.given_in(Path(file)) | given
-        out = Path(given.get("out") or "")
+        out = Path(str(given.get("out") or ""))
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
             given = vars(run_folder.settings_of(out)) | given
         wrong = [no_such_flag(word) for word in (*unknown, *(f"--{name}" for name in given.keys() - SETTINGS.keys()))]
@@ -73,7 +73,7 @@ def flags() -> argparse.ArgumentParser:
         groups[heading].add_argument(
             f"--{name}",
             type=as_truth if kind is bool else kind,
-            nargs="*" if is_list(setting) else "?" if kind is bool else None,
+            nargs="+" if is_list(setting) else "?" if kind is bool else None,
             const=True if kind is bool else None,
             metavar="NAME" if names_of(setting) else kind.__name__.upper(),
             help=f"{setting.metadata['text']} ({limits})".replace("%", "%%"),
@@ -141,7 +141,10 @@ def wrong_values(config: Config) -> dict[str, str]:
         given = getattr(config, name)
         if given is None and setting.default is None:
             continue
-        values = given if is_list(setting) and isinstance(given, list) else [given]
+        if is_list(setting) and not isinstance(given, list):
+            lines[name] = f"--{name} {given}: must be a list"
+            continue
+        values = given if is_list(setting) else [given]
         wrong = [value for value in values if not is_allowed(setting, value)]
         if wrong:
             kind, names = kind_of(setting), names_of(setting)
