@@ -55,7 +55,7 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for name, value in logged:
         if math.isfinite(value):
-            values.setdefault(f"logged/{name}", []).append(value)
+            values.setdefault(name, []).append(value)
     return {name: mean(of_name) for name, of_name in sorted(values.items())}
 
 
