@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,17 +23,17 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 import train
 from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config, settings_that_may_change
-from infra.command_line import parse
+from infra.command_line import parse, ready
 from loss import policy_loss, token_weights
-from tasks import Task
 from tasks._characters import small_config
 from tools import ablate, evidence, plot
 
 HERE = Path(__file__).parent.parent
-PAGES = {str(path.relative_to(HERE)): path.read_text() for path in [HERE / "README.md", *HERE.glob("docs/*.md")]}
-README, EXTENDING, FINDINGS = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/findings.md"))
+PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md")]
+PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
+README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 EDITS = EXTENDING.partition("## Another optimizer\n")[2]  # of train.py, in the place of a flag
-ADDITIONS = README + EXTENDING.removesuffix(EDITS)
+ADDITIONS = EXTENDING.removesuffix(EDITS)
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -45,6 +46,10 @@ def commands(page: str, start: str) -> list[list[str]]:
     """The words that follow this start, for each command of the page that has it."""
     lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line[match.end() :], comments=True) for line in lines if (match := re.match(start, line))]
+
+
+def settings_of(words: list[str]) -> Config:
+    return ready(parse(words, on_gpu=False), on_gpu=False)
 
 
 # ---- What the pages name ----
@@ -111,31 +116,21 @@ def test_every_command_is_understood(page):
 
 def test_imports_run_one_way():
     """As docs/contributing.md says: tools -> train -> infra -> tasks -> the other files at the top; no circle."""
-    order = ["tools", "train", "infra", "tasks", "concepts"]
+    order = ["results", "tools", "train", "infra", "tasks"]
     imports = {}
     for path in [file for file in HERE.rglob("*.py") if "test" not in file.name and ".venv" not in file.parts]:
         name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
-        found = set()
+        imports[name] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                imports[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        imports[name] = found
-
-    def room(name: str) -> int:
-        top = name.split(".")[0]
-        return order.index(top if top in order else "concepts")
-
-    own = {name: {other for other in found if other in imports} for name, found in imports.items()}
-    assert own["loss"] == own["advantage"] == set()
-    for name, others in own.items():
-        assert all(room(name) <= room(other) for other in others), (name, others)
-    left = own
-    while left:
-        free = {name for name, others in left.items() if not others & left.keys()}
-        assert free, f"a circle among {sorted(left)}"
-        left = {name: others for name, others in left.items() if name not in free}
+                imports[name] |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    imports = {name: found & imports.keys() for name, found in imports.items()}
+    room = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
+    assert [(name, one) for name, found in imports.items() for one in found if room[one] < room[name]] == []
+    assert imports["loss"] == imports["advantage"] == set()
+    TopologicalSorter(imports).prepare()  # raises where there is a circle
 
 
 # ---- What the logs say ----
@@ -153,7 +148,7 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
     logged, again = (plot.read_log(folder).lines for folder in (HERE / "results" / "default" / "seed-0", tmp_path))
     logged = [line for line in logged if "reward" in line][:3]
     assert [line["step"] for line in again] == [1, 2, 3]
-    for name in ("reward", "completion_length", "entropy", "grad_norm", "advantage_easy", "loss"):
+    for name in ("reward", "completion_length", "entropy", "grad_norm", "loss"):
         expected = pytest.approx([line[name] for line in logged], rel=1e-3, abs=1e-6)
         assert [line[name] for line in again] == expected, name
 
@@ -161,34 +156,40 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
 def test_the_findings_come_from_runs_of_their_commands():
     """With the settings that the command has today, and from one commit."""
     commits = set()
-    for args in map(ablate.parse, commands(FINDINGS, "python -m tools.ablate")):
+    for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
         for variant, seed in itertools.product(args.variants, args.seeds):
-            out = ablate.folder_of(args.out, variant, seed)
-            meant = vars(parse([*args.flags, *ablate.flags_of(variant), "--seed", seed, "--out", str(out)], False))
-            made = json.loads((HERE / "results" / out.relative_to("runs") / "config.json").read_text())
-            names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()} | {"out"}
+            folder = ablate.folder_of(HERE / "results" / args.out.name, variant, seed)
+            made = json.loads((folder / "config.json").read_text())
+            meant = vars(settings_of([*args.flags, *ablate.flags_of(variant), "--seed", seed]))
+            names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()}
             assert {name: made["settings"][name] for name in names} == {name: meant[name] for name in names}
             commits.add(made["commit"])
             if meant["max_grad_norm"] == 100:  # "never takes hold"
-                steps = plot.read_log(HERE / "results" / out.relative_to("runs")).lines
-                assert max(step.get("grad_norm", 0) for step in steps) < 100
+                assert max(step.get("grad_norm", 0) for step in plot.read_log(folder).lines) < 100
     assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
 
 
-def test_the_atlas_comes_from_runs_of_its_commands():
-    for args in map(ablate.parse, commands(PAGES["docs/atlas.md"], "python -m tools.ablate")):
-        kept = HERE / "results" / f"{args.out.name}.jsonl"
-        for row in map(json.loads, kept.read_text().splitlines() if kept.exists() else []):
-            made = vars(Config()) | row["settings"]
-            variant = {name: str(made[name]) for name in ("algorithm", "learning_rate", "seed")}
-            meant = vars(parse([*args.flags, *ablate.flags_of(variant)], on_gpu=False))
-            names = meant.keys() - {*settings_that_may_change()} | {"steps"}
-            assert {name: made[name] for name in names} == {name: meant[name] for name in names}, row["run"]
+# ---- Objectives ----
+
+
+def test_the_page_of_objectives_has_every_preset_and_switch():
+    rows = dict(re.findall(r"^\| `([\w+-]+)` .* \| `(--.*?)` \|", OBJECTIVES, re.MULTILINE))
+    assert rows.keys() == ALGORITHMS.keys()
+    for name, flags in rows.items():
+        grpo = {} if name == "grpo" else ALGORITHMS["grpo"]
+        switches = {switch: value for switch, value in ALGORITHMS[name].items() if value != grpo.get(switch)}
+        given = vars(parse(shlex.split(flags), on_gpu=False))
+        assert {switch: given[switch] for switch in re.findall(r"--(\w+)", flags)} == switches, name
+    sections = re.split("^##+ ", OBJECTIVES, flags=re.MULTILINE)
+    for field in dataclasses.fields(Config):
+        if field.metadata["heading"] == "The objective" and field.name != "algorithm":
+            (section,) = (text for text in sections if re.match(rf".*--{field.name}\b", text))  # in its title
+            assert [name for name in field.metadata["names"] or () if f"`{name}`" not in section] == [], field.name
 
 
 def gradient_of(algorithm: str) -> torch.Tensor:
     """Of the preset's loss by the log-probs, in the first update of a rollout."""
-    settings = parse(["--algorithm", algorithm, "--prompts_per_step", "3", "--num_generations", "4"], on_gpu=False)
+    settings = settings_of(["--algorithm", algorithm, "--prompts_per_step", "3", "--num_generations", "4"])
     torch.manual_seed(0)
     rewards, logp = torch.rand(3, 4, dtype=torch.float64), torch.randn(12, 9, dtype=torch.float64).requires_grad_()
     mask = torch.arange(9) < torch.randint(1, 10, (12, 1))
@@ -196,7 +197,7 @@ def gradient_of(algorithm: str) -> torch.Tensor:
     lengths = mask.sum(1).view(3, 4)
     advantages = group_advantages(parts, settings.scale_rewards, settings.baseline, lengths=lengths).flatten()
     weights = token_weights(mask, settings.normalization, settings.max_completion_length, torch.arange(12) // 4)
-    switches = {name: getattr(settings, name) for name in train.LOSS_SWITCHES}
+    switches = {name: getattr(settings, name) for name in ("objective", "ratio", "epsilon_low", "epsilon_high")}
     loss, _ = policy_loss(logp, logp.detach(), advantages, weights, mask, **switches)
     return torch.autograd.grad(loss, logp)[0]
 
@@ -219,11 +220,10 @@ def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
     script.write_text(blocks(EXTENDING, "python")[0])
     monkeypatch.chdir(HERE)
     own = runpy.run_path(str(script))
-    answers = {"1047+85=": "1132", "723+1409=": "2132"}
-    config = parse(["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path / "run")], on_gpu=False)
+    config = settings_of(["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path / "run")])
     run, *_ = train.set_up(config, torch.device("cpu"))
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
-    run.task.train = sorted(rows, key=lambda row: Task(rows, [], [], [], 1.0).draw(0, 0) != row)
+    rows = [{"prompt": "1047+85=", "answer": "1132"}, {"prompt": "723+1409=", "answer": "2132"}]
+    monkeypatch.setattr(run.task, "draw", lambda first, n, seed: rows)
     gradients = []
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.extend(p.grad.clone() for p in run.model.parameters()))
     monkeypatch.setattr(train.ranks, "clip_gradients", lambda model, norm: torch.zeros(()))
@@ -231,60 +231,50 @@ def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
     sampled = [completion.ids for group in groups for completion in group.completions]
     assert sampled == [completion.ids for group in own["groups"] for completion in group.completions]
     for ours, theirs in zip(gradients, own["model"].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-4, atol=1e-6)  # fp32, in other micro-batches
+
+
+def patched(diff: str, folder: Path) -> dict[str, str]:
+    """Its files as it makes them. Each hunk's context and removed lines stand in their file exactly once."""
+    files = {}
+    for file in re.split(r"^--- .*\n\+\+\+ b/", diff, flags=re.MULTILINE)[1:]:
+        name, *hunks = file.split("\n@@\n")
+        files[name] = (folder / name).read_text()
+        for hunk in hunks:
+            sides = [[line[1:] for line in hunk.splitlines() if line[:1] in marks] for marks in (" -", " +")]
+            old, new = ("\n".join(["", *lines, ""]) for lines in sides)
+            assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"
+            files[name] = files[name].replace(old, new)
+    return files
+
+
+def test_every_diff_is_small_and_applies_by_itself():
+    assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory) -> Path:
-    """A copy of the code, in a git repository of its own."""
-    copy = tmp_path_factory.mktemp("clean") / "copy"
+def fork(tmp_path_factory) -> Path:
+    """A copy of the code with every file and every diff. What edits train.py itself makes edited.py of it."""
+    copy = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("docs", "results", "runs", ".*", "__pycache__"))
-    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
-    return copy
-
-
-def apply(diff: str, copy: Path, *flags: str) -> None:
-    applied = subprocess.run(["git", "apply", *flags], input=diff, cwd=copy, text=True, capture_output=True)
-    assert applied.returncode == 0, applied.stderr + diff
-
-
-@pytest.fixture(scope="module")
-def fork(clean) -> Path:
-    """With every file and every diff, one after the other. What edits train.py itself makes edited.py of it."""
-    copy = shutil.copytree(clean, clean.with_name("fork"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3)]:
         (copy / name).write_text(text)
-    judge = AutoTokenizer.from_pretrained(HERE / "models" / "addition")
-    judging = small_config(judge, 32, 32)
-    judging.num_labels = 1
-    judges = LlamaForSequenceClassification(judging)
-    for part in (judge, judges):
-        part.save_pretrained(copy / "reward_model")
-    for diff in blocks(ADDITIONS, "diff"):
-        apply(diff, copy)
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "models" / "addition")
+    config = small_config(tokenizer, 32, 32)
+    config.num_labels = 1
+    tokenizer.save_pretrained(copy / "reward_model")
+    LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
     shutil.copy(copy / "train.py", copy / "edited.py")
-    for diff in blocks(EDITS, "diff"):
-        apply(diff.replace("/train.py", "/edited.py"), copy)
+    for diff in blocks(README + ADDITIONS + EDITS.replace("b/train.py", "b/edited.py"), "diff"):
+        for name, text in patched(diff, copy).items():
+            (copy / name).write_text(text)
     return copy
-
-
-def test_every_diff_applies_by_itself_and_is_small(clean):
-    for diff in blocks(README + EXTENDING, "diff"):
-        apply(diff, clean, "--check")
-        assert diff.count("\n+++ ") <= 2
 
 
 RUN_ALL = """
 import importlib, json, sys
-for i, (module, *words) in enumerate(json.load(sys.stdin)):
-    if "largest" in words:
-        words += ["--steps", "20"]
-    else:
-        words += ["--steps", "2", "--prompts_per_step", "4"]
-    if module == "edited":  # with SGD, the learning rate of that addition
-        words += ["--learning_rate", "0.1"]
-    code = importlib.import_module(module).main([*words, "--eval_every", "0", "--out", f"runs/{i}"])
-    assert code == 0, (module, words, code)
+for module, *words in json.load(sys.stdin):
+    assert importlib.import_module(module).main(words) == 0, (module, words)
 """
 
 
@@ -295,16 +285,21 @@ def runs(fork) -> dict[str, tuple[Path, list[dict]]]:
     lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
     lines += [["train", *ablation.flags, *ablate.flags_of(ablation.variants[-1])]]
     lines += [["edited", *words] for words in commands(EDITS, "python train.py")]
+    asked = []
+    for i, line in enumerate(lines):
+        shorter = ["--steps", "20"] if "largest" in line else ["--steps", "2", "--prompts_per_step", "4"]
+        rate = ["--learning_rate", "0.1"] if line[0] == "edited" else []  # SGD's, in that addition
+        asked.append([*line, *shorter, *rate, "--eval_every", "0", "--out", f"runs/{i}"])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", RUN_ALL]
-    ended = subprocess.run(command, input=json.dumps(lines), cwd=fork, env=environment, text=True, capture_output=True)
+    ended = subprocess.run(command, input=json.dumps(asked), cwd=fork, env=environment, text=True, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     folders = [fork / "runs" / str(i) for i in range(len(lines))]
     return {" ".join(words): (out, plot.read_log(out).lines) for words, out in zip(lines, folders, strict=True)}
 
 
 def test_every_command_of_an_addition(runs):
-    assert "train --normalization vl" in runs and len(runs) > 9
+    assert any(line.endswith("vl") for line in runs) and len(runs) > 9
     for line, (folder, steps) in runs.items():
         for step in steps:
             if "brevity" in line:
@@ -318,14 +313,10 @@ def test_every_command_of_an_addition(runs):
             assert steps[0]["reward"] < 0.1 and steps[-1]["reward"] > 0.3, "it learns"
         if "chi2" in line:
             assert steps[0]["kl"] == 0 < steps[1]["kl"]
-
-
-def test_another_optimizer_and_a_buffer(runs):
-    """The optimizer's state is saved. The completions of the step before are trained on once more, off-policy."""
-    folder, _ = runs["edited --learning_rate 0.1"]
-    assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
-    _, steps = runs["edited --old_policy sampler"]
-    assert abs(steps[0]["loss"]) < 1e-6 < 1e-4 < abs(steps[1]["loss"])
+        if "edited" in line:  # another optimizer, whose state is saved
+            assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
+        if "edited" in line and "sampler" in line:  # completions of the step before are trained on again, off-policy
+            assert abs(steps[0]["loss"]) < 1e-6 < 1e-4 < abs(steps[1]["loss"])
 
 
 def own(fork: Path, name: str) -> SimpleNamespace:
@@ -339,30 +330,22 @@ def test_the_reward_model_it_adds(fork, runs, monkeypatch):
     texts = ["#1", "#22", *["#3"] * 20, "7+5=12#12"]
     scores = judge.judge(prompts=["1+1="] * 23, completions=texts)
     alone = [judge.model(**judge.tokenizer(f"1+1={text}", return_tensors="pt")).logits.item() for text in texts]
-    assert scores == pytest.approx(alone, abs=1e-5) and len({*scores}) >= 4
+    assert scores == pytest.approx(alone, abs=1e-5) and len({*scores}) >= 4  # fp32, scores near 1
     _, steps = runs["train --reward judge.py:judge"]
     assert all(step["reward"] == step["reward/judge"] != 0 for step in steps)
 
 
-def test_the_normalization_it_adds(fork):
-    """w = |o_i|^-0.75 / (L sum_j |o_j|^-0.75); completions of 5, 0, 2 and 7 tokens, L = 10"""
-    lengths = [5, 0, 2, 7]
-    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+def test_the_functions_it_adds(fork):
+    """w = |o_i|^-0.75 / (L sum_j |o_j|^-0.75); the chi2 estimator, whose mean is half of sum pi_ref^2 / pi - 1; the
+    median as a baseline; min-p."""
+    loss, lengths = own(fork, "loss"), [5, 0, 2, 7]
     total = sum(n**-0.75 for n in lengths if n)
     expected = [[n**-0.75 / (10 * total) if t < n else 0.0 for t in range(8)] for n in lengths]
-    weights = own(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
-
-
-def test_the_kl_estimator_it_adds(fork):
-    """Its mean over the policy's tokens is half of sum pi_ref^2 / pi - 1."""
+    weights = loss.token_weights(torch.arange(8) < torch.tensor(lengths)[:, None], "vl", max_completion_length=10)
+    assert weights.tolist() == [pytest.approx(row, rel=1e-14) for row in expected]
     policy, reference = torch.randn(2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
-    per_token = own(fork, "loss").kl_divergence(policy.log(), reference.log(), "chi2")
-    exact = ((reference.square() / policy).sum() - 1) / 2
-    torch.testing.assert_close((policy * per_token).sum(), exact, rtol=0, atol=1e-12)
-
-
-def test_the_advantage_and_the_knob_it_adds(fork):
+    mean = (policy * loss.kl_divergence(policy.log(), reference.log(), "chi2")).sum()
+    assert float(mean) == pytest.approx(float((reference.square() / policy).sum() - 1) / 2, rel=1e-12)
     rewards = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0]])
     advantages = own(fork, "advantage").group_advantages(rewards, scale="none", baseline="median")
     assert advantages.tolist() == [[-1.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
