@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tasks._prompts import check_prompts, encode_prompt, notes
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,6 +36,7 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
+from tasks._prompts import check_prompts, encode_prompt, notes
 
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
 
