@@ -225,7 +225,7 @@ class RunLog:
         """-> exit code"""
         self.bar.close()
         name = signal.Signals(signal_number).name
-        self.say(f"stopped by {name} after step {step}; {run_folder.goes_on(self.config)}")
+        self.say(f"stopped by {name} after step {step}; the same command goes on, without --overwrite")
         return 128 + signal_number
 
     def say(self, line: str) -> None:

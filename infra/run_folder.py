@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -56,11 +55,7 @@ def open_run(config: Config) -> int | None:
         told = [f"{out} holds a run with other settings:", *lines, "give another --out, or start over with --overwrite"]
         raise UserError("\n".join(told))
     if config.steps < made:
-        weights = model if model.exists() else checkpoint_of(out, made)
-        raise UserError(
-            f"--steps {config.steps}: the run in {out} has made {made} already; give as many or more, or evaluate it: "
-            f"--model {weights} --steps 0 --out ..."
-        )
+        raise UserError(f"--steps {config.steps}: the run in {out} has made {made} already; give another --out")
     if config.steps == made and model.exists():
         return None
     if not saved and model.exists():
@@ -83,27 +78,17 @@ def made_steps(out: Path) -> int | None:
     return 0 if made else None
 
 
-def goes_on(config: Config) -> str:
-    """What the same command would do now; nothing where it would not go on."""
-    out = Path(config.out)
-    there, saved = settings_of(out), saved_steps(out)
-    if there is None or not saved or other_settings(there, config):
-        return ""
-    without = "without --overwrite " if config.overwrite else ""
-    return f"the same command {without}goes on after step {max(saved)}, from {out}/"
-
-
 def other_settings(there: Config, here: Config) -> list[str]:
     """What makes another run of it."""
-
-    def meant(config: Config, name: str) -> Any:
-        value = getattr(config, name)
-        if name not in PATHS:
-            return value
-        return [os.path.realpath(word) for word in (value if isinstance(value, list) else [value or ""])]
-
     fixed = [name for name in vars(here) if name not in settings_that_may_change()]
-    return [name for name in fixed if meant(there, name) != meant(here, name)]
+    meant = {name: (words_of(there, name), words_of(here, name)) for name in fixed if name in PATHS}
+    same_files = [name for name, (a, b) in meant.items() if [*map(os.path.realpath, a)] == [*map(os.path.realpath, b)]]
+    return [name for name in fixed if getattr(there, name) != getattr(here, name) and name not in same_files]
+
+
+def words_of(config: Config, name: str) -> list[str]:
+    value = getattr(config, name) or []
+    return [value] if isinstance(value, str) else value
 
 
 def checkpoint_of(out: Path, step: int) -> Path:
@@ -152,19 +137,14 @@ def check_that_it_can_be_renamed(config: Config) -> None:
     if os.path.ismount(out):
         raise UserError(f"--overwrite: {out} is a mount and cannot be renamed; give another --out")
     for name in PATHS:
-        value = getattr(config, name) or []
-        for word in [value] if isinstance(value, str) else value:
-            if Path(word).resolve().is_relative_to(out):
-                raise UserError(f"--{name} {word}: --overwrite would move it away; give another --out")
+        if any(Path(word).resolve().is_relative_to(out) for word in words_of(config, name)):
+            raise UserError(f"--{name}: --overwrite would move away what is in {out}; give another --out")
 
 
 def figures_that_change(there: Config, here: Config) -> list[str]:
     notes = []
     if there.steps != here.steps and here.lr_schedule != "constant":
-        notes.append(
-            f"lr_schedule {here.lr_schedule}: goes down over {here.steps} steps from here on, so far it did over "
-            f"{there.steps}: this is not the run that --steps {here.steps} makes in one go"
-        )
+        notes.append(f"lr_schedule {here.lr_schedule}: so far over {there.steps} steps, now over {here.steps}")
     held_out = [one.eval_prompts if one.eval_every else 0 for one in (there, here)]
     if here.data and held_out[0] != held_out[1]:
         notes.append(f"{held_out[0]} prompts were held out so far, now {held_out[1]}: other ones are trained on")
