@@ -70,7 +70,7 @@ def test_every_test_is_there():
 def test_every_flag_is_there():
     added = re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)
     settings = {field.name for field in dataclasses.fields(Config)} | {*added}
-    tools = "\n".join(path.read_text() for path in HERE.glob("tools/*.py"))
+    tools = "\n".join(path.read_text() for path in [*HERE.glob("tools/*.py"), *HERE.glob("results/*/*.py")])
     others = {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
     others |= {"nodes", "ntasks", "gpus", "requeue", "help"}  # Slurm's, and everyone's
 
@@ -84,7 +84,7 @@ def test_every_file_is_there():
     made = {"prompts.jsonl", "metrics.jsonl", "samples.jsonl", "config.json", *(name for name, _ in FILES)}
 
     def is_there(page: str, name: str) -> bool:
-        return name in made or (HERE / name).exists()
+        return name in made or (HERE / name).exists() or (HERE / page).with_name(name).exists()
 
     assert missing(r"`([\w/.]+\.(?:py|txt|md|toml|jsonl?))`", is_there) == []
     tree = [line.split()[0] for line in README.partition("\ntrain.py  ")[2].partition("```")[0].splitlines()[1:]]
