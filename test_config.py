@@ -13,7 +13,7 @@ GRPO = dict(
     normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="token", epsilon_low=0.2,
     epsilon_high=0.2, combine_rewards="sum", dynamic_sampling=0,
 )  # fmt: skip
-PAPERS = {  # as in the README: in what each differs from GRPO
+PAPERS = {  # as on docs/objectives.md: in what each differs from GRPO
     "grpo": {},
     "dr_grpo": dict(normalization="constant", scale_rewards="none"),
     "dapo": dict(normalization="global", epsilon_high=0.28, dynamic_sampling=3),

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from tqdm import tqdm
 
 from config import Config, UserError
 
@@ -150,5 +151,4 @@ def warn(message: str) -> None:
 
 def say(message: str) -> None:
     """On stderr, the end of the line included in one go: another rank may be writing at the same time."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    tqdm.write(message + "\n", file=sys.stderr, end="")  # not into the line of a bar

@@ -123,8 +123,6 @@ def std(rewards: Tensor) -> float | None:
 
 # ---- Files and screen ----
 
-STEPS_WITHOUT_SIGNAL = 10  # in a row, until it is said
-
 
 class RunLog:
     """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
@@ -134,7 +132,6 @@ class RunLog:
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
         self.tracker = None
         self.bar = tqdm(disable=True)
-        self.without_signal = 0  # steps in a row
         if config.report_to:
             importlib.import_module(config.report_to)  # it is there
 
@@ -178,7 +175,6 @@ class RunLog:
             self.tracker(metrics)
         if groups:
             self.show_step(metrics)
-            self.note_no_signal(metrics["step"], groups)
         if held_out := headline(metrics):
             figures = (f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out)
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
@@ -198,14 +194,6 @@ class RunLog:
             "extras": group.extras[i],
         }
 
-    def note_no_signal(self, step: int, groups: list[Group]) -> None:
-        """Said once for each time that it lasts."""
-        self.without_signal = 0 if any(group.advantages.any() for group in groups) else self.without_signal + 1
-        if self.without_signal == 1 and all(group.rewards.isnan().all() for group in groups):
-            self.say(f"note: step {step}: no completion got a reward (None for all), so nothing is learnt from it")
-        if self.without_signal == STEPS_WITHOUT_SIGNAL:
-            self.say(f"note: nothing was learnt in {STEPS_WITHOUT_SIGNAL} steps: the rewards of each group are equal")
-
     def show_step(self, metrics: dict) -> None:
         figures = (
             f"reward {show(metrics['reward'])}  length {show(metrics['completion_length'], 1)}  "
@@ -215,6 +203,8 @@ class RunLog:
         self.bar.update()
         if self.bar.disable:
             self.say(f"step {metrics['step']}/{self.config.steps}  {figures}")
+        if metrics["step"] == self.config.steps:
+            self.bar.close()
 
     def generating(self, tokens: int, rows: int) -> None:
         """Progress inside a long rollout; tqdm draws it some times a second."""
