@@ -1,12 +1,27 @@
 """Settings: what a preset switches, what wins over what, and that those of committed runs still mean the same."""
 
 import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from config import ALGORITHMS, Config, resolve, settings_that_may_change
+import train
+from config import ALGORITHMS, Config, UserError, resolve, settings_that_may_change
+from conftest import ROOT, metrics, samples
 from infra.command_line import ready
+from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
 GRPO = dict(
@@ -93,3 +108,221 @@ def test_settings_of_a_committed_run_are_valid_and_stay_as_they_are(file):
 
 def test_there_are_committed_runs():
     assert len(COMMITTED) > 50
+
+
+# ---- Every setting does something ----
+
+REWARDS = """
+def letters(prompts, completions, **columns):
+    return [len(set(text)) + 0.5 * text.count(prompt[0]) for prompt, text in zip(prompts, completions)]
+
+
+def short(completion_ids, **columns):
+    return [1.0 / len(ids) for ids in completion_ids]
+
+
+def alike(prompts, completions, **columns):
+    return [0.5 if prompt[0] in "abc" else float(len(text)) for prompt, text in zip(prompts, completions)]
+"""
+TRACKER = """
+from pathlib import Path
+
+def login(prompt):
+    return True
+
+def init(**about):
+    return type("Tracker", (), dict(log=lambda self, figures, step: Path("tracked").touch(), finish=print))()
+"""
+TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+PLAIN = dict(
+    model="model", data="rows.jsonl", eval_data="held.jsonl", reward=["letters"], prompts_per_step=3, num_generations=4,
+    max_completion_length=8, steps=2, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1e6, eval_every=0,
+    eval_prompts=3, samples_per_step=-1, out="out",
+)  # fmt: skip
+NOTHING_OF_ONES_OWN = dict(model=None, data=None, reward=[], eval_data=None)
+OFF_POLICY = dict(num_iterations=2, learning_rate=0.02, beta=0.5)
+SAPO = OFF_POLICY | dict(objective="sapo")
+
+# For each setting another value, what is set beside it, and what must come out otherwise than without that value: an
+# aspect of `outcome`. Or the test that holds it.
+DIFFERS = {
+    "model": ("other", {}, "completions"),
+    "task": ("sorting", NOTHING_OF_ONES_OWN, "prompts completions"),
+    "data": ("held.jsonl", {}, "prompts completions"),
+    "eval_data": ("rows.jsonl", dict(eval_every=1), "eval"),
+    "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
+    "reward": (["short"], {}, "reward weights"),
+    "reward_weights": ([1.0, 9.0], dict(reward=["letters", "short"]), "reward weights"),
+    "drop_long_prompts": (True, dict(data="long.jsonl"), "error"),
+    "correct": ("letters", {}, "length_correct"),
+    "reward_timeout": "infra/test_faults.py: test_reward_timeout",
+    "trust_remote_code": "infra/test_inputs.py: test_code_that_comes_with_a_model_is_run_when_asked_for",
+    "prompts_per_step": (4, {}, "prompts completions weights"),
+    "num_generations": (5, {}, "prompts completions weights"),
+    "max_completion_length": (5, {}, "completions"),
+    "temperature": (0.7, {}, "completions entropy"),
+    "top_p": (0.5, {}, "completions"),
+    "top_k": (2, {}, "completions"),
+    "algorithm": ("dr_grpo", {}, "advantages loss weights"),
+    "normalization": ("global", {}, "loss weights"),
+    "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
+    "scale_rewards": ("none", {}, "advantages grad_norm weights"),
+    "baseline": ("none", {}, "advantages loss weights"),
+    "objective": ("cispo", OFF_POLICY, "loss weights"),
+    "ratio": ("sequence", OFF_POLICY, "loss weights"),
+    "old_policy": ("sampler", dict(dtype="bfloat16"), "sampler_gap"),
+    "epsilon_low": (0.01, OFF_POLICY, "clip_low weights"),
+    "epsilon_high": (0.01, OFF_POLICY, "clip_high weights"),
+    "sapo_tau_pos": (3.0, SAPO, "loss weights"),
+    "sapo_tau_neg": (3.0, SAPO, "loss weights"),
+    "delta": (1.21, OFF_POLICY, "loss weights"),
+    "beta": (0.5, {}, "kl weights"),
+    "kl_estimator": ("k1", OFF_POLICY, "kl weights"),
+    "kl_importance": (True, OFF_POLICY, "loss weights"),
+    "ref_sync_every": (1, dict(beta=0.5), "kl weights"),
+    "tis_mode": ("token_mask", dict(tis_cap=0.5), "grad_norm weights"),
+    "tis_cap": (0.5, {}, "grad_norm"),
+    "tis_floor": (2.0, {}, "grad_norm"),
+    "off_policy_mask": (0.01, OFF_POLICY, "off_policy weights"),
+    "top_entropy": (0.5, {}, "grad_norm weights"),
+    "entropy_coef": (0.5, {}, "loss weights"),
+    "mask_truncated": (True, {}, "grad_norm weights"),
+    "mask_truncated, lengths": (True, dict(baseline="length"), "advantages"),
+    "dynamic_sampling": (2, dict(reward=["alike"]), "prompts completions groups_replaced"),
+    "steps": (3, {}, "reward weights"),
+    "num_iterations": (2, {}, "weights"),
+    "minibatches": (2, {}, "weights"),
+    "learning_rate": (2e-3, {}, "learning_rate weights"),
+    "lr_schedule": ("linear", {}, "learning_rate weights"),
+    "warmup_steps": (2, {}, "learning_rate weights"),
+    "adam_beta1": (0.5, {}, "weights"),
+    "adam_beta2": (0.5, {}, "weights"),
+    "weight_decay": (1.0, {}, "weights"),
+    "max_grad_norm": (0.1, {}, "weights"),
+    "micro_batch_size": (1, {}, "update"),
+    "micro_batch_tokens": (30, {}, "update"),
+    "rollout_tokens": (60, {}, "rollout"),
+    "dtype": ("bfloat16", {}, "rollout update sampler_gap weights"),
+    "attn_implementation": ("eager", {}, "rollout update"),
+    "gradient_checkpointing": (True, {}, "update"),
+    "shard": (True, {}, "rollout update"),
+    "shard_size": (2, dict(shard=True), "error"),  # there is one rank
+    "eval_every": (1, {}, "eval"),
+    "eval_prompts": (2, dict(eval_every=1), "eval"),
+    "eval_k": (2, dict(eval_every=1), "eval"),
+    "save_every": (1, dict(keep_checkpoints=2), "files"),
+    "keep_checkpoints": (2, dict(save_every=1), "files"),
+    "samples_per_step": (1, {}, "prompts completions advantages"),
+    "report_to": ("wandb", {}, "files"),
+    "seed": (1, {}, "prompts completions"),
+    "out": ("elsewhere", {}, "files"),
+    "overwrite": (True, dict(beta=0.1, out="taken"), "error"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> Callable[..., dict]:
+    """-> a function that makes a run and tells what came of it; once for the same settings"""
+    folder, made = tmp_path_factory.mktemp("given"), {}
+    tokenizer = char_tokenizer("abcdef>")
+    tokenizer.chat_template = TEMPLATE
+    for seed, name in enumerate(("model", "other")):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
+        for weights in model.parameters():
+            weights.data *= 3 if weights.dim() > 1 else 1  # so that a prompt counts
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
+    chats = [[{"role": "user", "content": word}] for word in words]
+    files = {"rows": words, "held": [f"{word[1]}{word}" for word in words], "chat": chats, "long": [*words, "f" * 300]}
+    for name, prompts in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "wandb.py").write_text(TRACKER)
+
+    def of(settings: dict) -> dict:
+        if str(settings) not in made:
+            made[str(settings)] = run_in(tmp_path_factory.mktemp("run"), folder, PLAIN | settings)
+        return made[str(settings)]
+
+    return of
+
+
+def run_in(here: Path, folder: Path, settings: dict) -> dict:
+    """A run in the folder `here`, of what is in the other folder. -> what came of it"""
+    for name in ("model", "data", "eval_data"):
+        settings[name] = settings[name] and str(folder / settings[name])
+    settings["reward"] = [f"{folder}/rewards.py:{name}" for name in settings["reward"]]
+    work: dict[str, list] = {"rollout": [], "update": []}
+
+    def note(module: nn.Module, args: tuple, output: tuple) -> None:
+        how = work["update" if torch.is_grad_enabled() else "rollout"]
+        if isinstance(module, LlamaAttention):
+            how.append([*output[0].shape, output[0].dtype, module.config._attn_implementation])
+        if isinstance(module, FSDPModule):
+            how.append("sharded")
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    hook = register_module_forward_hook(note)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "wandb", raising=False)
+        try:
+            if settings["out"] == "taken":
+                train.train(Config(**settings | dict(overwrite=False, beta=0.0)))
+            assert train.train(Config(**settings)) == 0
+        except UserError as error:
+            return {"error": str(error)}
+        finally:
+            hook.remove()
+            if dist.is_initialized():  # by --shard
+                dist.destroy_process_group()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    out, lines = here / settings["out"], metrics(here / settings["out"])
+    steps, first = [line for line in lines if line["step"]], [line for line in samples(out) if line["step"] == 1]
+    assert settings.get("dtype") == "bfloat16" or all(line["sampler_gap"] < 1e-5 for line in steps)  # of float32
+    return {name: [line[name] for line in steps] for name in steps[-1] if not name.startswith("eval/")} | {
+        "prompts": [line["prompt"] for line in first],
+        "completions": [line["completion"] for line in first],
+        "advantages": [line["advantage"] for line in first],
+        "weights": load_file(out / "model" / "model.safetensors"),
+        "eval": [{name: x for name, x in line.items() if name.startswith("eval/")} for line in lines],
+        "files": {str(path.relative_to(here)) for path in here.rglob("*")},
+        **work,
+    }
+
+
+def same(ours: object, theirs: object) -> bool:
+    """Up to rounding."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(x, theirs[name]) for name, x in ours.items())
+    if isinstance(ours, Tensor):
+        return ours.shape == theirs.shape and float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    return ours == theirs
+
+
+@pytest.mark.parametrize("line", [line for line in DIFFERS if isinstance(DIFFERS[line], tuple)])
+def test_every_setting_does_something(outcome, line):
+    value, beside, aspects = DIFFERS[line]
+    setting = next(each for each in fields(Config) if each.name == line.partition(",")[0])
+    without, given, expected = outcome(beside), outcome(beside | {setting.name: value}), {*aspects.split()}
+    changed = {name for name in without | given if not same(given.get(name), without.get(name))}
+    assert expected <= changed and ("error" in without | given) == ("error" in expected)
+    if setting.metadata["heading"].startswith(("The objective", "Optimization")):
+        assert changed & {"prompts", "completions"} <= expected, "the first step is sampled before"
+    if setting.metadata["may_change"] and "weights" not in expected and "error" not in expected:
+        assert changed <= expected | {"rollout", "update"}, "nothing that is computed"
+
+
+def test_every_setting_has_its_line():
+    assert {line.partition(",")[0] for line in DIFFERS} == {each.name for each in fields(Config)}
+    for file, test in (line.split(": ") for line in DIFFERS.values() if isinstance(line, str)):
+        assert f"\ndef {test}(" in (ROOT / file).read_text()
