@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,16 +125,10 @@ def short(completion_ids, **columns):
 def alike(prompts, completions, **columns):
     return [0.5 if prompt[0] in "abc" else float(len(text)) for prompt, text in zip(prompts, completions)]
 """
-TRACKER = """
-from pathlib import Path
-
-def login(prompt):
-    return True
-
-def init(**about):
-    return type("Tracker", (), dict(log=lambda self, figures, step: Path("tracked").touch(), finish=print))()
-"""
 TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+TRACKER = SimpleNamespace(__spec__="it is there", login=lambda prompt: True)
+TRACKER.init = lambda **about: SimpleNamespace(log=lambda figures, step: Path("tracked").touch())
 
 PLAIN = dict(
     model="model", data="rows.jsonl", eval_data="held.jsonl", reward=["letters"], prompts_per_step=3, num_generations=4,
@@ -240,7 +235,6 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
     for name, prompts in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (folder / "rewards.py").write_text(REWARDS)
-    (folder / "wandb.py").write_text(TRACKER)
 
     def of(settings: dict) -> dict:
         if str(settings) not in made:
@@ -268,8 +262,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     hook = register_module_forward_hook(note)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
-        patch.syspath_prepend(folder)
-        patch.delitem(sys.modules, "wandb", raising=False)
+        patch.setitem(sys.modules, "wandb", TRACKER)
         try:
             if settings["out"] == "taken":
                 train.train(Config(**settings | dict(overwrite=False, beta=0.0)))
@@ -315,10 +308,10 @@ def test_every_setting_does_something(outcome, line):
     setting = next(each for each in fields(Config) if each.name == line.partition(",")[0])
     without, given, expected = outcome(beside), outcome(beside | {setting.name: value}), {*aspects.split()}
     changed = {name for name in without | given if not same(given.get(name), without.get(name))}
-    assert expected <= changed and ("error" in without | given) == ("error" in expected)
+    assert expected <= changed and ("error" in without) + ("error" in given) == ("error" in expected)
     if setting.metadata["heading"].startswith(("The objective", "Optimization")):
         assert changed & {"prompts", "completions"} <= expected, "the first step is sampled before"
-    if setting.metadata["may_change"] and "weights" not in expected and "error" not in expected:
+    if setting.metadata["may_change"] and not expected & {"weights", "error"}:
         assert changed <= expected | {"rollout", "update"}, "nothing that is computed"
 
 
