@@ -93,6 +93,11 @@ def flat_gradient(model: nn.Module) -> Tensor:
     return torch.cat([gradient.flatten().double() for gradient in gradients])
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """What a hundred roundings may add up to, relative to what is computed."""
+    return 100 * torch.finfo(dtype).eps
+
+
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Relative to the length of what is expected."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())

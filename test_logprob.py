@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import logprob
-from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, tiny_model
+from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, rounding, tiny_model
 from logprob import head_returns_logits, token_logprobs
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # after the head: caps or scales them
-# In a float64 model these families compute parts in float32, where rounding depends on the shape of the batch.
-TOLERANCE = {"gemma": 1e-6, "gemma3": 1e-6, "gptj": 1e-6, "mpt": 1e-6, "mamba": 1e-4}
+ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # a float64 model of any other family computes parts in float32
 
 
 def make_batch() -> SimpleNamespace:
@@ -58,20 +57,22 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
     """Of a random linear functional of both, with respect to all parameters, as one vector."""
     g = torch.randn(2, *logp.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     model.zero_grad(set_to_none=True)
-    value = (g[0] * logp).sum() if entropy is None else (g[0] * logp).sum() + (g[1] * entropy).sum()
-    value.backward()
+    (g[0] * logp + (0 if entropy is None else g[1] * entropy)).sum().backward()
     return flat_gradient(model)
 
 
-def assert_equals_reference(model: nn.Module, tolerance: float = 1e-9, temperature: float = 0.7) -> None:
+def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, temperature: float = 0.7) -> None:
+    """Up to a hundred roundings in this dtype, the coarsest that the model computes in: by how much such a part rounds
+    depends on the CPU and on the shape of the batch."""
     logp, entropy = score(model, temperature=temperature, entropy_grad=True)
     grad = gradient(model, logp, entropy)
     expected_logp, expected_entropy = reference(model, temperature=temperature)
     expected_grad = gradient(model, expected_logp, expected_entropy)
     assert expected_logp.min() * temperature < -10 and expected_entropy.max() > 0.01
-    torch.testing.assert_close(logp.double(), expected_logp, rtol=tolerance, atol=10 * tolerance)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=tolerance, atol=10 * tolerance)
-    assert distance(grad, expected_grad) < tolerance
+    close = partial(torch.testing.assert_close, rtol=rounding(dtype), atol=10 * rounding(dtype))
+    close(logp.double(), expected_logp)
+    close(entropy.double(), expected_entropy)
+    assert distance(grad, expected_grad) < rounding(dtype)
     scored = BATCH.completion.bool()
     assert (logp[scored] < 0).all() and (logp[~scored] == 0).all() and (entropy[~scored] == 0).all()
 
@@ -83,16 +84,16 @@ def assert_equals_reference(model: nn.Module, tolerance: float = 1e-9, temperatu
 def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, spread=2.0 if "tied" in name else 4.0)
-    tolerance = TOLERANCE.get(name, 1e-9)
-    assert_equals_reference(model, tolerance)
+    coarsest = torch.float64 if name in ALL_IN_FLOAT64 else torch.float32
+    assert_equals_reference(model, coarsest)
     assert head_returns_logits(model, BATCH.ids) == (name not in CHANGES_LOGITS)
     monkeypatch.setitem(logprob._returns_logits, model, False)
-    assert_equals_reference(model, tolerance)
+    assert_equals_reference(model, coarsest)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
 def test_float32(name: str):
-    assert_equals_reference(tiny_model(name, torch.float32), 2e-5)
+    assert_equals_reference(tiny_model(name, torch.float32))
 
 
 @pytest.mark.parametrize("head_bias", [False, True])
@@ -100,30 +101,32 @@ def test_float32(name: str):
 @pytest.mark.parametrize("chunk", [1, 1000])
 def test_chunks_and_temperatures(chunk, temperature, head_bias, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
-    model = tiny_model()
+    model = tiny_model("gpt2")
     if head_bias:
         model.lm_head.bias = nn.Parameter(3 * torch.randn(VOCAB, dtype=torch.float64))
-    assert_equals_reference(model, temperature=temperature)
+    assert_equals_reference(model, torch.float64, temperature)
     assert head_returns_logits(model, BATCH.ids)
 
 
+def only_the_head_trains(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.get_output_embeddings().requires_grad_(True)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "qwen3_moe", "gpt2"])
-def test_gradient_checkpointing(name: str):
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: model.get_output_embeddings().requires_grad_(False),
+        only_the_head_trains,
+    ],
+)
+def test_a_model_as_it_may_be_trained(name: str, prepare: Callable):
     model = tiny_model(name)
-    model.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing and model.training
+    prepare(model)
     assert_equals_reference(model)
-
-
-@pytest.mark.parametrize("frozen", ["head", "body"])
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_frozen(name: str, frozen: str):
-    model = tiny_model(name)
-    head = model.get_output_embeddings()
-    if frozen == "body":
-        model.requires_grad_(False)
-    head.requires_grad_(frozen == "body")
-    assert_equals_reference(model)
+    assert model.training
 
 
 def by_hand(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -133,23 +136,25 @@ def by_hand(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return logp, F.pad(-(log_p.exp() * log_p).sum(-1), (1, 0))
 
 
-@pytest.mark.parametrize("name, gradient_off", [("qwen2", 3e-3), ("gemma2", 1e-2)])
-def test_bf16_autocast(name: str, gradient_off: float, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Each logit is rounded to bfloat16, here or there differently, and so is each state's gradient."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, torch.float32)
     batch = SimpleNamespace(ids=BATCH.ids, attention=torch.ones_like(BATCH.ids), completion=BATCH.completion)
     with torch.autocast("cpu", torch.bfloat16):
         logp, entropy = score(model, batch, temperature=0.7, entropy_grad=True)
-        expected_logp, expected_entropy = by_hand(model(input_ids=batch.ids).logits, 0.7)
+        logits = model(input_ids=batch.ids).logits
+        expected_logp, expected_entropy = by_hand(logits, 0.7)
     assert head_returns_logits(model, batch.ids) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
 
-    scored = batch.completion.bool()
-    off = (logp - expected_logp)[scored].abs()
-    assert off.median() < 0.01 and off.max() < 0.5
-    assert (entropy - expected_entropy)[scored].abs().max() < 0.1
+    scored, eps = batch.completion.bool(), torch.finfo(torch.bfloat16).eps
+    of_a_logit = eps * float(logits.abs().max()) / 0.7
+    assert (logp - expected_logp)[scored].abs().max() < of_a_logit
+    assert (entropy - expected_entropy)[scored].abs().max() < of_a_logit
     grad = gradient(model, logp, entropy)
-    assert distance(grad, gradient(model, expected_logp * scored, expected_entropy * scored)) < gradient_off
+    assert distance(grad, gradient(model, expected_logp * scored, expected_entropy * scored)) < eps
 
 
 def test_entropy_under_autocast_is_summed_in_float32():
@@ -159,7 +164,8 @@ def test_entropy_under_autocast_is_summed_in_float32():
         _, expected = by_hand(model(input_ids=BATCH.ids).logits, 1.0)
     scored = BATCH.completion.bool() & BATCH.attention.cummin(1).values.bool()  # the rows without left padding
     assert scored.any() and expected[scored].max() > 7
-    torch.testing.assert_close(entropy[scored], expected[scored], rtol=1e-4, atol=0)
+    tolerance = rounding(torch.float32)  # far below a rounding in bfloat16, of 8e-3
+    torch.testing.assert_close(entropy[scored], expected[scored], rtol=tolerance, atol=0)
 
 
 def test_the_heads_gradient_under_autocast_stays_in_float32_once_a_chunk_is_made(monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +183,7 @@ def test_the_heads_gradient_under_autocast_stays_in_float32_once_a_chunk_is_made
             )
         logp.sum().backward()
         gradients.append(model.lm_head.weight.grad)
-    assert distance(gradients[1], 600 * gradients[0]) < 1e-5
+    assert distance(gradients[1], 600 * gradients[0]) < 600 * torch.finfo(torch.float32).eps  # one for each sum
 
 
 # Shapes and masks
@@ -215,48 +221,36 @@ def test_entropy_only_when_asked_for(name: str):
 # Which way, and that the model stays as it was
 
 
-class ScalesLogits(transformers.Qwen2ForCausalLM):
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits * 1.5
-        return output
+def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    class Changes(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids, use_cache=None):  # no logits_to_keep; the configuration says nothing of it
+            output = super().forward(input_ids=input_ids, use_cache=use_cache)
+            output.logits = change(output.logits)
+            return output
+
+    return lambda model: setattr(model, "__class__", Changes)
 
 
-class ScalesLogitsInPlace(transformers.Qwen2ForCausalLM):
-    def forward(self, input_ids, use_cache=None):  # no logits_to_keep either
-        output = super().forward(input_ids=input_ids, use_cache=use_cache)
-        output.logits *= 1.5
-        return output
+def own_forward(model: nn.Module) -> None:
+    model.lm_head.forward = lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
 
 
-class DropsTokens(transformers.Qwen2ForCausalLM):
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits[..., : VOCAB - 1]
-        return output
+CHANGES = {
+    "scaled": of_class(lambda logits: 1.5 * logits),
+    "scaled in place": of_class(lambda logits: logits.mul_(1.5)),
+    "a token less": of_class(lambda logits: logits[..., : VOCAB - 1]),
+    "by the head's own forward": own_forward,
+    "by a hook of the head": lambda model: model.lm_head.register_forward_hook(lambda _, args, out: 1.5 * out),
+}
 
 
-@pytest.mark.parametrize("changed", [ScalesLogits, ScalesLogitsInPlace, DropsTokens])
-def test_changed_logits_are_noticed(changed: type):
-    model = tiny_model()
-    model.__class__ = changed  # the configuration says nothing of it
-    assert_equals_reference(model)
-    assert not head_returns_logits(model, BATCH.ids)
-
-
-def test_a_head_with_its_own_forward_keeps_it():
-    model = tiny_model()
-    head = model.lm_head
-    head.forward = forward = lambda hidden: 1.5 * F.linear(hidden, head.weight)
-    assert_equals_reference(model)
-    assert not head_returns_logits(model, BATCH.ids) and head.forward is forward
-
-
-def test_a_forward_hook_that_changes_the_heads_output_is_noticed():
-    model = tiny_model()
-    model.lm_head.register_forward_hook(lambda module, args, output: 1.5 * output)
-    assert_equals_reference(model)
-    assert not head_returns_logits(model, BATCH.ids)
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_logits_are_noticed(name: str):
+    model = tiny_model("gpt2")
+    CHANGES[name](model)
+    forward = vars(model.lm_head).get("forward")
+    assert_equals_reference(model, torch.float64)
+    assert not head_returns_logits(model, BATCH.ids) and vars(model.lm_head).get("forward") is forward
 
 
 def test_a_cap_is_noticed_where_the_head_is_still_zero():
@@ -368,7 +362,7 @@ def test_two_chunks_of_logits_are_held_at_most(entropy_grad: bool, monkeypatch: 
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     used = memory("qwen2", partial(summed, entropy_grad=entropy_grad))
     assert used.largest == CHUNK_BYTES
-    assert used.peak < 1.05 * (2 * CHUNK_BYTES + WEIGHT_BYTES) < 0.4 * ALL_BYTES
+    assert used.peak < 1.05 * (2 * CHUNK_BYTES + WEIGHT_BYTES) < 0.4 * ALL_BYTES  # all else is small, but there
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
@@ -377,7 +371,7 @@ def test_the_slower_way_holds_one_rows_logits(entropy_grad: bool):
     one, three = (memory("gemma2", run, lengths) for lengths in ((20,), (20, 20, 20)))
     assert one.largest == three.largest == 20 * LARGE_VOCAB * 4
     # Two more: gradients of the head and of the embedding, to which the next row's are added.
-    assert three.peak < 1.02 * (one.peak + 2 * WEIGHT_BYTES)
+    assert three.peak < 1.02 * (one.peak + 2 * WEIGHT_BYTES)  # all else is small, but there
 
 
 def test_full_logits_are_seen_by_the_measurement():
