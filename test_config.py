@@ -252,7 +252,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     work: dict[str, list] = {"rollout": [], "update": []}
 
     def note(module: nn.Module, args: tuple, output: tuple) -> None:
-        how = work["update" if torch.is_grad_enabled() else "rollout"]
+        how = work["update" if module.training else "rollout"]
         if isinstance(module, LlamaAttention):
             how.append([*output[0].shape, output[0].dtype, module.config._attn_implementation])
         if isinstance(module, FSDPModule):
