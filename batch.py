@@ -21,7 +21,7 @@ class Group:
     """One prompt and its completions."""
 
     prompt_ids: list[int]
-    row: dict  # of the task
+    row: dict = field(default_factory=dict)  # of the task
     completions: list[Completion] = field(default_factory=list)  # G of them
     rewards: Tensor | None = None  # (G,), NaN: no reward
     reward_parts: Tensor | None = None  # (G, K), of each reward function
