@@ -211,6 +211,7 @@ DIFFERS = {
     "samples_per_step": (1, {}, "prompts completions advantages"),
     "report_to": ("wandb", {}, "files"),
     "seed": (1, {}, "prompts completions"),
+    "seed, of one prompt": (1, dict(data="one.jsonl"), "completions"),
     "out": ("elsewhere", {}, "files"),
     "overwrite": (True, dict(beta=0.1, out="taken"), "error"),
 }
@@ -231,7 +232,8 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
         tokenizer.save_pretrained(folder / name)
     words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
     chats = [[{"role": "user", "content": word}] for word in words]
-    files = {"rows": words, "held": [f"{word[1]}{word}" for word in words], "chat": chats, "long": [*words, "f" * 300]}
+    files = {"rows": words, "one": words[:1], "held": [word[1] + word for word in words], "chat": chats}
+    files["long"] = [*words, "f" * 300]
     for name, prompts in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (folder / "rewards.py").write_text(REWARDS)

@@ -122,6 +122,8 @@ def untrained() -> Tensor:
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """In float32 a gradient is right to about 1e-5. After some updates it is so to less: Adam divides by the size of
+    each entry, so that the smallest ones, which are mostly rounding, move a weight as much as all others."""
     assert expected.norm() > 0
     assert (actual - expected).norm() <= tolerance * expected.norm()
 
@@ -132,16 +134,14 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 BY_RANKS = {  # ranks and settings
-    "two": (2, {}),
-    "seven ranks, groups of eight, micro-batches of three": (7, dict(num_generations=8, micro_batch_size=3)),
-    "a group over three": (3, dict(prompts_per_step=1, micro_batch_size=1)),
-    "more ranks than completions": (
-        5, dict(prompts_per_step=1, num_generations=2, eval_every=1, eval_prompts=4, eval_k=1),
+    "seven ranks, groups of eight, micro-batches of three, some without a reward": (
+        7, dict(num_generations=8, micro_batch_size=3, reward="sometimes", entropy_coef=0.1),
     ),
-    "off-policy": (3, OFF_POLICY),
+    "off-policy, a group over three": (3, OFF_POLICY | dict(prompts_per_step=1, num_generations=8)),
+    "more ranks than completions": (
+        5, dict(prompts_per_step=1, num_generations=2, eval_every=1, eval_prompts=9, eval_k=1),
+    ),
     "dynamic sampling": (2, dict(reward="letters", dynamic_sampling=2, steps=3)),
-    "some without a reward": (2, dict(reward="sometimes", entropy_coef=0.1)),
-    "evaluation": (2, dict(eval_every=1, eval_prompts=9, eval_k=3)),
 }  # fmt: skip
 
 
@@ -165,8 +165,9 @@ def test_torchrun_from_another_directory(go, sorting, tmp_path):
 SPLITS = [dict(micro_batch_size=1), dict(micro_batch_tokens=40), dict(micro_batch_size=3, micro_batch_tokens=30)]
 VARIANTS = {
     "off-policy": OFF_POLICY,
-    "gspo": dict(algorithm="gspo", num_iterations=2, learning_rate=0.02),
-    "a group of eight": dict(prompts_per_step=1, num_generations=8, normalization="constant"),
+    "gspo, a group of eight": dict(
+        algorithm="gspo", num_iterations=2, learning_rate=0.02, prompts_per_step=1, num_generations=8
+    ),
 }
 
 
@@ -204,15 +205,6 @@ def test_micro_batches_are_as_large_as_asked_for(go, monkeypatch):
     lengths.clear()
     go("both", steps=1, micro_batch_size=5, micro_batch_tokens=40)
     assert [len(piece) for piece in lengths] == [min(5, n) for n in map(len, lengths)] != [5, 5, 2]
-
-
-def test_gradient_checkpointing_computes_again_and_changes_nothing(go, monkeypatch):
-    calls, mlp = [], type(sorting_model(Config())[0].model.layers[0].mlp)
-    forward = mlp.forward
-    monkeypatch.setattr(mlp, "forward", lambda *args: calls.append(1) or forward(*args))
-    plain, once = go("plain"), len(calls)
-    assert_same_run(go("saving", gradient_checkpointing=True), plain)
-    assert len(calls) > 2 * once, "layers run again in the backward pass"
 
 
 # ---- The step against the equation, completion by completion, in float64 ----
@@ -311,13 +303,14 @@ def test_a_step_is_the_papers_equation(go, gradients, name):
     ]
     known = by_hand.__kwdefaults__.keys() & settings.keys()
     losses, grads, sums, weights = by_hand(sorting_model(Config())[0], rows, updates, **{x: settings[x] for x in known})
-    for ours, expected in zip(actual, grads, strict=True):
+    for ours, expected in zip(actual, grads, strict=True):  # in float32, in float64
         assert_close(ours, expected, 1e-4 if len(grads) == 1 else 5e-3)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
     assert figures["grad_norm"] == pytest.approx(statistics.mean(float(g.norm()) for g in grads), rel=1e-3)
     assert figures["entropy"] == pytest.approx(sums[0] / sums[4], rel=1e-3)
-    assert figures["clip_low"] == pytest.approx(sums[2] / sums[4], abs=2e-3)
-    assert figures["clip_high"] == pytest.approx(sums[3] / sums[4], abs=2e-3)
+    one_token = 1.5 / sums[4]  # whose ratio is a bound, but for rounding
+    assert figures["clip_low"] == pytest.approx(sums[2] / sums[4], abs=one_token)
+    assert figures["clip_high"] == pytest.approx(sums[3] / sums[4], abs=one_token)
     assert (figures["clip_low"] > 0.01 and figures["clip_high"] > 0.01) == (len(grads) > 1)
     assert figures["kl"] == (pytest.approx(sums[1] / sums[4], rel=2e-3) if "beta" in settings else None)
     assert_close(trained(out) - untrained(), weights - untrained(), 0.02)
