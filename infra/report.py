@@ -157,8 +157,9 @@ class RunLog:
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
         self.tracker = open_tracker(self.config)
-        # disable=None: there is a bar only where there is a terminal
-        self.bar = tqdm(total=self.config.steps, initial=done, file=sys.stdout, disable=None, dynamic_ncols=True)
+        # disable=None: there is a bar only where there is a terminal; miniters=0: it is drawn within a step, too
+        total = self.config.steps
+        self.bar = tqdm(total=total, initial=done, file=sys.stdout, disable=None, miniters=0, dynamic_ncols=True)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """A line of metrics, some completions of the step, and the first ones of an evaluation."""
