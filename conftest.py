@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -110,7 +111,7 @@ TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memor
 
 # Processes are forked from a server that has imported everything, so that one starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting"])
+PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.distributed.launcher.api"])
 
 
 @pytest.fixture(scope="session")
@@ -188,12 +189,47 @@ def exit_codes(processes: list, seconds: float = PATIENCE) -> list[int]:
     return [process.exitcode for process in processes]
 
 
+def wait_until(true: Callable[[], bool], seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "what was waited for does not come"
+        time.sleep(0.01)
+
+
 def run(settings: dict, out: Path, *before: Callable, code: int | None = 0, **how) -> str:
     """A whole run that ends with this exit code on every rank (None: with any). -> what it showed"""
     codes = exit_codes(start(settings, out, *before, **how))
     shown = screen(out).read_text()
     assert code is None or set(codes) == {code}, (codes, shown)
     return shown
+
+
+def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
+    """Two ranks under what torchrun runs, until the last of these processes is gone: the pipe that all hold closes then.
+    -> torchrun's exit code, what they showed"""
+    screen(out).write_text("")
+    gone, held = PROCESSES.Pipe(duplex=False)
+    agent = PROCESSES.Process(target=supervise, args=(flags(settings, out), before, screen(out), restarts, held))
+    agent.start()
+    held.close()
+    try:
+        assert gone.poll(200), screen(out).read_text()
+        return exit_codes([agent])[0], screen(out).read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+
+
+def supervise(args: list[str], before: tuple[Callable, ...], screen: Path, restarts: int, held: object) -> None:
+    """torchrun forks its ranks here, so that nothing is imported again."""
+    launcher = resolve_name("torch.distributed.launcher.api")
+    os.setsid()
+    with screen.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+    how = launcher.LaunchConfig(1, 1, 2, **meeting, max_restarts=restarts, start_method="fork")
+    launcher.elastic_launch(how, work)(before, args)
 
 
 def torchrun(settings: dict, out: Path, *before: Callable, options: tuple[str, ...] = ("--standalone",)):

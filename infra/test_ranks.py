@@ -1,4 +1,4 @@
-"""How a rank starts on a GPU, and which way things travel between ranks."""
+"""How a rank starts, on a GPU too, and which way things travel between ranks."""
 
 import os
 
@@ -6,21 +6,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config import UserError
 from infra import ranks
-
-SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}])
 def test_on_a_gpu_segments_grow_unless_the_allocator_has_other_settings(given, monkeypatch):
-    without = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    monkeypatch.setattr(os, "environ", without | given)
+    monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert ranks.start() == torch.device("cuda", 0)
-    now = {name: os.environ[name] for name in SETTINGS & os.environ.keys()}
-    assert now == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_a_rank_without_its_friends(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    told = "RANK is set, but not WORLD_SIZE, MASTER_PORT: start with torchrun; for one process, unset RANK"
+    with pytest.raises(UserError, match=told):
+        ranks.start()
 
 
 def test_objects_travel_between_cpus_and_tensors_between_gpus():
