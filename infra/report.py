@@ -215,8 +215,8 @@ class RunLog:
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
         self.bar.close()
-        name = signal.Signals(signal_number).name
-        self.say(f"stopped by {name} after step {step}; the same command goes on, without --overwrite")
+        name, without = signal.Signals(signal_number).name, " without --overwrite" if self.config.overwrite else ""
+        self.say(f"stopped by {name} after step {step}; the same command{without} goes on from there")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
