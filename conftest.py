@@ -205,7 +205,7 @@ def run(settings: dict, out: Path, *before: Callable, code: int | None = 0, **ho
 
 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
-    """Two ranks under what torchrun runs, until the last of these processes is gone: the pipe that all hold closes then.
+    """Two ranks under what torchrun runs, until the last of these processes is gone and with it the pipe that all hold.
     -> torchrun's exit code, what they showed"""
     screen(out).write_text("")
     gone, held = PROCESSES.Pipe(duplex=False)
