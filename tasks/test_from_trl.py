@@ -14,9 +14,6 @@ from tasks._characters import EOS_ID, char_tokenizer
 TEXT = """
 import re
 
-def by_tokens(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-
 def boxed(completions, answer, **kwargs):
     found = [re.search(r"#(.*)", text) for text in completions]
     return [1.0 if match and match.group(1) == right else 0.0 for match, right in zip(found, answer)]
@@ -76,7 +73,6 @@ soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 bound = update_wrapper(partial(cosine, weight=2.0), cosine)
 """
 FILES = [  # the file, what it holds, a function, and its values for "1#46" and "46"
-    ("text.py", TEXT, "by_tokens", [5.0, 3.0]),
     ("text.py", TEXT, "boxed", [1.0, 0.0]),
     ("text.py", TEXT, "curriculum", [2.0, 1.0]),
     ("text.py", TEXT, "logging", [1.0, 1.0]),
