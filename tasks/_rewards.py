@@ -137,7 +137,7 @@ def to_number(value: Any) -> float | None:
     """None for what is no number."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several values
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

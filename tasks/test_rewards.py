@@ -76,6 +76,7 @@ def test_anything_else_names_function_prompt_and_completion(values, at, what):
 
 def test_nan_counts_as_none_and_is_said_once(caplog):
     warn_once.cache_clear()
+    assert math.isnan(values_of([1.0, None, 2.0])[1]) and caplog.messages == []
     for values in ([1.0, math.nan, 2.0], torch.tensor([1.0, math.nan, 2.0]), [1.0, np.float32("nan"), None]):
         assert math.isnan(values_of(values)[1])
     assert caplog.messages == ["reward function mine returned nan, which counts as None"]
