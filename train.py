@@ -252,14 +252,14 @@ def judge(run: Run, groups: list[Group], step: int) -> list[tuple[str, float]]:
     return ranks.gather(logged)
 
 
-def evaluate(run: Run) -> tuple[dict, list[Group]]:
-    """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time, so
-    that two evaluations differ by the policy alone."""
+def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
+    """Held-out prompts after this step: greedy accuracy, and pass@k from eval_k samples. The streams are those of step
+    0 each time, so that two evaluations differ by the policy alone."""
     rows = run.task.eval[: run.config.eval_prompts]
     sampled = sample(run, rows, run.config.eval_k, step=0)  # first: it finds out what fits into memory
     greedy = sample(run, rows, 1, step=0, greedy=True)
     for groups in (sampled, greedy):
-        judge(run, groups, step=0)
+        judge(run, groups, step)
     return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
 
 
@@ -326,7 +326,7 @@ def train(cfg: Config) -> int:
 
     if cfg.eval_every and not done:
         ranks.seed_everything(cfg.seed, 0)
-        figures, evaluated = evaluate(run)
+        figures, evaluated = evaluate(run, 0)
         log.step({"step": 0} | figures, [], evaluated)
     stop_requests = faults.stop_requests()
     for step in range(done + 1, cfg.steps + 1):
@@ -335,7 +335,7 @@ def train(cfg: Config) -> int:
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            figures, evaluated = evaluate(run)
+            figures, evaluated = evaluate(run, step)
             metrics |= figures
         log.step(metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
