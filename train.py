@@ -304,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     limits, time_limit = memory.limits(cfg, model, device), partial(faults.time_limit, cfg.reward_timeout)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, time_limit)
     run.progress = log.generating
-    return run, log, notes(task, opened.tokenizer) + command_line.warnings(cfg)
+    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
 
 
 def train(cfg: Config) -> int:

@@ -180,10 +180,7 @@ def contradictions(config: Config) -> Iterator[str]:
     # The objective.
     updates = config.num_iterations * config.minibatches
     if config.objective == "reinforce" and updates > 1:
-        yield (
-            f"--objective reinforce: has no ratio, so it is right for one update a rollout, not {updates}; "
-            "set --num_iterations 1 --minibatches 1, or use --objective clip"
-        )
+        yield f"--objective reinforce: has no ratio, so it is right for one update a rollout, not for {updates}"
     if config.objective == "clip" and config.epsilon_low > 1.0:
         yield f"--epsilon_low {config.epsilon_low:g}: 1 - epsilon_low must not be negative; use at most 1"
     if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
@@ -198,10 +195,7 @@ def contradictions(config: Config) -> Iterator[str]:
     of_sampler = [f"--{name}" for name in of_sampler if getattr(config, name) is not None]
     of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
     if of_sampler and (config.top_p < 1.0 or config.top_k > 0):
-        yield (
-            f"{of_sampler[0]} with --top_p or --top_k: the sampler's recorded log-probs are of the whole distribution, "
-            "so the correction would be wrong; set --top_p 1 --top_k 0"
-        )
+        yield f"{of_sampler[0]} with --top_p or --top_k: the sampler's log-probs are of the whole distribution"
     if config.ref_sync_every and config.beta == 0.0:
         yield "--ref_sync_every: there is no reference model without --beta above 0"
     if config.kl_importance and config.beta == 0.0:
@@ -213,10 +207,7 @@ def contradictions(config: Config) -> Iterator[str]:
     completions = config.prompts_per_step * config.num_generations
     in_group = compares_in_group(config.scale_rewards, config.baseline)
     if config.num_generations == 1 and in_group:
-        yield (
-            "--num_generations 1: a group of one has nothing to compare with; use at least 2, "
-            "or --baseline batch --scale_rewards batch"
-        )
+        yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline, scale"
     if config.minibatches > completions:
         yield f"--minibatches {config.minibatches}: more than the {completions} completions of a step"
     if config.dynamic_sampling and not in_group:
@@ -227,25 +218,17 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--shard_size {config.shard_size}: is part of --shard; give both or neither"
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
-    notes = []
     if config.top_p < 1.0 or config.top_k > 0:
-        notes.append(
-            "top_p or top_k: completions come from a truncated distribution, log-probs are of the whole one, so the "
-            "update is slightly off-policy"
-        )
+        yield "top_p or top_k: completions come from a truncated distribution, log-probs are of the whole one"
     if config.ratio != "token" and config.normalization != "sequence":
-        notes.append(
-            f"ratio {config.ratio} with normalization {config.normalization}: a completion's ratio counts for each "
-            "of its tokens, so long ones weigh more (LUSPO wants this, GSPO and GMPO do not)"
-        )
+        yield f"ratio {config.ratio} with normalization {config.normalization}: long ones weigh more, as in LUSPO"
     if config.objective == "dppo" and config.ratio == "sequence":
-        notes.append("objective dppo with ratio sequence: dppo drops tokens by their own probability")
+        yield "objective dppo with ratio sequence: dppo drops tokens by their own probability"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
-        notes.append("kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3")
+        yield "kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3"
     if any(weight < 0 for weight in config.reward_weights):
-        notes.append("reward_weights below 0: the run learns to make those rewards small")
+        yield "reward_weights below 0: the run learns to make those rewards small"
     if config.temperature != 1.0 and config.eval_every:
-        notes.append(f"pass@k is sampled at temperature {config.temperature:g}")
-    return notes
+        yield f"pass@k is sampled at temperature {config.temperature:g}"

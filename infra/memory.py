@@ -32,6 +32,7 @@ from logprob import chunk_tokens, head_returns_logits
 
 ROOM = 0.8  # of what is free is what the budgets may fill
 MOST_ROLLOUT_TOKENS = 1 << 22  # by then copying the cache takes most of the time, so more rows at once gain little
+SMALLER = "try --gradient_checkpointing, a smaller --max_completion_length, or a smaller model"
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # by then the GPU is busy, and gathering sharded weights a small part of the time
 
 
@@ -148,10 +149,7 @@ def check(config: Config, cost: Costs, free: float) -> str:
         f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
     )
     if least > free:
-        raise UserError(
-            f"{line}. It cannot fit: with one completion at a time it needs {readable(least)}. "
-            "Try --gradient_checkpointing, a smaller --max_completion_length, --shard, or a smaller model"
-        )
+        raise UserError(f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, or --shard")
     if config.shard and sum(cost.stays.values()) + need["update"] > free:
         raise UserError(f"{line}. An update cannot fit: {lower(config.micro_batch_size, config.micro_batch_tokens)}")
     return line if most <= free else f"{line}. Where it does not fit, it is done in smaller parts"
@@ -203,7 +201,7 @@ def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
     length = max(map(len, prompts)) + run.config.max_completion_length
     fewer = min(len(prompts), run.sampling.tokens_at_once // length) // 2
     if fewer == 0:
-        raise UserError("out of memory with one completion at a time: lower --max_completion_length")
+        raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     run.sampling = replace(run.sampling, tokens_at_once=fewer * length)
     faults.warn(f"out of memory: from here on at most {fewer} completions are sampled at once")
 
@@ -213,9 +211,6 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
         raise UserError(f"out of memory in an update: {lower(run.limits.rows, run.limits.tokens)}")
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
-        raise UserError(
-            "out of memory with one completion at a time: try --gradient_checkpointing, "
-            "a smaller --max_completion_length, or a GPU with more memory"
-        )
+        raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     run.limits.tokens = max(len(part) * int(part.attention.sum(1).max()) for part in tried) // 2
     faults.warn(f"out of memory; going on with micro-batches of up to {run.limits.tokens} padded tokens")
