@@ -1,51 +1,269 @@
-"""Measures this codebase: a step against TRL, log-probs against full logits.
+"""A step of this codebase against TRL's, on the same tokens.
 
-    python -m tools.bench step                           the same work, done by ours and by TRL
+    python -m tools.bench step                           ours, TRL, and TRL with a plain output head
     python -m tools.bench step --size 50m --equal        a large vocabulary; completions of equal length
     python -m tools.bench step --ways "ours; ../before"  ours, and ours in another checkout
-    python -m tools.bench logprobs                       log-probs of completions: ours, and from full logits
 
 Needs tools/requirements-bench.txt. Each measurement runs in a process of its own, the contestants in turn. A line of
 JSON with command, commit, versions and hardware is appended to results/bench.jsonl, and its table is printed.
+
+The tokens of every completion are drawn beforehand, from a seed. The samplers do all they ever do, but find the planned
+token all but certain. So lengths, rewards and gradients are the same on both sides, which is checked.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
+import time
+from collections import namedtuple
+from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
 
-from tools.bench_work import DEVICE, SIZES, WAYS
-from tools.evidence import BENCH_LOG, ROOT, measurement_table
+import rollout
+import train
+from infra import command_line
+from tools.evidence import BENCH_LOG, ROOT, step_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAD, EOS = 0, 1
+LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
+PROMPT = 64  # tokens at most
+ROWS = 8  # TRL's per_device_train_batch_size; ours has micro-batches of as many padded tokens
+
+# ---- The work ----
+
+# The shape of a model, by Qwen2's names; prompts of a step and tokens of a completion where no flag says
+Size = namedtuple(
+    "Size",
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads prompts limit",
+)
+SIZES = {
+    "12m": Size(32_000, 256, 1024, 4, 4, 2, prompts=4, limit=256),
+    "50m": Size(151_936, 256, 1024, 11, 4, 2, prompts=2, limit=128),
+    "grouped": Size(32_000, 896, 1792, 2, 14, 2, prompts=4, limit=256),  # the heads of 0.5B
+    "0.5B": Size(151_936, 896, 4864, 24, 14, 2, prompts=16, limit=1024),
+    "1.5B": Size(151_936, 1536, 8960, 28, 12, 2, prompts=16, limit=1024),
+    "3B": Size(151_936, 2048, 11008, 36, 16, 2, prompts=8, limit=1024),
+}
+Work = namedtuple("Work", "prompts tokens lengths")  # tokens (N, L): the completions of a step, PAD after their end
 
 
-def measure_all(args: argparse.Namespace) -> dict:
-    """-> what is measured, as it goes into the log"""
-    results, facts = measure_in_turn(args.ways.split("; ") if args.ways else [*WAYS[args.what]], args.repeats)
-    if args.what == "logprobs":
-        return {"results": results}
-    check_same_work(facts)
-    work = {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
-    work |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
-    return work | {"results": results, "facts": facts}
+def plan_work(args: argparse.Namespace) -> Work:
+    """Ragged lengths are log-normal with median limit / 4 and sigma 0.8; beyond the limit they are cut off, as equal
+    ones are. Prompts have half to all of PROMPT."""
+    rng = np.random.default_rng(0)
+    n, vocab = args.prompts * args.group, SIZES[args.size].vocab_size
+    stops = np.exp(rng.normal(math.log(args.limit / 4), 0.8, n)).astype(int).clip(1)
+    if args.equal:
+        stops[:] = args.limit + 1
+    tokens = rng.integers(2, vocab, (n, args.limit))
+    for row, stop in zip(tokens, stops):
+        row[stop - 1 : stop] = EOS
+        row[stop:] = PAD
+    sizes = rng.integers(PROMPT // 2, PROMPT + 1, args.prompts)
+    prompts = [" ".join(f"t{i}" for i in rng.integers(2, vocab, size)) for size in sizes]
+    return Work(prompts, torch.as_tensor(tokens, device=DEVICE), stops.clip(max=args.limit).tolist())
 
 
-def measure_in_turn(ways: list[str], repeats: int) -> tuple[dict, dict]:
-    """A B A B ... -> for each way all values of each figure, and its facts"""
-    results, facts = {way: {} for way in ways}, {}
-    for _ in range(repeats):
-        for way in ways:
-            figures, facts[way] = measure_one(way)
-            for name, values in figures.items():
-                results[way].setdefault(name, []).extend(values)
-    return results, facts
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def make_model(size: Size) -> transformers.PreTrainedModel:
+    shape = {name: value for name, value in size._asdict().items() if name not in ("prompts", "limit")}
+    special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+    settings = transformers.Qwen2Config(**shape, **special, max_position_embeddings=8192, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return transformers.AutoModelForCausalLM.from_config(settings)
+
+
+def make_tokenizer(size: Size) -> transformers.PreTrainedTokenizerFast:
+    vocab = {f"t{i}": i for i in range(size.vocab_size)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{PAD}", eos_token=f"t{EOS}")
+
+
+def wrap(owner: Any, name: str, around: Callable) -> None:
+    """From here on a call of `owner.name` is a call of `around`, with the original before the arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+# ---- Measuring ----
+
+
+class Clock(transformers.TrainerCallback):
+    """Seconds and CPU-seconds of each step and of phases in it, and the peak of memory above what is held now. A phase
+    is the calls of `owner.name`, and may lie within another. TRL's trainer takes it as a callback."""
+
+    def __init__(self, **phases: tuple[Any, str]) -> None:
+        for phase, (owner, name) in phases.items():
+            wrap(owner, name, partial(self.timed, phase))
+        self.steps: list[dict[str, np.ndarray]] = []
+        self.held = bytes_held("VmRSS")
+        self.on_step_begin()
+
+    def timed(self, phase: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        start = read_clock()
+        result = original(*args, **kwargs)
+        self.now[phase] = self.now.get(phase, 0) + read_clock() - start
+        return result
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.now: dict[str, np.ndarray] = {}
+        self.start = read_clock()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(self.now | {"step": read_clock() - self.start})
+        self.on_step_begin()
+
+    def figures(self) -> dict[str, list[float]]:
+        """Of each phase its values in each step but the first, which warms up; with _cpu at the end in CPU-seconds."""
+        made = {"memory_gb": [(bytes_held("VmHWM") - self.held) / 1e9]}
+        for phase in self.steps[-1]:
+            made[phase], made[f"{phase}_cpu"] = np.stack([step[phase] for step in self.steps[1:]], 1).round(4).tolist()
+        return made
+
+
+def read_clock() -> np.ndarray:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def bytes_held(kind: str) -> int:
+    """-> bytes held now, VmRSS, or at the peak, VmHWM: of this process as Linux counts them, or on a GPU by PyTorch"""
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+# ---- Ours; all that is known of train.py and rollout.py is here ----
+
+OUR_PHASES = {"rollout": (train, "rollout"), "forward": (train, "token_logprobs"), "update": (train, "update")}
+
+
+def our_run(work: Work, args: argparse.Namespace) -> train.Run:
+    """The run of a command line, with a model that is in no file. Micro-batches hold as many padded tokens as TRL's."""
+    model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
+    wrap(train, "open_model", lambda original, source, config: original((model, tokenizer), config))
+    padded = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in work.prompts))
+        words = f"""--model random --data {data} --reward tools.bench:reward --out {folder}/out --eval_every 0
+            --prompts_per_step {args.prompts} --num_generations {args.group} --max_completion_length {args.limit}
+            --learning_rate 1e-6 --warmup_steps 0 --steps {1 + args.steps} --micro_batch_tokens {padded}"""
+        config = command_line.parse(words.split(), DEVICE == "cuda")
+        run, *_ = train.set_up(config, torch.device(DEVICE))
+    force_ours(work, tokenizer(work.prompts)["input_ids"])
+    return run
+
+
+def force_ours(work: Work, prompts: list[list[int]]) -> None:
+    """The uniform numbers only say which completion and which token of it they are for: any would pick the planned."""
+    n, places = work.tokens.numel(), np.arange(work.tokens.numel()).reshape(len(prompts), -1, work.tokens.shape[1])
+    places_of = {tuple(prompt): of_prompt for prompt, of_prompt in zip(prompts, places, strict=True)}  # (G, L)
+
+    def numbered_rollout(original, model, prompts, uniform, *args, **kwargs):
+        rows = {prompt: iter(of_prompt) for prompt, of_prompt in places_of.items()}
+        uniform = np.stack([(next(rows[tuple(prompt)]) + 0.5) / n for prompt in prompts])  # in any order of prompts
+        return original(model, prompts, uniform, *args, **kwargs)
+
+    def forced_sample(original, logits, u, *args):
+        planned = work.tokens.flatten()[(u * n).long(), None]  # (B, 1)
+        return original(logits.scatter_(1, planned, LIKELY), u, *args)
+
+    wrap(train, "rollout", numbered_rollout)
+    wrap(rollout, "sample", forced_sample)
+
+
+def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
+    """-> figures, and facts of the work"""
+    run, metrics = our_run(plan_work(args), args), []
+    clock = Clock(**OUR_PHASES, backward=(torch.Tensor, "backward"))
+    for step in range(1, 2 + args.steps):
+        metrics.append(train.training_step(run, step)[0])
+        clock.on_step_end()
+    return clock.figures(), {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
+
+
+# ---- TRL ----
+
+
+def force_trl(model: transformers.PreTrainedModel, work: Work) -> None:
+    def forced_generate(original, input_ids, **kwargs):
+        def force(ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.scatter_(1, work.tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
+
+        return original(input_ids=input_ids, logits_processor=transformers.LogitsProcessorList([force]), **kwargs)
+
+    wrap(model, "generate", forced_generate)
+
+
+def measure_trl(args: argparse.Namespace, plain: bool = False) -> tuple[dict, dict]:
+    import datasets
+    import trl
+
+    work, n = plan_work(args), args.prompts * args.group
+    settings = dict(
+        per_device_train_batch_size=ROWS, gradient_accumulation_steps=n // ROWS, num_generations=args.group,
+        max_completion_length=args.limit, max_steps=1 + args.steps, loss_type="grpo", beta=0.0, learning_rate=1e-6,
+        lr_scheduler_type="constant", adam_beta2=0.99, shuffle_dataset=False, gradient_checkpointing=False,
+        bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, report_to="none", logging_steps=1,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
+    with tempfile.TemporaryDirectory() as folder:
+        config, prompts = trl.GRPOConfig(folder, **settings), datasets.Dataset.from_dict({"prompt": work.prompts})
+        trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer)
+        force_trl(model, work)
+        if plain:
+            trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
+        clock = Clock(
+            rollout=(trainer, "_generate_single_turn"),
+            forward=(trainer, "_get_per_token_logps_and_entropies"),
+            backward=(torch.Tensor, "backward"),
+            prepare=(trainer, "_prepare_inputs"),
+        )
+        trainer.add_callback(clock)
+        trainer.train()
+    for step in clock.steps:
+        step["update"] = step["step"] - step.pop("prepare")
+    logged = [line for line in trainer.state.log_history if "grad_norm" in line]
+    trained = round(n * logged[-1]["completions/mean_length"])
+    facts = {"grad_norm": [line["grad_norm"] for line in logged], "trained": trained}
+    return clock.figures(), facts | {"trl": trl.__version__, "settings": settings}
+
+
+def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
+    """The logits of all completion positions at once, as in TRL before its tiled head, by TRL's own functions."""
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits[:, :-1] / temperature
+    return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
+
+
+# ---- The comparison ----
+
+WAYS = {"ours": measure_ours, "TRL": measure_trl, "TRL, plain head": partial(measure_trl, plain=True)}
 
 
 def measure_one(way: str) -> tuple[dict, dict]:
@@ -57,11 +275,11 @@ def measure_one(way: str) -> tuple[dict, dict]:
 
 
 def check_same_work(facts: dict[str, dict]) -> None:
-    norms, tolerance = facts["ours"]["grad_norm"], 1e-2 if DEVICE == "cuda" else 1e-3
+    ours, tolerance = facts["ours"], 1e-2 if DEVICE == "cuda" else 1e-3
     for way, its in facts.items():
-        same = np.allclose(its["grad_norm"], norms, rtol=tolerance) or "continuous" in way
-        if not same or its["trained"] != facts["ours"]["trained"]:
-            raise SystemExit(f"not the same work: {way} {its}, ours {facts['ours']}")
+        same = np.allclose(its["grad_norm"], ours["grad_norm"], rtol=tolerance)
+        if not same or its["trained"] != ours["trained"]:
+            sys.exit(f"error: not the same work: {way} {its}, ours {ours}")
 
 
 def circumstances() -> dict:
@@ -69,14 +287,15 @@ def circumstances() -> dict:
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--", ".", ":!results")
-    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), platform.machine())
-    cpus = f"{len(os.sched_getaffinity(0))} CPU cores, {cpu.split(':')[-1].strip()}"
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpus = f"{len(os.sched_getaffinity(0))} CPU cores, {cpu[1] if cpu else platform.machine()}"
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m tools.bench", *sys.argv[1:]]),
         "commit": git("rev-parse", "HEAD") + ("-dirty" if changed else ""),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "hardware": torch.cuda.get_device_name() if DEVICE == "cuda" else cpus,
         "threads": torch.get_num_threads(),
     }
@@ -84,27 +303,36 @@ def circumstances() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("what", choices=["step"])
     parser.add_argument("--size", choices=SIZES, default="12m")
     parser.add_argument("--prompts", type=int, help="of a step; default by size")
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--limit", type=int, help="tokens of a completion, at most; default by size")
     parser.add_argument("--equal", action="store_true", help="all completions are as long as that")
-    parser.add_argument("--ways", help="what is measured, with '; ' between; default all")
+    parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
     parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
     parser.add_argument("--log", type=Path, default=ROOT / BENCH_LOG, help="where the line of JSON goes")
-    parser.add_argument("--way", choices={**WAYS["step"], **WAYS["logprobs"]}, help="this one, here")
+    parser.add_argument("--way", choices=WAYS, help="this one, here")
     args = parser.parse_args()
     args.prompts = args.prompts or SIZES[args.size].prompts
     args.limit = args.limit or SIZES[args.size].limit
     if args.way:
-        print(json.dumps(WAYS[args.what][args.way](args)))
+        print(json.dumps(WAYS[args.way](args)))
         return
-    entry = circumstances() | measure_all(args)
+    ways = args.ways.split("; ")
+    results, facts = {way: {} for way in ways}, {}
+    for way in ways * args.repeats:  # A B A B ...
+        figures, facts[way] = measure_one(way)
+        for name, values in figures.items():
+            results[way].setdefault(name, []).extend(values)
+    check_same_work(facts)
+    work = {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
+    work |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
+    entry = circumstances() | work | {"results": results, "facts": facts}
     with args.log.open("a") as file:
         file.write(json.dumps(entry) + "\n")
-    print(measurement_table(entry))
+    print(step_table(entry))
 
 
 if __name__ == "__main__":

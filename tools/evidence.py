@@ -4,10 +4,10 @@
     python -m tools.evidence --check            changes nothing; names what is not that of the logs; exits with 1
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is one that
-`tables` makes: `default`, `claims`, a measurement's, or that of a `python -m tools.ablate ... --out runs/NAME` in a
-code block, whose logs are in results/. The pictures are those of each `python -m tools.plot ... --out results/...` in a
-code block, and results/atlas.png. A picture has the fingerprint of what it shows in its file. Nothing is run here.
+A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, `step`
+(the benchmark), or that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/.
+The pictures are those of each `python -m tools.plot ... --out results/...` in a code block; a picture has the
+fingerprint of what it shows in its file. Nothing is run here.
 
 Left out: whether the code that drew a picture is still the same.
 """
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tools import ablate, atlas, plot
+from tools import ablate, plot
 
 ROOT = Path(__file__).parent.parent
 BENCH_LOG = "results/bench.jsonl"
-BLOCK = re.compile(r"(<!-- made by tools\.evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- made by [\w.]+: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -40,22 +40,16 @@ def commands(tool: str) -> list[list[str]]:
     return [shlex.split(words) for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
 
 
-def grids() -> list[argparse.Namespace]:
-    """The words of each `python -m tools.ablate` whose logs are in results/."""
-    parsed = [ablate.parse(words) for words in commands("ablate")]
-    for args in parsed:
-        args.out = ROOT / "results" / args.out.name
-    return [args for args in parsed if args.out.is_dir() or ablate.kept(args.out.name)]
-
-
-# ---- Tables ----
+# ---- What is made ----
 
 
 def tables() -> dict[str, str]:
-    made = {"default": default_table()} | {kind: tables_of(kind) for kind in MEASURED}
-    if tuned := [args for args in grids() if args.tune]:
-        made["claims"] = atlas.claims(tuned)
-    return made | {args.out.name: ablate.table_of(args) for args in grids()}
+    made = {"default": default_table(), "step": "\n\n".join(map(step_table, measurements()))}
+    for args in map(ablate.parse, commands("ablate")):
+        args.out = ROOT / "results" / args.out.name
+        if args.out.is_dir():
+            made[args.out.name] = ablate.table(args)
+    return made
 
 
 def default_table() -> str:
@@ -71,86 +65,45 @@ def default_table() -> str:
     return ablate.markdown(names, rows)
 
 
-# ---- Tables of measurements ----
-
-
-def kind_of(measurement: dict) -> str:
-    """step or logprobs"""
-    return re.search(r"\bbench(\.py)? (\w+)", measurement["command"])[2]
-
-
-def measurements(kind: str) -> list[dict]:
-    """The newest of those that differ in what was measured, with which transformers, on a CPU or on which GPU."""
+def measurements() -> list[dict]:
+    """Of the benchmark: the newest of those that differ in what was measured, with which transformers, on a CPU or on
+    which GPU."""
     newest = {}
     for measurement in map(json.loads, (ROOT / BENCH_LOG).read_text().splitlines()):
-        differ = [str(measurement.get(name)) for name in ("size", "lengths", "prompts", "limit", "transformers")]
-        on = "CPU" if unit(measurement) else measurement["hardware"]
-        if kind_of(measurement) == kind:
-            newest[*differ, on, *measurement.get("results", [])] = measurement
+        if re.search(r"\bbench(\.py)? step", measurement["command"]):
+            differ = [str(measurement[name]) for name in ("size", "lengths", "prompts", "limit", "transformers")]
+            on = "CPU" if "CPU" in measurement["hardware"] else measurement["hardware"]
+            newest[*differ, on, *measurement["results"]] = measurement
     return [newest[key] for key in sorted(newest)]
 
 
-def tables_of(kind: str) -> str:
-    return "\n\n".join(map(measurement_table, measurements(kind)))
-
-
-def measurement_table(measurement: dict) -> str:
-    about = "{hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`".format(**measurement)
-    return f"{MEASURED[kind_of(measurement)](measurement)}\n\n({about})"
-
-
-def medians(its: dict[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in its.items()}
-
-
-def unit(measurement: dict) -> str:
-    """On a CPU CPU-seconds are compared: other work on the machine hardly changes them."""
-    return "_cpu" if "CPU" in measurement["hardware"] else ""
-
-
 def step_table(measurement: dict) -> str:
+    """Medians. On a CPU CPU-seconds are compared: other work on the machine hardly changes them."""
+    unit = "_cpu" if "CPU" in measurement["hardware"] else ""
     phases = ("rollout", "forward", "backward", "update", "step")
-    names = [phase + unit(measurement) for phase in phases] + ["memory_gb"]
-    of = {way: medians(its) for way, its in measurement["results"].items()}
-    first, *others = of
+    names = [phase + unit for phase in phases] + ["memory_gb"]
+    of = {way: [statistics.median(its[name]) for name in names] for way, its in measurement["results"].items()}
+    (first, ours), *others = of.items()
     rows = []
     for way, its in of.items():
-        *seconds, memory = (f"{its[name]:.2f}" for name in names)
-        rows.append([way, *seconds, f"{measurement['tokens'] / its[names[-2]]:,.0f}", memory])
-    for way in others:
-        *seconds, memory = (f"{of[first][name] / of[way][name]:.2f}" for name in names)
-        rows.append([f"{first} / {way}", *seconds, f"{of[way][names[-2]] / of[first][names[-2]]:.1f}", memory])
-    shape = "{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step"
+        *seconds, memory = (f"{value:.2f}" for value in its)
+        rows.append([way, *seconds, f"{measurement['tokens'] / its[-2]:,.0f}", memory])
+    for way, its in others:
+        *seconds, memory = (f"{a / b:.2f}" for a, b in zip(ours, its, strict=True))
+        rows.append([f"{first} / {way}", *seconds, f"{its[-2] / ours[-2]:.1f}", memory])
+    shape = "**{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
+    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
     table = ablate.markdown(["", *phases, "tokens a second", "peak GB"], rows)
-    return f"**{shape.format(**measurement)}**\n\n{table}"
-
-
-def logprobs_table(measurement: dict) -> str:
-    digits = {"seconds": 1, "cpu_seconds": 1, "memory_gb": 2}
-    of = {way: medians(its) for way, its in measurement["results"].items()}
-    rows = [[way, *(f"{its[name]:.{n}f}" for name, n in digits.items())] for way, its in of.items()]
-    ours, full = of.values()
-    rows.append(["ratio", *(f"{ours[name] / full[name]:.2f}" for name in digits)])
-    return ablate.markdown(["", "seconds", "CPU-seconds", "peak GB above the model"], rows)
-
-
-MEASURED = {"step": step_table, "logprobs": logprobs_table}
-
-
-# ---- Pictures ----
+    return f"{shape.format(**measurement)}\n\n{table}\n\n{about.format(**measurement)}"
 
 
 def pictures() -> dict[Path, tuple[Figure, str]]:
     """-> for each file what is drawn, and its fingerprint"""
     made = {}
-    for words in commands("plot"):
-        args = plot.parse(words)
+    for args in map(plot.parse, commands("plot")):
         if args.out.parts[0] == "results":
             args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
             made[ROOT / args.out] = plot.picture_of(args)
-    if tuned := [args for args in grids() if args.tune]:
-        panels = atlas.panels(tuned)
-        made[ROOT / "results" / "atlas.png"] = atlas.draw(panels), plot.fingerprint(panels)
     return made
 
 
@@ -162,38 +115,49 @@ def filled(text: str, made: dict[str, str]) -> str:
     return BLOCK.sub(lambda block: f"{block[1]}\n{made.get(block[2], '')}\n\n{block[3]}", text)
 
 
-def stale() -> list[str]:
-    made, drawn, found, placed = tables(), pictures(), [], set()
-    for page in pages():
-        text, name = page.read_text(), page.relative_to(ROOT)
+def stale_tables(pages: list[Path], made: dict[str, str]) -> list[str]:
+    found, placed = [], set()
+    for page in pages:
+        text = page.read_text()
         for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(filled(text, made)), strict=True):
             placed.add(old[2])
             if old[0] != new[0]:
-                found.append(f"{name}: the table {old[2]} is not that of the logs")
-        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
-            if (page.parent / link).resolve() not in drawn:
-                found.append(f"{name}: no command on a page draws {link}")
-    found += [f"the table {name} is on no page" for name in made if name not in placed]
-    for out, (_, fingerprint) in drawn.items():
-        if not out.exists() or fingerprint.encode() not in out.read_bytes():
-            found.append(f"{out.relative_to(ROOT)} is not the picture of the logs")
+                found.append(f"{page.relative_to(ROOT)}: the table {old[2]} is not that of the logs")
+    return found + [f"the table {name} is on no page" for name in made if name not in placed]
+
+
+def stale_pictures(pages: list[Path], fingerprints: dict[Path, str]) -> list[str]:
+    found = []
+    for page in pages:
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text()):
+            if (page.parent / link).resolve() not in fingerprints:
+                found.append(f"{page.relative_to(ROOT)}: no command on a page draws {link}")
+    for file, fingerprint in fingerprints.items():
+        if not file.exists() or fingerprint.encode() not in file.read_bytes():
+            found.append(f"{file.relative_to(ROOT)} is not the picture of the logs")
     return found
+
+
+def stale() -> list[str]:
+    fingerprints = {file: fingerprint for file, (_, fingerprint) in pictures().items()}
+    return stale_tables(pages(), tables()) + stale_pictures(pages(), fingerprints)
 
 
 def write() -> None:
     made = tables()
     for page in pages():
         page.write_text(filled(page.read_text(), made))
-    for out, picture in pictures().items():
-        plot.save(*picture, out)
+    for file, picture in pictures().items():
+        plot.save(*picture, file)
 
 
 def keep(folder: Path) -> None:
-    for config in sorted(folder.glob("*/config.json")):
-        to = ROOT / "results" / folder.name / config.parent.name
-        to.mkdir(parents=True, exist_ok=True)
-        for log in (config, config.with_name("metrics.jsonl")):
-            shutil.copy(log, to)
+    for run in plot.without_replaced(sorted(folder.iterdir())):
+        to = ROOT / "results" / folder.name / run.name
+        if (run / "config.json").exists():
+            to.mkdir(parents=True, exist_ok=True)
+            for log in ("config.json", "metrics.jsonl"):
+                shutil.copy(run / log, to)
 
 
 def main(words: list[str]) -> int:

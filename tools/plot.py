@@ -157,10 +157,15 @@ def files_of(out: Path) -> list[Path]:
     return [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in (".png", ".svg") else [out]
 
 
+def without_replaced(folders: list[Path]) -> list[Path]:
+    """Without the runs that --overwrite has moved aside."""
+    return [path for path in folders if ".replaced-" not in path.name]
+
+
 def read_logs(folders: list[Path]) -> list[Log]:
     """What is no run, as the logs of a grid in runs/*, is left out with a note."""
     logs = []
-    for path in folders:
+    for path in without_replaced(folders):
         try:
             logs.append(read_log(path))
         except (OSError, ValueError, LookupError, TypeError) as error:

@@ -1,0 +1,368 @@
+"""The atlas of objectives: its grids, and the tables and the picture of README.md, made from the logs beside it.
+
+    python -m results.atlas.atlas                                    writes every table and draws the picture
+    python -m results.atlas.atlas --check                            changes nothing; names what is not that of the logs
+    python -m results.atlas.atlas --run chain_on --out runs/atlas    runs a grid, and shows its table
+    python -m results.atlas.atlas --run chain_on --out runs/again --algorithms grpo,maxrl
+    python -m results.atlas.atlas --keep chain_on --out runs/atlas   its runs go into the log, chain_on.jsonl
+
+A grid with several learning rates is tuned: each objective gets the rate that is best in the figure that decides, on
+seeds that are not reported. That figure alone is compared, and a difference "holds" if it can be told from noise when
+all comparisons of the table are taken together (Holm's correction); the other figures describe, in a column each.
+"""
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from config import Config
+from tools import ablate, evidence, plot
+from tools.ablate import Lines, Variant
+
+HERE = Path(__file__).parent
+PAGE = HERE / "README.md"
+PICTURE = HERE / "atlas.png"
+PASS = "eval/pass@1:last"  # decides
+TUNE_SEEDS = ["101", "102"]
+NOTE = """\
+small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, drawn from grpo's mean
+(dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
+
+
+# ---- The grids ----
+
+
+@dataclass
+class Grid:
+    algorithms: str
+    rates: str  # none: as the flags say
+    seeds: str
+    figures: str  # described
+    flags: str
+
+
+ON = "grpo,dr_grpo,dapo,cispo,luspo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
+OFF = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
+RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
+FIVE, EIGHT = "1,2,3,4,5", "1,2,3,4,5,6,7,8"
+ALL = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
+CHAIN_ON = f"--task chain --steps 40 {ALL}"
+CHAIN_OFF = f"--task chain --steps 30 --num_iterations 2 --minibatches 4 {ALL}"
+ADDITION_ON = f"--task addition --steps 24 {ALL}"
+ADDITION_OFF = f"--task addition --steps 15 --num_iterations 2 --minibatches 4 {ALL}"
+TWO_REWARDS = f"{CHAIN_ON} --reward exact_result tasks.chain:shortness --reward_weights 1 0.3 --learning_rate 1.2e-4"
+FEW = "completion_length entropy"
+MANY = "completion_length length_incorrect entropy eval/pass@4:last"
+GRIDS = {
+    "chain_on": Grid(ON, "3e-5,6e-5,1.2e-4,2.4e-4", EIGHT, f"reward:1-40 {MANY}", CHAIN_ON),
+    "chain_off": Grid(OFF, "1.5e-5,3e-5,6e-5,1.2e-4", EIGHT, f"reward:1-30 {MANY}", CHAIN_OFF),
+    "addition_on": Grid(ON, "1e-4,2e-4,4e-4", FIVE, f"reward:1-24 {MANY}", ADDITION_ON),
+    "addition_off": Grid(OFF, "5e-5,1e-4,2e-4", FIVE, f"reward:1-15 {MANY}", ADDITION_OFF),
+    "common_on": Grid(ON, "1.2e-4", EIGHT, f"reward:1-40 {FEW}", CHAIN_ON),
+    "common_off": Grid(OFF, "3e-5", EIGHT, f"reward:1-30 {FEW}", CHAIN_OFF),
+    "too_high": Grid(RATIOS, "1.2e-4", FIVE, f"reward:1-30 {FEW}", CHAIN_OFF),
+    "two_rewards": Grid("grpo,gdpo", "", EIGHT, f"reward/exact_result:1-40 {FEW}", TWO_REWARDS),
+}
+TUNED = [name for name, grid in GRIDS.items() if "," in grid.rates]
+
+
+def ablation(name: str, out: Path, algorithms: str | None = None, jobs: int = 1) -> argparse.Namespace:
+    """With every learning rate, on the seeds that are reported."""
+    grid = GRIDS[name]
+    words = ["--vary", f"algorithm={algorithms or grid.algorithms}"]
+    words += ["--vary", f"learning_rate={grid.rates}"] if grid.rates else []
+    words += ["--seeds", grid.seeds, "--figures", PASS, *grid.figures.split(), "--out", str(out), "--jobs", str(jobs)]
+    return ablate.parse([*words, "--", *grid.flags.split()])
+
+
+def with_(args: argparse.Namespace, **other: object) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | other)
+
+
+def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
+    """For each variant its runs, in the order of the seeds."""
+    lines = [read(run) for run in ablate.runs_of(args)]
+    return [lines[i :: len(args.variants)] for i in range(len(args.variants))]
+
+
+def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
+    """Each objective with the learning rate that is best in the figure that decides, over TUNE_SEEDS."""
+    best: dict[str, tuple[float, Variant]] = {}
+    for variant, runs in zip(args.variants, read_all(with_(args, seeds=TUNE_SEEDS), read), strict=True):
+        score = statistics.fmean(ablate.figure(lines, PASS) for lines in runs)
+        name = variant["algorithm"]
+        if name not in best or score > best[name][0]:
+            best[name] = score, variant
+    return with_(args, variants=[variant for _, variant in best.values()])
+
+
+def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
+    """-> what is reported of it"""
+    if name in TUNED:
+        ablate.run_all(with_(args, seeds=TUNE_SEEDS))
+        args = tuned(args, ablate.finished)
+    ablate.run_all(args)
+    return args
+
+
+# ---- The logs: a line for each run ----
+
+
+def rows_of(name: str) -> dict[tuple, dict]:
+    rows = map(json.loads, (HERE / f"{name}.jsonl").read_text().splitlines())
+    return {key_of(vars(Config()) | row["settings"]): row for row in rows}
+
+
+def key_of(settings: dict) -> tuple:
+    return settings["algorithm"], settings["learning_rate"], settings["seed"]
+
+
+@functools.cache
+def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
+    """What is reported of a grid, and for each of its variants the runs."""
+    rows = rows_of(name)
+
+    def read(run: ablate.Run) -> Lines:
+        row = rows[key_of(vars(run.config))]
+        ablate.check_settings(run, row["settings"])
+        return [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())]
+
+    args = ablation(name, HERE)
+    args = tuned(args, read) if name in TUNED else args
+    return args, read_all(args, read)
+
+
+def keep(name: str, args: argparse.Namespace) -> None:
+    """The runs of this grid in `out` join those in its log, or take their place: the metrics of its figures, to five
+    digits, and of the settings those that are not the default."""
+    rows, default = rows_of(name), vars(Config())
+    metrics = ["step", *dict.fromkeys(figure.partition(":")[0] for figure in args.figures)]
+    for run in ablate.runs_of(with_(args, seeds=[*args.seeds, *TUNE_SEEDS])):
+        if not run.folder.exists():  # of a rate that is not the best
+            continue
+        lines = ablate.finished(run)
+        made = json.loads((run.folder / "config.json").read_text())
+        settings = {name: its for name, its in made["settings"].items() if its != default[name] and name != "out"}
+        about = {name: made[name] for name in ("commit", "versions", "hardware")}
+        columns = {metric: [short(line.get(metric)) for line in lines] for metric in metrics}
+        rows[key_of(vars(run.config))] = {"run": run.folder.name, "columns": columns, "settings": settings} | about
+    written = sorted(rows.values(), key=lambda row: row["run"])
+    (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+
+
+def short(value: float | None) -> float | None:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+# ---- What holds ----
+
+
+def differences_of(runs: list[list[Lines]], name: str = PASS) -> list[list[float]]:
+    """From the first variant, seed by seed."""
+    values = [[ablate.figure(lines, name) for lines in its] for its in runs]
+    return [[a - b for a, b in zip(its, values[0], strict=True)] for its in values]
+
+
+def what_holds(runs: list[list[Lines]]) -> list[bool]:
+    return [False, *holm([p_value(its) for its in differences_of(runs)[1:]])]
+
+
+def p_value(differences: list[float]) -> float:
+    """Of the paired t-test, two-sided."""
+    n, mean = len(differences), statistics.fmean(differences)
+    if n < 3 or math.isnan(mean):
+        return 1.0  # nothing is claimed
+    angle = math.atan2(abs(mean) * math.sqrt(n), statistics.stdev(differences) * math.sqrt(n - 1))
+    return 1 - float(np.interp(angle, *ablate.student(n - 1)))
+
+
+def holm(p_values: list[float]) -> list[bool]:
+    """Which differences hold when all are taken together: the k-th smallest p against ALPHA / (m - k + 1), as long as
+    all before it hold."""
+    holds = [False] * len(p_values)
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[i] > ablate.ALPHA / (len(p_values) - rank):
+            break
+        holds[i] = True
+    return holds
+
+
+# ---- Tables ----
+
+
+def table(args: argparse.Namespace, runs: list[list[Lines]]) -> str:
+    """The figure that decides in rows, as in every table of a grid; the others in columns."""
+    variants, others = args.variants, args.figures[1:]
+    baseline = ", ".join(variants[0].values())
+    names = ["figure", *variants[0], f"mean ± std of {len(args.seeds)} seeds", f"minus {baseline}, 95 % interval", ""]
+    rows = ablate.paired(PASS, variants, runs)
+    digits = ablate.decimals(statistics.fmean(ablate.figure(lines, PASS) for lines in runs[0]))
+    for row, its, holds in zip(rows, runs, what_holds(runs), strict=True):
+        if row[-1] == "**differs**":
+            row[-1] = "**holds**" if holds else "not told from noise"
+        row.append(f"{min(ablate.figure(lines, PASS) for lines in its):.{digits}f}")
+        for other in others:
+            mean = statistics.fmean(ablate.figure(lines, other) for lines in its)
+            row.append(f"{mean:.{ablate.decimals(mean)}f}")
+    return ablate.markdown([*names, "worst", *others], rows)
+
+
+# paper, claim, regime, figure, an objective, the one it is compared with, whose figure is lower
+CLAIMS = [
+    (
+        "Dr. GRPO",
+        "dividing by its own length lets a wrong completion grow",
+        "on",
+        "length_incorrect",
+        "grpo",
+        "dr_grpo",
+    ),
+    ("Dr. GRPO", "without the std the outcome is as good or better", "on", PASS, "dr_grpo", "grpo"),
+    ("DAPO", "a token's weight, clip-higher and groups with a signal: better", "off", PASS, "dapo", "grpo"),
+    ("DAPO", "its entropy stays higher", "off", "entropy", "dapo", "grpo"),
+    ("GSPO", "one ratio for a sequence: better off-policy", "off", PASS, "gspo", "grpo"),
+    ("LUSPO", "without the length bias of GSPO, completions are longer", "off", "completion_length", "luspo", "gspo"),
+    ("CISPO", "clipped tokens keep their gradient: better than DAPO", "off", PASS, "cispo", "dapo"),
+    ("SAPO", "a soft gate: better off-policy", "off", PASS, "sapo", "grpo"),
+    ("GMPO", "a geometric mean: better off-policy", "off", PASS, "gmpo", "grpo"),
+    ("GMPO", "its entropy stays higher", "off", "entropy", "gmpo", "grpo"),
+    ("DPPO", "a bound on the divergence, not on the ratio: better", "off", PASS, "dppo", "dapo"),
+    ("MaxRL", "hard prompts weigh more: more of them solved in four tries", "on", "eval/pass@4:last", "maxrl", "grpo"),
+    ("MaxRL", "its entropy stays higher", "on", "entropy", "maxrl", "grpo"),
+    ("OPO", "the baseline of least variance: better", "on", PASS, "opo", "dr_grpo"),
+    ("REINFORCE++", "scaled by the batch, not by the group: better", "on", PASS, "reinforce++-baseline", "grpo"),
+]
+
+
+def claims() -> str:
+    """A row for each claim and a column for each task."""
+    of_grid = {}
+    for name in TUNED:
+        args, runs = logged(name)
+        of_grid[name] = {variant["algorithm"]: its for variant, its in zip(args.variants, runs, strict=True)}
+    rows = []
+    for paper, claim, regime, name, a, b in CLAIMS:
+        cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
+        for task in ("chain", "addition"):
+            theirs, ours = (of_grid[f"{task}_{regime}"][each] for each in (b, a))
+            _, differences = differences_of([theirs, ours], name)
+            mean, half = ablate.interval(differences)
+            seen = "not seen"
+            if abs(mean) > half:
+                seen = "**seen**" if mean > 0 else "**opposite**"
+            digits = ablate.decimals(statistics.fmean(ablate.figure(lines, name) for lines in theirs))
+            cells.append(f"{ablate.with_interval(differences, digits)}: {seen}")
+        rows.append(cells)
+    return ablate.markdown(["paper", "claim", "measure", "chain", "addition"], rows)
+
+
+# ---- The picture ----
+
+
+def panels() -> list[dict]:
+    """What is drawn, in plain values."""
+    drawn = []
+    for name in TUNED:
+        args, runs = logged(name)
+        columns = {
+            "variant": args.variants,
+            "values": [[ablate.figure(lines, PASS) for lines in its] for its in runs],
+            "differences": differences_of(runs),
+            "holds": what_holds(runs),
+        }
+        task, _, regime = name.partition("_")
+        title = f"{task}, {'1 update' if regime == 'on' else '8 updates'} a rollout"
+        rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
+        drawn.append({"title": title, "decides": PASS, "rows": rows})
+    return drawn
+
+
+def draw(panels: list[dict]) -> Figure:
+    columns = 2
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(9, 0.6 + 3.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes, panel in zip(grid.flat, panels):
+        draw_panel(axes, panel)
+    figure.supxlabel(NOTE, fontsize=7, color="#444444")
+    return figure
+
+
+def draw_panel(axes: Axes, panel: dict) -> None:
+    centre = statistics.fmean(panel["rows"][0]["values"])
+    axes.axvline(centre, color="#444444", linestyle="--", linewidth=0.8)
+    for y, row in enumerate(panel["rows"]):
+        mean, half = ablate.interval(row["differences"])
+        colour = "#888888"
+        if row["holds"]:
+            colour = plot.COLOURS[0] if mean > 0 else plot.COLOURS[1]
+        axes.plot(row["values"], [y] * len(row["values"]), ".", color=colour, alpha=0.35, markersize=4, zorder=1)
+        axes.errorbar(
+            centre + mean, y, xerr=half or None, fmt="o", color=colour, markersize=5, capsize=2.5, linewidth=1.4
+        )
+    labels = [" at ".join(row["variant"].values()) for row in panel["rows"]]
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(panel["title"], fontsize=9)
+    axes.set_xlabel(panel["decides"].partition(":")[0].removeprefix("eval/") + " on held-out prompts", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="x", alpha=0.3, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---- The page ----
+
+
+def tables() -> dict[str, str]:
+    return {name: table(*logged(name)) for name in GRIDS} | {"claims": claims()}
+
+
+def stale() -> list[str]:
+    pictures = evidence.stale_pictures([PAGE], {PICTURE: plot.fingerprint(panels())})
+    return evidence.stale_tables([PAGE], tables()) + pictures
+
+
+def write() -> None:
+    PAGE.write_text(evidence.filled(PAGE.read_text(), tables()))
+    shown = panels()
+    plot.save(draw(shown), plot.fingerprint(shown), PICTURE)
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--run", choices=GRIDS)
+    parser.add_argument("--keep", choices=GRIDS)
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: runs/atlas_ and the grid's name")
+    parser.add_argument("--algorithms", help="in the place of the grid's; the first is the one to compare with")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    args = parser.parse_args(words)
+    name = args.run or args.keep
+    if name:
+        grid = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
+    if args.run:
+        grid = run(name, grid)
+        print(table(grid, read_all(grid, ablate.finished)))
+    elif args.keep:
+        keep(name, grid)
+    elif args.check:
+        found = stale()
+        print("\n".join(found) or "the page says what the logs say")
+        return 1 if found else 0
+    else:
+        write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

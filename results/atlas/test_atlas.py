@@ -1,0 +1,100 @@
+"""The atlas: what holds, what is tuned, and that its page is that of its logs, which are of its grids."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from config import Config, settings_that_may_change
+from infra.command_line import parse
+from results.atlas import atlas
+from tools import ablate
+
+T = {2: 4.303, 3: 3.182, 7: 2.365, 15: 2.131}  # Student's, at 97.5 %, by degrees of freedom
+
+
+@pytest.mark.parametrize("df, t", T.items())
+def test_a_mean_as_far_from_0_as_its_interval_is_wide_has_a_p_value_of_one_in_twenty(df, t):
+    differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
+    half = t * statistics.stdev(differences) / math.sqrt(df + 1)
+    assert atlas.p_value([half + each for each in differences]) == pytest.approx(0.05, abs=5e-5)
+
+
+def test_what_is_certain_and_where_nothing_is_claimed():
+    assert atlas.p_value([math.nan] * 8) == 1.0 == atlas.p_value([0.1, 0.1])
+    assert atlas.p_value([0.1, 0.1, 0.1]) < 1e-10 and atlas.p_value([-1.0, 1.0, 0.0]) == pytest.approx(1.0)
+
+
+def test_holm_stops_at_the_first_that_does_not_hold():
+    assert atlas.holm([0.01, 0.04, 0.02]) == [True, True, True]  # against 0.05/3, 0.05/1, 0.05/2
+    assert atlas.holm([0.01, 0.03, 0.03]) == [True, False, False]
+    assert atlas.holm([0.04, 0.02, 0.03]) == [False, False, False] and atlas.holm([]) == []
+
+
+def lines_of(accuracy: float, length: float) -> list[dict]:
+    last = {"step": 1, "completion_length": length, "entropy": 0.5, "reward": accuracy, "eval/pass@1": accuracy}
+    return [{"step": 0, "eval/pass@1": 0.0}, last]
+
+
+def test_the_figure_that_decides_is_compared_and_the_others_describe():
+    values = {"grpo": [0.50, 0.60, 0.70], "dapo": [0.61, 0.70, 0.80], "opo": [0.45, 0.65, 0.70]}
+    words = f"--vary algorithm={','.join(values)} --vary learning_rate=1e-4 --out o --figures {atlas.PASS}"
+    args = ablate.parse([*words.split(), "completion_length"])
+    runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(its)] for its in values.values()]
+    assert atlas.table(args, runs).splitlines() == [
+        "| figure | algorithm | learning_rate | mean ± std of 3 seeds | minus grpo, 1e-4, 95 % interval | | worst "
+        "| completion_length |",
+        "|---|---|---|---|---|---|---|---|",
+        "| eval/pass@1:last | grpo | 1e-4 | 0.600 ± 0.100 | | | 0.500 | 11.00 |",
+        "| | dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **holds** | 0.610 | 11.00 |",
+        "| | opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | not told from noise | 0.450 | 11.00 |",
+    ]
+
+
+def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
+    """Each objective gets the rate that is best on seeds that are not reported; no run of the log takes the place of
+    one."""
+    made = []
+
+    def run_one(run: ablate.Run) -> ablate.Run:
+        made.append(run)
+        (run.folder).mkdir()
+        settings = vars(parse([*run.words, "--out", str(run.folder)], on_gpu=False))
+        about = {"settings": settings, "commit": "abc", "versions": {}, "hardware": {}}
+        (run.folder / "config.json").write_text(json.dumps(about))
+        is_best = run.config.learning_rate == (1e-4 if run.config.algorithm == "grpo" else 2e-4)
+        lines = lines_of(0.8 + 0.0123456 * run.config.seed if is_best else 0.1, 9)
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    grid = atlas.Grid("grpo,dapo", "1e-4,2e-4", "1,2", "completion_length", "--task chain --steps 1")
+    monkeypatch.setitem(atlas.GRIDS, "chain_on", grid)
+    monkeypatch.setattr(atlas, "HERE", tmp_path)
+    monkeypatch.setattr(ablate, "run_one", run_one)
+    (tmp_path / "chain_on.jsonl").touch()
+    assert atlas.main(["--run", "chain_on", "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "| grpo | 1e-4 | 0.819 ± 0.009 |" in shown and "| dapo | 2e-4 | 0.819 ± 0.009 |" in shown
+    assert [run.config.seed for run in made] == [101] * 4 + [102] * 4 + [1, 1, 2, 2]
+
+    assert atlas.main(["--keep", "chain_on", "--out", str(tmp_path / "out")]) == 0
+    atlas.logged.cache_clear()
+    assert atlas.table(*atlas.logged("chain_on")) in shown
+    atlas.logged.cache_clear()
+    rows = [json.loads(line) for line in (tmp_path / "chain_on.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and rows[0]["commit"] == "abc" and "out" not in rows[0]["settings"]
+    first = {row["run"]: row for row in rows}["dapo,2e-4-1"]
+    assert first["columns"] == {"step": [0, 1], "eval/pass@1": [0.0, 0.81235], "completion_length": [None, 9]}
+
+
+def test_the_page_is_that_of_the_logs_and_the_logs_are_of_its_grids():
+    """With all settings that the grids have today; what may change in a run, such as budgets, aside."""
+    assert atlas.stale() == []
+    fixed = vars(Config()).keys() - {*settings_that_may_change()} | {"steps"}
+    for name in atlas.GRIDS:
+        for row in atlas.rows_of(name).values():
+            made = vars(Config()) | row["settings"]
+            switches = [f"--{switch}={made[switch]}" for switch in ("algorithm", "learning_rate", "seed")]
+            meant = vars(parse([*atlas.GRIDS[name].flags.split(), *switches], on_gpu=False))
+            assert [key for key in fixed if made[key] != meant[key]] == [], row["run"]
