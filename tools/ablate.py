@@ -49,9 +49,15 @@ Variant = dict[str, str]  # switch: value
 @dataclass
 class Run:
     folder: Path
-    config: Config
     words: list[str]  # for train.py, without the folder
-    given: set[str]  # the settings that stand in them
+    config: Config
+
+    @property
+    def given(self) -> dict:
+        """The settings that stand in the words; with a file of settings, all."""
+        names = {word[2:].partition("=")[0].replace("-", "_") for word in self.words if word.startswith("--")}
+        names = vars(self.config).keys() - {"out", "overwrite"} if "config" in names else names
+        return {name: value for name, value in vars(self.config).items() if name in names}
 
 
 def grid(vary: list[str]) -> list[Variant]:
@@ -78,19 +84,16 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         config = command_line.parse(words, torch.cuda.is_available())
         if any(run.config == config for run in runs):
             sys.exit(f"error: {' '.join([*flags_of(variant), '--seed', seed])}: this run is given twice")
-        given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
-        if "config" in given:  # a file of settings
-            given = vars(config).keys() - {"out", "overwrite"}
-        runs.append(Run(folder_of(args.out, variant, seed), config, words, given))
+        runs.append(Run(folder_of(args.out, variant, seed), words, config))
     return runs
 
 
 def check_settings(run: Run, made: dict) -> None:
     """Those that it was made with are those that are given. What was added to the code since then had its default."""
     made = vars(Config()) | made
-    for name, meant in vars(run.config).items():
+    for name, meant in run.given.items():
         longer = name == "steps" and made[name] < meant  # the run can go on
-        if name in run.given and str(made[name]) != str(meant) and not longer:
+        if str(made[name]) != str(meant) and not longer:
             sys.exit(f"error: {run.folder} was made with --{name} {made[name]}, not {meant}")
 
 
@@ -103,8 +106,7 @@ def read(run: Run) -> tuple[Lines, bool]:
     log = run.folder / "metrics.jsonl"
     text = log.read_text() if log.exists() else ""
     lines = [json.loads(line) for line in text.split("\n")[:-1]]  # a kill may have torn the last one
-    steps = run.config.steps if "steps" in run.given else made["steps"]
-    return lines, bool(lines) and lines[-1]["step"] >= steps
+    return lines, bool(lines) and lines[-1]["step"] >= run.given.get("steps", made["steps"])
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -112,7 +114,6 @@ def run_all(args: argparse.Namespace) -> None:
     that fails stops what has not started; so does a figure that the first run to end does not have."""
     runs = runs_of(args)
     for run in runs:
-        command_line.parse([*run.words, "--out", str(run.folder)], torch.cuda.is_available())
         for name in args.figures:
             steps = re.search(r"-(\d+)$", name)
             if (name.startswith("eval/") and not run.config.eval_every) or (steps and int(steps[1]) > run.config.steps):
@@ -188,15 +189,11 @@ def paired(name: str, variants: list[Variant], runs: list[list[Lines]]) -> list[
         spread = statistics.stdev(its) if len(its) > 1 and all(map(math.isfinite, its)) else math.nan
         row = ["" if rows else name, *variant.values(), f"{statistics.fmean(its):.{digits}f} ± {spread:.{digits}f}"]
         differences = [a - b for a, b in zip(its, values[0], strict=True)]
-        rows.append([*row, with_interval(differences, digits), verdict(differences)] if rows else [*row, "", ""])
+        mean, half = interval(differences)
+        verdict = "**differs**" if abs(mean) > half else "not told from noise"
+        verdict = verdict if len(its) > 2 else "too few seeds"
+        rows.append([*row, with_interval(differences, digits), verdict] if rows else [*row, "", ""])
     return rows
-
-
-def verdict(differences: list[float]) -> str:
-    if len(differences) < 3:
-        return "too few seeds"
-    mean, half = interval(differences)
-    return "**differs**" if abs(mean) > half else "not told from noise"
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -249,9 +246,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="the table of finished runs; nothing is run")
     args = parser.parse_args(own)
     args.flags, args.variants = words[len(own) + 1 :], grid(args.vary)
-    unread = [name for name in args.figures if not re.fullmatch(r"[^:]+(:last|:\d+-\d+)?", name)]
-    if unread:
-        parser.error(f"cannot be read: {', '.join(unread)}")
+    for name in args.figures:
+        if not re.fullmatch(r"[^:]+(:last|:\d+-\d+)?", name):
+            parser.error(f"--figures {name}: cannot be read")
     if len(args.variants[0]) < len(args.vary):
         parser.error("--vary: a switch is given twice")
     given = {*args.variants[0], *(word.partition("=")[0].removeprefix("--") for word in args.flags)}

@@ -84,20 +84,17 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
-def make_model(size: Size) -> transformers.PreTrainedModel:
+def make(size: Size) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerFast]:
+    vocab = {f"t{i}": i for i in range(size.vocab_size)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{PAD}", eos_token=f"t{EOS}")
     shape = {name: value for name, value in size._asdict().items() if name not in ("prompts", "limit")}
     special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     settings = transformers.Qwen2Config(**shape, **special, max_position_embeddings=8192, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(settings)
-
-
-def make_tokenizer(size: Size) -> transformers.PreTrainedTokenizerFast:
-    vocab = {f"t{i}": i for i in range(size.vocab_size)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{PAD}", eos_token=f"t{EOS}")
+        return transformers.AutoModelForCausalLM.from_config(settings), tokenizer
 
 
 def wrap(owner: Any, name: str, around: Callable) -> None:
@@ -127,8 +124,7 @@ class Clock(transformers.TrainerCallback):
         return result
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.now: dict[str, np.ndarray] = {}
-        self.start = read_clock()
+        self.now, self.start = {}, read_clock()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append(self.now | {"step": read_clock() - self.start})
@@ -162,7 +158,7 @@ OUR_PHASES = {"rollout": (train, "rollout"), "forward": (train, "token_logprobs"
 
 def our_run(work: Work, args: argparse.Namespace) -> train.Run:
     """The run of a command line, with a model that is in no file. Micro-batches hold as many padded tokens as TRL's."""
-    model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
+    model, tokenizer = make(SIZES[args.size])
     wrap(train, "open_model", lambda original, source, config: original((model, tokenizer), config))
     padded = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +205,7 @@ def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
 
 
 def force_trl(model: transformers.PreTrainedModel, work: Work) -> None:
-    def forced_generate(original, input_ids, **kwargs):
+    def forced_generate(original: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
         def force(ids: Tensor, scores: Tensor) -> Tensor:
             return scores.scatter_(1, work.tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
 
@@ -230,7 +226,7 @@ def measure_trl(args: argparse.Namespace, plain: bool = False) -> tuple[dict, di
         bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, report_to="none", logging_steps=1,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    model, tokenizer = make_model(SIZES[args.size]), make_tokenizer(SIZES[args.size])
+    model, tokenizer = make(SIZES[args.size])
     with tempfile.TemporaryDirectory() as folder:
         config, prompts = trl.GRPOConfig(folder, **settings), datasets.Dataset.from_dict({"prompt": work.prompts})
         trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer)
@@ -283,16 +279,15 @@ def check_same_work(facts: dict[str, dict]) -> None:
 
 
 def circumstances() -> dict:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", ".", ":!results")
+    git = ["git", "-C", ROOT]
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    changed = subprocess.check_output([*git, "status", "--porcelain", "--", ".", ":!results"])
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     cpus = f"{len(os.sched_getaffinity(0))} CPU cores, {cpu[1] if cpu else platform.machine()}"
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m tools.bench", *sys.argv[1:]]),
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if changed else ""),
+        "commit": commit + ("-dirty" if changed else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

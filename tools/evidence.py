@@ -7,9 +7,7 @@
 A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, `step`
 (the benchmark), or that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/.
 The pictures are those of each `python -m tools.plot ... --out results/...` in a code block; a picture has the
-fingerprint of what it shows in its file. Nothing is run here.
-
-Left out: whether the code that drew a picture is still the same.
+fingerprint of what it shows in its file. Left out: whether the code that drew it is still the same.
 """
 
 import argparse
@@ -115,39 +113,32 @@ def filled(text: str, made: dict[str, str]) -> str:
     return BLOCK.sub(lambda block: f"{block[1]}\n{made.get(block[2], '')}\n\n{block[3]}", text)
 
 
-def stale_tables(pages: list[Path], made: dict[str, str]) -> list[str]:
+def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[Figure, str]]) -> list[str]:
     found, placed = [], set()
     for page in pages:
-        text = page.read_text()
+        text, name = page.read_text(), page.relative_to(ROOT)
         for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(filled(text, made)), strict=True):
             placed.add(old[2])
             if old[0] != new[0]:
-                found.append(f"{page.relative_to(ROOT)}: the table {old[2]} is not that of the logs")
-    return found + [f"the table {name} is on no page" for name in made if name not in placed]
-
-
-def stale_pictures(pages: list[Path], fingerprints: dict[Path, str]) -> list[str]:
-    found = []
-    for page in pages:
-        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text()):
-            if (page.parent / link).resolve() not in fingerprints:
-                found.append(f"{page.relative_to(ROOT)}: no command on a page draws {link}")
-    for file, fingerprint in fingerprints.items():
+                found.append(f"{name}: the table {old[2]} is not that of the logs")
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
+            if (page.parent / link).resolve() not in drawn:
+                found.append(f"{name}: no command on a page draws {link}")
+    found += [f"the table {name} is on no page" for name in made if name not in placed]
+    for file, (_, fingerprint) in drawn.items():
         if not file.exists() or fingerprint.encode() not in file.read_bytes():
             found.append(f"{file.relative_to(ROOT)} is not the picture of the logs")
     return found
 
 
 def stale() -> list[str]:
-    fingerprints = {file: fingerprint for file, (_, fingerprint) in pictures().items()}
-    return stale_tables(pages(), tables()) + stale_pictures(pages(), fingerprints)
+    return not_of_the_logs(pages(), tables(), pictures())
 
 
-def write() -> None:
-    made = tables()
-    for page in pages():
+def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[Figure, str]]) -> None:
+    for page in pages:
         page.write_text(filled(page.read_text(), made))
-    for file, picture in pictures().items():
+    for file, picture in drawn.items():
         plot.save(*picture, file)
 
 
@@ -172,7 +163,7 @@ def main(words: list[str]) -> int:
         print("\n".join(found) or "the pages say what the logs say")
         return 1 if found else 0
     if not args.keep:
-        write()
+        write(pages(), tables(), pictures())
     return 0
 
 

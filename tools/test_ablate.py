@@ -58,32 +58,26 @@ def test_a_grid_is_every_combination_and_each_run_has_a_folder_of_its_own():
     assert len({*alike}) == 7 and all(folder.parent == args.out for folder in alike)
 
 
-SMALL = "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0"
-
-
 def test_the_grid_repeats_nothing_and_its_table_runs_nothing(tmp_path, monkeypatch, capsys):
-    def words(seeds: str) -> list[str]:
-        grid = f"--vary beta=0.0 --seeds {seeds} --out {tmp_path} --figures completion_length"
-        return f"{grid} {SMALL}".split()
-
-    ablate.main(words("1"))
+    words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
+    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
+    ablate.main(words)
     log, made = tmp_path / "0.0-1" / "metrics.jsonl", (tmp_path / "table.md").read_text()
-    whole = log.read_text()
-    lengths = [json.loads(line)["completion_length"] for line in whole.splitlines()]
-    assert f"| 0.0 | {lengths[-1]:.2f} ± " in made  # of step 2, the second half
+    *_, last = whole = log.read_text().splitlines()
+    assert f"| 0.0 | {json.loads(last)['completion_length']:.2f} ± " in made
 
     monkeypatch.setattr(ablate, "run_one", None)  # whoever runs anything fails
     capsys.readouterr()
-    ablate.main(words("1"))
-    ablate.main(["--table", *words("1")])
+    ablate.main(words)
+    ablate.main(["--table", *words])
     assert capsys.readouterr().out == 2 * made
     with pytest.raises(SystemExit, match=r"0\.0-3: not finished, 0 steps"):
-        ablate.main(["--table", *words("1,3")])
-    log.write_text(whole.splitlines()[0] + '\n{"step": 2, ')  # killed as it wrote
+        ablate.main(["--table", "--seeds", "1,3", *words[:2], *words[4:]])
+    log.write_text(whole[0] + '\n{"step": 2, ')  # killed as it wrote
     with pytest.raises(SystemExit, match=r"0\.0-1: not finished, 1 steps"):
-        ablate.main(["--table", *words("1")])
+        ablate.main(["--table", *words])
     with pytest.raises(TypeError):  # so it is run
-        ablate.main(words("1"))
+        ablate.main(words)
 
 
 GRID = "--vary beta=0.0,0.1 --seeds 1,2"
@@ -94,7 +88,7 @@ WRONG = [  # flags of the grid, what is said
     ("--vary beta=0 --vary beta=1", "given twice"),
     ("--vary beta", "--beta"),
     ("--vary beta=0,,1", "--beta"),
-    (f"{GRID} --figures entropy:late", "cannot be read: entropy:late"),
+    (f"{GRID} --figures entropy:late", "entropy:late: cannot be read"),
     ("--vary out=a,b", "the grid itself gives each run its seed and its folder"),
     (f"{GRID} -- --seed=3", "leave out seed"),
     ("--vary bta=0,1", "--bta"),

@@ -50,7 +50,7 @@ def test_a_step_of_ours_has_the_planned_completions(args, equal):
 
 def test_generate_has_the_planned_completions(args):
     """As TRL calls it: sampling, all rows at once, padded on the left."""
-    work, model = bench.plan_work(args), bench.make_model(TINY)
+    work, (model, _) = bench.plan_work(args), bench.make(TINY)
     bench.force_trl(model, work)
     ids = torch.randint(2, 50, (12, 6))
     settings = dict(max_new_tokens=12, do_sample=True, eos_token_id=bench.EOS, pad_token_id=bench.PAD)

@@ -24,77 +24,51 @@ def test_runs_of_several_seeds_are_one_line_and_the_legend_names_what_differs(tm
     runs = [folder(tmp_path / f"{b}-{s}", lines, beta=b, seed=s) for b in (0.0, 0.1) for s in (0, 1, 2)]
     groups = plot.by_settings([plot.read_log(run) for run in runs])
     assert {label: len(of) for label, of in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
+    assert len({str(plot.style(i)) for i in range(35)}) == 35, "no two lines look alike"
 
 
-def test_a_metric_that_is_null_leaves_a_gap():
-    logs = [
-        plot.Log({}, [{"step": 1, "kl": 1.0}, {"step": 2, "kl": None}]),
-        plot.Log({}, [{"step": 1, "kl": 3.0}, {"step": 2, "kl": 5.0}]),
-    ]
-    steps, values = plot.series(logs, "kl")
+def test_a_metric_that_is_null_leaves_a_gap_and_smoothing_is_a_centred_mean():
+    lines = [[{"step": 1, "kl": 1.0}, {"step": 2, "kl": None}], [{"step": 1, "kl": 3.0}, {"step": 2, "kl": 5.0}]]
+    steps, values = plot.series([plot.Log({}, its) for its in lines], "kl")
     assert steps.tolist() == [1, 2] and values[:, 0].tolist() == [1.0, 3.0]
     assert math.isnan(values[0, 1]) and values[1, 1] == 5.0
-
-
-def test_smoothing_is_a_centred_mean():
     values = np.arange(20.0)[None] ** 2
     smoothed = plot.smooth(values, 5)
     assert smoothed[0, 10] == values[0, 8:13].mean() and smoothed[0, 0] == values[0, :3].mean()
 
 
-def test_the_picture_is_written_twice_and_is_the_same_each_time(tmp_path):
-    run = folder(tmp_path / "run", [{"step": s, "reward": s / 10, "eval/accuracy": 0.5, "kl": None} for s in range(9)])
-    words = [str(run), "--out", str(tmp_path / "a.png")]
-    plot.main(words)
-    first = (tmp_path / "a.svg").read_bytes()
-    plot.main(words)
-    assert (tmp_path / "a.svg").read_bytes() == first and (tmp_path / "a.png").stat().st_size > 1000
-    assert first.count(b"held-out accuracy") == 1 and b"KL to the reference" not in first  # nothing to draw there
-
-
-def test_the_fingerprint_in_a_picture_is_that_of_its_logs_and_flags(tmp_path):
-    run = folder(tmp_path / "run", [{"step": 1, "reward": 0.5}])
-    args = plot.parse([str(run), "--out", str(tmp_path / "a.png"), "--panels", "reward"])
-    picture, before = plot.picture_of(args)
-    plot.save(picture, before, args.out)
+def test_a_picture_is_the_same_each_time_and_has_the_fingerprint_of_its_logs_and_flags(tmp_path):
+    lines = [{"step": s, "reward": s / 10, "eval/accuracy": 0.5, "kl": None, "reward/x": s} for s in range(9)]
+    run = folder(tmp_path / "run", lines)
+    words = [str(run), "--panels", "reward", "accuracy", "kl", "reward/x", "--columns", "1", "--out"]
+    for name in ("a", "b"):
+        plot.main([*words, str(tmp_path / f"{name}.png")])
+    drawn, again = ((tmp_path / f"{name}.svg").read_text() for name in ("a", "b"))
+    titles = ("held-out accuracy, greedy", "KL to the reference", "reward/x")  # nothing to draw in the second
+    assert drawn == again and [drawn.count(f"<!-- {title} -->") for title in titles] == [1, 0, 1]
+    _, before = plot.picture_of(plot.parse([*words, "a.png"]))
     assert all(before.encode() in (tmp_path / name).read_bytes() for name in ("a.png", "a.svg"))
-    assert plot.picture_of(plot.parse([str(run), "--panels", "reward", "--smooth", "1"]))[1] != before
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.6}')
-    assert plot.picture_of(args)[1] != before
+    assert plot.picture_of(plot.parse([*words, "a.png", "--smooth", "1"]))[1] != before
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.6}\n')
+    assert plot.picture_of(plot.parse([*words, "a.png"]))[1] != before
+    with pytest.raises(SystemExit, match=r"no run has rewardx; there are reward, step"):
+        plot.main([str(run), "--panels", "rewardx"])
 
 
-def test_any_metric_is_a_panel_and_what_no_run_has_is_named(tmp_path):
-    runs = [folder(tmp_path / b, [{"step": 1, "reward/x": 0.5}], beta=float(b), seed=1) for b in ("0.0", "0.1")]
-    (tmp_path / "0.0.log").touch()
-    plot.main(
-        [*map(str, tmp_path.iterdir()), "--out", str(tmp_path / "a.png"), "--panels", "reward/x", "--columns", "1"]
-    )
-    drawn = (tmp_path / "a.svg").read_text()
-    assert [drawn.count(f"<!-- {text} -->") for text in ("reward/x", "beta 0.0", "beta 0.1")] == [1, 1, 1]
-    with pytest.raises(SystemExit, match=r"no run has rewardx; there are reward/x, step"):
-        plot.main([*map(str, runs), "--panels", "rewardx"])
-
-
-def test_no_two_lines_of_a_picture_look_alike():
-    assert len({str(plot.style(i)) for i in range(35)}) == 35
-
-
-def test_what_is_no_run_is_left_out_with_a_note(tmp_path, capsys):
-    run = folder(tmp_path / "run", [{"step": 1, "reward": 0.5}])
+def test_what_is_no_run_is_left_out_with_a_note_and_what_was_replaced_without(tmp_path, capsys):
+    runs = [folder(tmp_path / name, [{"step": 1, "reward": 0.5}]) for name in ("run", "run.replaced-1")]
     (tmp_path / "empty").mkdir()
     (tmp_path / "run.log").touch()
-    plot.main([str(run), str(tmp_path / "empty"), str(tmp_path / "run.log")])
+    plot.main([*map(str, runs), str(tmp_path / "empty"), str(tmp_path / "run.log")])
     shown = capsys.readouterr()
     assert shown.err.count("note: ") == 2 and f"note: {tmp_path}/empty is left out, it is no run" in shown.err
     assert shown.out == f"{tmp_path}/plot.png, {tmp_path}/plot.svg\n"
+    assert "seeds" not in (tmp_path / "plot.svg").read_text()
     with pytest.raises(SystemExit, match="there is no run to draw"):
         plot.main([str(tmp_path / "empty")])
 
 
-@pytest.mark.parametrize(
-    "out, files", [("a.pdf", ["a.pdf"]), ("a.svg", ["a.png", "a.svg"]), ("lr-0.2", ["lr-0.2.png", "lr-0.2.svg"])]
-)
-def test_the_suffix_that_is_given_counts(tmp_path, out, files):
-    run = folder(tmp_path / "run", [{"step": 1, "reward": 0.5}])
-    plot.main([str(run), "--out", str(tmp_path / "new" / out)])
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == files
+@pytest.mark.parametrize("out, ends", [("a.pdf", [".pdf"]), ("a.svg", [".png", ".svg"]), ("a-0.2", [".png", ".svg"])])
+def test_the_suffix_that_is_given_counts(out, ends):
+    stem = out.removesuffix(".pdf").removesuffix(".svg")
+    assert plot.files_of(Path(out)) == [Path(stem + suffix) for suffix in ends]

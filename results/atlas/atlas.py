@@ -327,15 +327,13 @@ def tables() -> dict[str, str]:
     return {name: table(*logged(name)) for name in GRIDS} | {"claims": claims()}
 
 
-def stale() -> list[str]:
-    pictures = evidence.stale_pictures([PAGE], {PICTURE: plot.fingerprint(panels())})
-    return evidence.stale_tables([PAGE], tables()) + pictures
-
-
-def write() -> None:
-    PAGE.write_text(evidence.filled(PAGE.read_text(), tables()))
+def picture() -> dict[Path, tuple[Figure, str]]:
     shown = panels()
-    plot.save(draw(shown), plot.fingerprint(shown), PICTURE)
+    return {PICTURE: (draw(shown), plot.fingerprint(shown))}
+
+
+def stale() -> list[str]:
+    return evidence.not_of_the_logs([PAGE], tables(), picture())
 
 
 def main(words: list[str]) -> int:
@@ -360,7 +358,7 @@ def main(words: list[str]) -> int:
         print("\n".join(found) or "the page says what the logs say")
         return 1 if found else 0
     else:
-        write()
+        evidence.write([PAGE], tables(), picture())
     return 0
 
 
