@@ -38,7 +38,11 @@ def start() -> torch.device:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend(device), timeout=timedelta(hours=2))
+        timeout = timedelta(hours=2)
+        store, number, count = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group(backend(device), timeout=timeout, store=store, rank=number, world_size=count)
     return device
 
 
