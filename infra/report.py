@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import resource
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -176,8 +175,7 @@ class RunLog:
             self.tracker(metrics)
         if groups:
             self.show_step(metrics)
-        if held_out := headline(metrics):
-            figures = (f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out)
+        if figures := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
@@ -214,9 +212,8 @@ class RunLog:
 
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
-        self.bar.close()
-        name, without = signal.Signals(signal_number).name, " without --overwrite" if self.config.overwrite else ""
-        self.say(f"stopped by {name} after step {step}; the same command{without} goes on from there")
+        without = " without --overwrite" if self.config.overwrite else ""
+        self.say(f"stopped after step {step}; the same command{without} goes on from there")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
@@ -292,7 +289,7 @@ def finished(out: Path, note: str = "") -> int:
     ends = {line["step"]: line for line in (first, last)}
     print(note)
     print(f"{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{f'step {step}':>16}" for step in ends))
-    for name in headline(last) or ["reward", "completion_length", "entropy"]:
+    for name in held_out(last) or ["reward", "completion_length", "entropy"]:
         cells = [show(line.get(name)) for line in ends.values()]
         if last.get(f"{name}_ci") is not None:
             cells = [f"{cell} ± {show(line[f'{name}_ci'])}" for cell, line in zip(cells, ends.values())]
@@ -301,17 +298,14 @@ def finished(out: Path, note: str = "") -> int:
         if line["kind"] == "eval" and line["step"] in ends:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
             print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
-    print(f"\nin {out}/: {', '.join(sorted(path.name for path in out.iterdir() if path.name != '.lock'))}")
-    if len(lines) > 1:
-        print(f"its picture: python -m tools.plot {out}   (pip install matplotlib)")
+    print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0
 
 
-def headline(metrics: dict) -> list[str]:
-    """The figures of an evaluation; rewards only where nothing says which answers are right."""
+def held_out(metrics: dict) -> list[str]:
+    """The figures of an evaluation that have a value."""
     names = [name for name in metrics if name.startswith("eval/") and not name.endswith("_ci")]
-    names = [name for name in names if metrics[name] is not None]
-    return [name for name in names if metrics["eval/accuracy"] is None or "reward" not in name]
+    return [name for name in names if metrics[name] is not None]
 
 
 def show(value: float | None, digits: int = 3) -> str:
