@@ -121,6 +121,7 @@ def only_the_head_trains(model: nn.Module) -> None:
         lambda model: model.get_output_embeddings().requires_grad_(False),
         only_the_head_trains,
     ],
+    ids=["gradient checkpointing", "frozen head", "frozen body"],
 )
 def test_a_model_as_it_may_be_trained(name: str, prepare: Callable):
     model = tiny_model(name)
