@@ -1,34 +1,35 @@
-"""Heads that share a key head are taken together while decoding: the same tokens as without."""
+"""What a model is while it decodes, and after it."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from infra import decoding
+from conftest import tiny_model
+from infra.decoding import decoding
 from rollout import Sampling, rollout, uniforms
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_grouped_heads_give_the_same_tokens(monkeypatch, top_p):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=40, hidden_size=56, intermediate_size=64, num_hidden_layers=2, initializer_range=0.3)
-    heads = dict(num_attention_heads=14, num_key_value_heads=2, attn_implementation="sdpa")
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=1, pad_token_id=0))
-    prompts = [[5] * (2 + i % 3) for i in range(12)]  # of several lengths, so that there is a mask
-    uniform = uniforms(0, 1, [(i, 0) for i in range(12)], 16)
-    sampling = Sampling(max_completion_length=16, eos_ids=(1, 2, 3), top_p=top_p)
-    plain = rollout(model, prompts, uniform, sampling)
+def test_decoding_has_weights_in_the_dtype_of_the_computation_and_gives_the_very_weights_back():
+    """Buffers keep their precision; tied weights stay tied; whatever happens within."""
+    model = tiny_model("llama tied", torch.float32)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt), decoding(model, torch.bfloat16):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {x.dtype for x in model.buffers()} == {torch.float32}
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        raise KeyboardInterrupt
+    after = model.state_dict()
+    assert all(after[name].dtype == x.dtype and after[name].equal(x) for name, x in before.items())
 
-    taken, own = [], decoding.F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        decoding.F,
-        "scaled_dot_product_attention",
-        lambda q, *rest, **more: taken.append(q.shape) or own(q, *rest, **more),
-    )
-    with decoding.decoding(model, torch.float32):
-        grouped = rollout(model, prompts, uniform, sampling)
-    assert model.config._attn_implementation == "sdpa"
-    assert any(shape[1:3] == (2, 7) for shape in taken), "seven heads are the queries of one"
-    assert len({len(completion.ids) for completion in plain}) > 1, "rows are dropped"
-    for a, b in zip(plain, grouped, strict=True):
-        assert a.ids == b.ids and a.logp == pytest.approx(b.logp, abs=1e-5)
+
+def test_a_cache_of_grouped_heads_is_not_repeated_for_each_query(monkeypatch):
+    """Under a mask, too: prompts of several lengths."""
+    model, seen = tiny_model("llama", torch.float32).eval(), set()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, *rest, **more):
+        seen.add((q.shape[1:3], k.shape[1], more["attn_mask"] is not None))
+        return attention(q, k, *rest, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    rollout(model, [[5, 6], [5, 6, 7]], uniforms(0, 1, [(0, 0), (1, 0)], 4), Sampling(4, eos_ids=(1,)))
+    assert ((2, 2), 2, True) in seen, "four query heads on two key heads are two queries of each"

@@ -1,4 +1,4 @@
-"""What a run needs, from configurations alone, against models that are there."""
+"""What a run needs, from configurations alone, against models that are there and a real one worked out by hand."""
 
 import json
 import os
@@ -7,72 +7,27 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import conftest
 from config import Config, UserError, resolve
 from infra import memory
 
-SETTINGS = Qwen2Config(
+SMALL = Qwen2Config(
     vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256,
 )  # fmt: skip
 
 
-def settings(**flags) -> Config:
+def small(**flags) -> Config:
     given = dict(prompts_per_step=3, num_generations=4, max_completion_length=20, micro_batch_tokens=512, eval_every=0)
     return resolve(Config(**(given | flags)), {}, on_gpu=False)
 
 
-def costs(world: int = 1, **flags) -> memory.Costs:
-    return memory.costs(SETTINGS, settings(**flags), world, longest_prompt=10)
-
-
-def needed(world: int = 1, **flags) -> dict[str, float]:
-    return memory.needed(settings(**flags), costs(world, **flags))
-
-
-def least(**flags) -> float:
-    """With one completion at a time."""
-    return memory.peak(settings(**flags | dict(rollout_tokens=1, micro_batch_size=1)), costs(**flags))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_and_cache_are_what_a_model_has(dtype):
-    model = Qwen2ForCausalLM(SETTINGS)
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    cache = DynamicCache(config=SETTINGS)
-    model.to(dtype)(torch.ones(12, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-    need = needed(dtype=str(dtype).removeprefix("torch."), beta=0.1)
-    copy = weights / 2 if dtype == torch.bfloat16 else 0
-    held += 12 * 500 * (dtype.itemsize + 4 + 4 + 8)  # the distributions
-    assert need["weights"] == weights and need["Adam"] == 2 * weights
-    assert need["reference"] == weights and need["rollout"] == copy + held
-    halves = needed(world=2, dtype=str(dtype).removeprefix("torch."))
-    assert halves["rollout"] == copy + held / 2 and halves["reference"] == 0
-
-
-def test_an_evaluation_needs_the_weights_and_a_cache():
-    need = needed(steps=0, eval_every=1)
-    assert {name for name in need if need[name]} == {"weights", "rollout"}
-    assert least(steps=0, eval_every=1) < least() / 2
-
-
-def test_sharded_each_rank_needs_its_part_and_a_whole_copy_to_sample():
-    one = needed(beta=0.1)
-    sharded = dict(world=8, beta=0.1, shard=True, shard_size=4)
-    part = needed(**sharded)
-    for name in ("weights", "Adam", "reference"):
-        assert part[name] == one[name] / 4
-    cache = one["rollout"] / 12
-    assert part["rollout"] == one["weights"] + 2 * cache, "12 completions on 8 ranks"
-    with pytest.raises(UserError, match="cannot fit"):  # though each of the parts would
-        memory.check(settings(), costs(**sharded), one["weights"] + cache)
-
-
-def test_activations_are_about_what_autograd_keeps():
-    model, kept = Qwen2ForCausalLM(SETTINGS).train(), {}
+def test_what_is_counted_is_what_a_model_has():
+    """Weights and cache exactly; what autograd keeps of a micro-batch within 15 %: norms and rotations are not counted
+    one by one."""
+    model, kept = Qwen2ForCausalLM(SMALL).train(), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(x):
@@ -83,112 +38,117 @@ def test_activations_are_about_what_autograd_keeps():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = model.model(input_ids=torch.ones(8, 64, dtype=torch.long), use_cache=False)
     assert out.last_hidden_state is not None
-    head = 2 * 256 * 500 * 4 + 500 * 64 * 4
-    estimate = needed(prompts_per_step=30)
-    assert estimate["update"] - estimate["weights"] - head == pytest.approx(sum(kept.values()), rel=0.15)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    cost = memory.costs(SMALL, small(), world=1, longest_prompt=10)
+    assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
+    assert cost.token * 8 * 64 == pytest.approx(sum(kept.values()), rel=0.15)
+    for dtype, copy in ((torch.float32, 0), (torch.bfloat16, weights / 2)):
+        cache = DynamicCache(config=SMALL)
+        model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
+        held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+        cost = memory.costs(SMALL, small(dtype=str(dtype).removeprefix("torch.")), world=1, longest_prompt=10)
+        assert (cost.rollout, cost.row) == (copy, held + 500 * (dtype.itemsize + 4 + 4 + 8))
 
 
-def test_what_cannot_fit_is_said_before_anything_is_loaded():
-    need = needed()
-    assert "rollout" in memory.check(settings(), costs(), 1e12)
-    with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
-        memory.check(settings(), costs(), need["weights"] * 3)
-    assert "in smaller parts" in memory.check(settings(), costs(), least())
-    with pytest.raises(UserError, match="cannot fit"):
-        memory.check(settings(), costs(), least() - 1)
-    assert needed(gradient_checkpointing=True)["update"] < need["update"]
-
-
-def test_sharded_an_update_that_cannot_fit_is_refused_because_it_cannot_be_done_in_smaller_parts():
-    given = dict(shard=True, micro_batch_size=9)
-    need, cost = needed(**given), costs(**given)
-    peak = memory.peak(settings(**given), cost)
-    assert need["update"] > need["rollout"]
-    memory.check(settings(**given), cost, peak)
-    with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
-        memory.check(settings(**given), cost, peak - 1)
-
-
-def test_on_a_gpu_what_is_free_counts_and_a_chunk_of_the_head_is_larger(monkeypatch):
-    on_cpu = costs()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
-    assert memory.free_memory() == 5
-    assert costs().update - on_cpu.update == 2 * (2048 - 256) * 500 * 4
-
-
-# ---- Real shapes ----
+# ---- A real model ----
 
 QWEN_7B = Qwen2Config(
     vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
     num_key_value_heads=4,
 )  # fmt: skip
-QWEN_HALF_B = Qwen2Config(
-    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_2_7B = LlamaConfig(
-    vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32,
-)  # fmt: skip
+P, ENDS, LAYERS, HIDDEN = 7_615_616_512, 2 * 152_064 * 3584, 28, 3584
+LENGTH = 512 + 4096
 
 
 def on_gpu(**flags) -> Config:
-    given = dict(prompts_per_step=128, num_generations=8, max_completion_length=1024, eval_every=0)
+    given = dict(prompts_per_step=128, num_generations=8, max_completion_length=4096, eval_every=0)
     return resolve(Config(**(given | flags)), {}, on_gpu=True)
 
 
-def test_a_real_model_by_hand():
-    """7B, completions of 4096 tokens: 12 P bytes stay, 16 P with a reference; divided over 8 ranks with --shard."""
-    P = 7_615_616_512
-    row = 28 * 2 * 4 * 128 * 2 * (512 + 4096)  # layers, keys and values, heads, their size, bytes, tokens
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_real_model_by_hand(monkeypatch, ranks):
+    """On GPUs, in bf16, with a reference; with 8 ranks sharded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = dict(prompts_per_step=16, num_generations=ranks, beta=0.1, shard=ranks > 1)
+    config = on_gpu(**given, rollout_tokens=10**6, micro_batch_tokens=16_384)
+    cost = memory.costs(QWEN_7B, config, ranks, longest_prompt=512)
+    row = LAYERS * 2 * 4 * 128 * 2 * LENGTH  # keys and values, heads, their size, bytes, tokens
     row += 152_064 * (2 + 4 + 4 + 8)  # the distribution
-    for ranks, rows in ((1, 16), (8, 128)):
-        given = dict(prompts_per_step=rows, num_generations=1, max_completion_length=4096, beta=0.1, shard=ranks > 1)
-        config = on_gpu(**given, rollout_tokens=10**6, micro_batch_tokens=16_384)
-        cost = memory.costs(QWEN_7B, config, ranks, longest_prompt=512)
-        need = memory.needed(config, cost)
-        assert need["weights"] == 4 * P / ranks and need["rollout"] == 2 * P + 16 * row
-        assert memory.peak(config, cost) == 16 * P / ranks + max(need["rollout"], need["update"])
+    update = 4 * P / ranks  # gradients
+    update += 2 * P if ranks == 1 else ENDS * 2 + 2 * (P - ENDS) / LAYERS * (2 + 4)  # a copy; or two layers and gradients
+    update += 16 * ranks * LENGTH * (3 * 8 + 4 * 4 + 8)  # the completions as tensors
+    update += (2 * 2048 + HIDDEN) * 152_064 * 4  # two chunks of logits, and the head's gradient
+    token = LAYERS * (4 * 11 * HIDDEN + 2 * 4 * 18_944)
+    assert cost.stays == {"weights": 4 * P / ranks, "Adam": 8 * P / ranks, "reference": 4 * P / ranks}
+    expected = cost.stays | {"rollout": 2 * P + 16 * row, "update": update + 16_384 * token}
+    need = memory.needed(config, cost)
+    assert need == {name: pytest.approx(amount) for name, amount in expected.items()}
+    assert memory.peak(config, cost) == 16 * P / ranks + max(need["rollout"], need["update"])
+
+    # What is done in smaller parts needs less: activations of one number between layers, fewer rows.
+    kept = replace(config, gradient_checkpointing=True)
+    of_a_layer = 4 * 11 * HIDDEN + 2 * 4 * 18_944
+    between = HIDDEN * LAYERS * (4 if ranks == 1 else 2)
+    assert memory.costs(QWEN_7B, kept, ranks, 512).token == between + of_a_layer
+    fewer = replace(config, rollout_tokens=3 * LENGTH, micro_batch_size=2)
+    need = memory.needed(fewer, cost)
+    assert need["rollout"] == 2 * P + 3 * row and need["update"] == pytest.approx(update + 2 * LENGTH * token)
+    evaluation = replace(config, steps=0, eval_every=1, beta=0.0, eval_prompts=7 * ranks, eval_k=4)
+    cost = memory.costs(QWEN_7B, evaluation, ranks, 512)
+    assert cost.stays == {"weights": 4 * P / ranks, "Adam": 0, "reference": 0}
+    assert memory.needed(evaluation, cost)["rollout"] == 2 * P + 28 * row and memory.needed(evaluation, cost)["update"] == 0
 
 
-FITTING = {  # model, ranks with --shard or 0, bytes free on each, settings; rollout_tokens, micro_batch_tokens
-    "7B on 8 x 80 GB": (QWEN_7B, 8, 80e9, {}, 1 << 19, 1 << 12),
-    "with checkpointing and a reference": (
-        QWEN_7B, 8, 80e9, dict(gradient_checkpointing=True, beta=0.1), 1 << 19, memory.MOST_MICRO_BATCH_TOKENS
-    ),
-    "a cache eight times as large": (LLAMA_2_7B, 8, 80e9, {}, 1 << 16, 1 << 12),
-    "half a billion on one of 80 GB": (QWEN_HALF_B, 0, 80e9, {}, 1 << 21, 1 << 14),
-    "half a billion on one of 141 GB": (
-        QWEN_HALF_B, 0, 141e9, {}, memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FITTING)
-def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(case):
-    model, ranks, free, given, rollout_tokens, micro_batch_tokens = FITTING[case]
-    config = on_gpu(shard=bool(ranks), **given)
-    cost = memory.costs(model, config, ranks or 1, longest_prompt=512)
-    config = memory.fitting(config, cost, free)
-    assert (config.rollout_tokens, config.micro_batch_tokens) == (rollout_tokens, micro_batch_tokens)
-    assert memory.peak(config, cost) <= memory.ROOM * free
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(checkpointing):
+    config = on_gpu(shard=True, gradient_checkpointing=checkpointing, max_completion_length=1024)
+    cost = memory.costs(QWEN_7B, config, 8, longest_prompt=512)
+    config = memory.fitting(config, cost, free=80e9)
+    most = memory.MOST_MICRO_BATCH_TOKENS if checkpointing else 1 << 12
+    assert (config.rollout_tokens, config.micro_batch_tokens) == (1 << 19, most)
+    assert memory.peak(config, cost) <= memory.ROOM * 80e9
     cost = replace(cost, sampled=10**6, trained=10**6)  # completions enough for any budget
-    for name, most in (("rollout_tokens", 1 << 22), ("micro_batch_tokens", 1 << 15)):
+    for name in ("rollout_tokens", "micro_batch_tokens"):
         twice = replace(config, **{name: 2 * getattr(config, name)})
-        assert getattr(config, name) == most or memory.peak(twice, cost) > memory.ROOM * free
+        capped = checkpointing and name == "micro_batch_tokens"
+        assert capped or memory.peak(twice, cost) > memory.ROOM * 80e9
+    plenty = memory.fitting(on_gpu(), cost, free=1e13)
+    assert plenty.rollout_tokens == memory.MOST_ROLLOUT_TOKENS
 
 
 def test_budgets_given_by_hand_are_kept_and_one_completion_is_the_least():
-    config = on_gpu(rollout_tokens=7)
-    cost = memory.costs(QWEN_7B, config, 1, longest_prompt=512)
-    fitted = memory.fitting(config, cost, free=80e9)
-    assert (fitted.rollout_tokens, fitted.micro_batch_tokens) == (7, 1024), "of 512 + 1024 tokens"
-    with pytest.raises(UserError, match="It cannot fit"):
-        memory.check(fitted, cost, 80e9)
+    cost = memory.costs(QWEN_7B, on_gpu(), 1, longest_prompt=512)
+    fitted = memory.fitting(on_gpu(rollout_tokens=7), cost, free=80e9)
+    assert (fitted.rollout_tokens, fitted.micro_batch_tokens) == (7, 1 << 12), "4608 tokens, as a power of two"
     rows = on_gpu(micro_batch_size=4)
-    assert memory.fitting(rows, cost, free=1e12).micro_batch_tokens is None, "rows given alone: any number of tokens"
-    on_cpu = settings(micro_batch_tokens=None)
-    assert memory.fitting(on_cpu, cost, free=1e12) == on_cpu
+    assert memory.fitting(rows, cost, free=1e13).micro_batch_tokens is None, "rows given alone: any number of tokens"
+    assert memory.fitting(small(), cost, free=1e13) == small()
+
+
+def test_what_cannot_fit_is_said_before_anything_is_loaded():
+    """Unsharded, what does not fit is done in smaller parts, down to one completion at a time; sharded, an update must
+    fit as it is, since no rank can go back without the others."""
+    cost = memory.costs(SMALL, small(), world=1, longest_prompt=10)
+    most = memory.peak(small(), cost)
+    least = memory.peak(small(rollout_tokens=1, micro_batch_size=1), cost)
+    assert "in smaller parts" not in memory.check(small(), cost, most)
+    assert "in smaller parts" in memory.check(small(), cost, most - 1)
+    assert "in smaller parts" in memory.check(small(), cost, least)
+    with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
+        memory.check(small(), cost, least - 1)
+    sharded = small(shard=True, micro_batch_size=9)
+    cost = memory.costs(SMALL, sharded, world=1, longest_prompt=10)
+    most = memory.peak(sharded, cost)
+    memory.check(sharded, cost, most)
+    with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
+        memory.check(sharded, cost, most - 1)
+
+
+def test_on_a_gpu_what_is_free_counts(monkeypatch):
+    assert memory.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
+    assert memory.free_memory() == 5
 
 
 # ---- In a run ----
@@ -205,16 +165,15 @@ def budgets_left_open(free_by_rank: list[float]) -> None:
 
 def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
     """Those that fit on the rank with the least memory."""
-    given, out = sorting | dict(dtype="float32", save_every=1), tmp_path / "out"
-    shown = conftest.run(given, out, partial(budgets_left_open, [1e12, 1e7]), world=2)
-    began = json.loads((out / "config.json").read_text())["settings"]
-    budgets = began["rollout_tokens"], began["micro_batch_tokens"]
-    assert budgets[0] < memory.MOST_ROLLOUT_TOKENS and budgets[1] < memory.MOST_MICRO_BATCH_TOKENS
-    assert f"with up to {budgets[0]} tokens in the cache" in shown and f"up to {budgets[1]} padded tokens" in shown
 
-    conftest.run(given | dict(steps=3, micro_batch_tokens=64), out, partial(budgets_left_open, [1e12]))
-    went_on = json.loads((out / "config.json").read_text())["settings"]
-    assert (went_on["rollout_tokens"], went_on["micro_batch_tokens"]) == (budgets[0], 64)
-    conftest.run(given | dict(overwrite=True), out, partial(budgets_left_open, [1e12]))
-    anew = json.loads((out / "config.json").read_text())["settings"]
-    assert anew["rollout_tokens"] == memory.MOST_ROLLOUT_TOKENS
+    def budgets(*before, world: int = 1, **changes) -> tuple[int, int]:
+        given = sorting | dict(dtype="float32", save_every=1) | changes
+        shown = conftest.run(given, tmp_path / "out", *before, world=world)
+        settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
+        assert f"with up to {settings['rollout_tokens']} tokens in the cache" in shown
+        return settings["rollout_tokens"], settings["micro_batch_tokens"]
+
+    began = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
+    most = memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS
+    assert began[0] < most[0] and began[1] < most[1]
+    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (began[0], 64)

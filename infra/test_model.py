@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import infra.model  # noqa: F401  (from here on it is in force)
 from conftest import distance, flat_gradient, tiny_model
+from infra.model import compute_experts_in_bf16
 
 
 class Products(TorchDispatchMode):
@@ -25,6 +25,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_are_computed_in_the_dtype_of_autocast(name):
+    compute_experts_in_bf16()
     model, ids = tiny_model(name, torch.float32), torch.arange(3, 43).view(2, 20)
     found = {}
     for experts in ("eager", "grouped_mm"):  # one product for each expert, or one for all

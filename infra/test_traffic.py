@@ -50,7 +50,7 @@ def count_bytes(rank: int, folder: str) -> None:
         for name in names:
             if hasattr(dist, name):
                 setattr(dist, name, partial(counted, getattr(dist, name), kind))
-    with shard.gathered(model):
+    with shard.unsharded(model):
         pass
     found = [dict(handed)]
     for _ in range(2):
@@ -67,7 +67,7 @@ def count_bytes(rank: int, folder: str) -> None:
 
 def test_weights_travel_in_bf16_and_gradients_in_fp32(tmp_path):
     """For the rollout once, for a micro-batch twice and once: the table in docs/distributed.md."""
-    mp.spawn(count_bytes, args=(str(tmp_path),), nprocs=4)
+    mp.start_processes(count_bytes, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
     rollout, first, second = torch.load(tmp_path / "found.pt")
     P = sum(p.numel() for p in Qwen2ForCausalLM(SETTINGS).parameters())
     assert rollout == {"gather": 2 * P}
