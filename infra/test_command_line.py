@@ -17,9 +17,9 @@ def read(line: str) -> Config:
     return parse(line.split(), on_gpu=False)
 
 
-def mistakes(capsys, words: str | list[str]) -> list[str]:
+def mistakes(capsys, line: str) -> list[str]:
     with pytest.raises(SystemExit) as end:
-        parse(words.split() if isinstance(words, str) else words, on_gpu=False)
+        read(line)
     assert end.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == "" and all(line.startswith("error: ") for line in printed.err.splitlines())
@@ -53,6 +53,11 @@ RESOLVED = [
     ("--task addition --model folder", dict(learning_rate=1e-6)),  # not the small model's
     ("--algorithm dapo --epsilon_low 0.1", dict(epsilon_low=0.1, epsilon_high=0.28, dynamic_sampling=3)),
     ("--micro_batch_size 3", dict(micro_batch_tokens=None, rollout_tokens=32768)),
+    # All of this is fine.
+    ("--num_generations 1 --baseline none --scale_rewards none --prompts_per_step 7", {}),
+    ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --ratio sequence", {}),
+    ("--epsilon_high inf --tis_cap 2 --tis_floor 2 --num_iterations 2 --minibatches 128", {}),
+    ("--algorithm cispo --num_iterations 4 --epsilon_low 1.5 --eval_every 0 --warmup_steps 1000 --steps 5", {}),
 ]
 
 
@@ -77,21 +82,6 @@ def test_any_settings_can_be_given_as_flags_and_are_resolved_once():
         if value not in (None, []):
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
-
-
-FINE = [
-    "--num_generations 1 --baseline batch --scale_rewards batch",
-    "--num_generations 1 --baseline none --scale_rewards none",
-    "--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --ratio sequence",
-    "--epsilon_high inf --tis_cap 2 --tis_floor 2 --num_iterations 2 --minibatches 128",
-    "--algorithm cispo --num_iterations 4 --epsilon_low 1.5",
-    "--samples_per_step -1 --eval_every 0 --save_every 0 --warmup_steps 1000 --steps 5",
-]
-
-
-@pytest.mark.parametrize("line", FINE)
-def test_what_is_fine(line):
-    ready(read(line), on_gpu=False)
 
 
 # ---- Settings from files ----
@@ -144,7 +134,6 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--epsilon-hi=0.3", "--epsilon_hi=0.3: there is no such flag; did you mean --epsilon_high?"),
     ("--zzz 1 --steps 3 oops", "--zzz: ... see --help", "1: belongs to no flag", "oops: belongs to no flag"),
     ("--steps many --beta -1", "--steps: ... 'many'"),  # argparse alone speaks
-    ("--mask_truncated perhaps", "--mask_truncated: 'perhaps': must be true or false"),
     ("--model= --data=", "--model : must be str", "--data : must be str"),  # an unset variable of the shell
     ("--steps 3 --reward", "--reward: expected at least one argument"),
     ("--reward_weights 1 nan", "--reward_weights nan: must be float at least -1e+09 and at most 1e+09"),
@@ -156,9 +145,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--task data --model m --reward r.py:f", "needs --data"),
     ("--data d.jsonl --model m", "needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "2 for 1 rewards"),
-    ("--reward_weights 1 2", "--reward_weights: 2 for 0 rewards"),
-    ("--algorithm rloo --num_iterations 2", "--objective reinforce: ... not 2 ... --objective clip"),
-    ("--algorithm rloo --minibatches 4", "--objective reinforce: ... not 4 ... --minibatches 1"),
+    ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not 8 ... --minibatches 1"),
     ("--epsilon_low 1.5", "--epsilon_low 1.5: ... at most 1"),
     ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high = 1.2"),
     ("--algorithm cispo --delta 3", "--delta 3: ... not of cispo"),
@@ -207,13 +194,10 @@ BOUNDS = [  # a value that is refused, one that is taken, by these numbers
 ]
 
 
-@pytest.mark.parametrize(("refused", "taken", "names"), BOUNDS)
-def test_bounds(refused, taken, names):
-    assert wrong_values(Config(**dict.fromkeys(names.split(), refused))).keys() == set(names.split())
-    assert wrong_values(Config(**dict.fromkeys(names.split(), taken))) == {}
-
-
 def test_every_number_has_bounds():
+    for refused, taken, names in BOUNDS:
+        assert wrong_values(Config(**dict.fromkeys(names.split(), refused))).keys() == set(names.split())
+        assert wrong_values(Config(**dict.fromkeys(names.split(), taken))) == {}
     numbers = {name for name, setting in SETTINGS.items() if kind_of(setting) in (int, float)}
     assert len(numbers) > 30 and numbers == set(" ".join(names for *_, names in BOUNDS).split())
 
@@ -233,20 +217,11 @@ def test_what_is_allowed_but_worth_a_line():
     assert warnings(ready(Config(ratio="sequence", beta=0.1), on_gpu=False)) == []
 
 
-# ---- Help ----
-
-
-def test_help_has_each_flag_once_under_its_heading_with_its_default_and_names(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
+def test_help_has_each_flag_with_its_bounds_or_names_and_default(capsys):
     with pytest.raises(SystemExit) as end:
         read("--help")
-    assert end.value.code == 0
-    shown, heading = " ".join(capsys.readouterr().out.split()), None
+    shown = "".join(capsys.readouterr().out.split())  # however wide the screen is
+    assert end.value.code == 0 and ",".join(task_names()) in shown and "(above0andatmost1;default1.0)" in shown
     for name, setting in SETTINGS.items():
-        about = setting.metadata
-        (limits,) = re.findall(rf" --{name} [^-]*{re.escape(about['text'])} \(([^()]*)\)", shown)
-        assert re.search("default [^;]+$", limits) and ", ".join(about["names"] or []) in limits
-        if about["heading"] != heading:
-            heading = about["heading"]
-            assert f" {heading}: --{name} " in shown
-    assert ", ".join(task_names()) in shown and "(above 0 and at most 1; default 1.0)" in shown
+        about = f"{setting.metadata['text']} ({', '.join(setting.metadata['names'] or [])}"
+        assert f"--{name}" in shown and about.replace(" ", "") in shown

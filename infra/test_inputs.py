@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +51,6 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "mine.py").write_text(REWARDS)
     (folder / "syntax.py").write_text("def good(:\n")
-    (folder / "exits.py").write_text("raise SystemExit(0)\n")
     for name, text in DATA.items():
         (folder / f"{name}.jsonl").write_text(text)
     save_model("abcdef>", folder / "model").save_pretrained(folder / "model")
@@ -97,11 +95,9 @@ def code_of_its_own(folder: Path) -> None:
 
 DATA = {
     "rows": "".join(f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"),
-    "chat": '{"prompt": [{"role": "user", "content": "ab"}]}\n{"prompt": [{"role": "user", "content": "ba"}]}\n',
-    "malformed": '{"prompt": "a"}\n{"prompt": "b"\n',
     "too_long": '{"prompt": "a"}\n{"prompt": "' + "a" * 5_000 + '"}\n{"prompt": "' + "b" * 300 + '"}\n',
 }
-MODELS: dict[str, Callable[[Path], object]] = {
+MODELS = {
     "no_config": lambda folder: (folder / "config.json").unlink(),
     "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
     "torn_weights": lambda folder: (folder / "model.safetensors").write_bytes(b"0" * 999),
@@ -128,15 +124,10 @@ REWARD_OF = f"--model {{0}}/model --data {{0}}/rows.jsonl {SHORT} --reward {{0}}
 
 BAD = [  # flags, the line they get; ... stands for what is between
     (GOOD + " --chat_template_kwargs thinking", "--chat_template_kwargs thinking: must be a JSON object, such as "),
-    (GOOD + " --max_completion_length 255", "36 prompts and a completion of 255 exceed the model's context of 256"),
     (GOOD + " --attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--task addition --model {0}/no_eos", "--model {0}/no_eos: --task addition is for its own small model"),
-    # Data.
     (DATA_OF + "none.jsonl", "{0}/none.jsonl: ... No such file or directory"),
-    (DATA_OF + "malformed.jsonl", "{0}/malformed.jsonl:2: not JSON: ... column 15"),
     (DATA_OF + "too_long.jsonl", "2 prompts and a completion of 5 exceed the model's context of 256; ... 5000 tokens"),
-    (DATA_OF + "chat.jsonl", "a prompt could not be encoded: ...chat_template"),
-    # Models.
     (MODEL_OF + "none", "--model {0}/none: there is no such folder"),
     (MODEL_OF + "no_config", "--model {0}/no_config: its configuration cannot be loaded: "),
     (MODEL_OF + "no_tokenizer", "--model {0}/no_tokenizer: its tokenizer cannot be loaded: "),
@@ -182,7 +173,6 @@ def test_bad_input_gets_its_line(files, ends, tmp_path, words, message):
 
 OF_THE_USER = [  # flags, what Python shows at the end
     (REWARD_OF + "syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
-    (REWARD_OF + "exits.py:good", 'File "{0}/exits.py", line 1, in <module>\n    raise SystemExit(0)\nSystemExit: 0'),
     (REWARD_OF + "mine.py:leaves", 'File "{0}/mine.py", line 18, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
     (REWARD_OF + "mine.py:calls", 'File "{0}/mine.py", line 21, in calls\n...RuntimeError: Connection reset by peer'),
     (GOOD + " --report_to wandb", "ModuleNotFoundError: ...wandb"),
@@ -219,13 +209,10 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
 
 def test_models_that_must_work(files, tmp_path):
     """The pad token plays no part: completions end at EOS, and EOS is trained on."""
-    run(settings_of(files), tmp_path / "usual")
-    for model in ("no_pad", "pad_is_eos", "template"):
-        out = tmp_path / model
-        run(settings_of(files, model=files / model), out)
-        assert lines(out / "samples.jsonl") == lines(tmp_path / "usual/samples.jsonl")
-        assert metrics(out) == metrics(tmp_path / "usual")
-        assert (out / "model" / "tokenizer.json").exists()
+    for model in ("model", "no_pad", "pad_is_eos", "template"):
+        run(settings_of(files, model=files / model), tmp_path / model)
+        assert lines(tmp_path / model / "samples.jsonl") == lines(tmp_path / "model/samples.jsonl")
+        assert metrics(tmp_path / model) == metrics(tmp_path / "model")
 
 
 # ---- Nothing executes data ----

@@ -1,4 +1,4 @@
-"""A mixture of experts under autocast: as in a rollout, where the weights themselves are in bf16."""
+"""A model in bf16: its weights while it decodes, and its experts in an update, under autocast."""
 
 from contextlib import nullcontext
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import distance, flat_gradient, tiny_model
+from infra.decoding import decoding
 from infra.model import compute_experts_in_bf16
 
 
@@ -43,3 +44,16 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
         assert dtypes == {dtype}
         assert distance(logits, found["eager", dtype][0]) < tolerance
         assert distance(gradient, found["eager", dtype][1]) < tolerance
+
+
+def test_decoding_has_weights_in_the_dtype_of_the_computation_and_gives_the_very_weights_back():
+    """Buffers keep their precision; tied weights stay tied; whatever happens within."""
+    model = tiny_model("llama tied", torch.float32)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt), decoding(model, torch.bfloat16):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {x.dtype for x in model.buffers()} == {torch.float32}
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        raise KeyboardInterrupt
+    after = model.state_dict()
+    assert all(after[name].dtype == x.dtype and after[name].equal(x) for name, x in before.items())

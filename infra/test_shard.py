@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import train
-from conftest import assert_same_run, at, die, errors, fail, metrics, replace, run
+from conftest import assert_same_run, at, die, errors, fail, metrics, replace, run, tiny_model
 from infra import ranks
-from tasks._characters import EOS_ID, char_tokenizer, small_config
+from tasks._characters import EOS_ID, char_tokenizer
 from tasks.sorting import LETTERS
 
 
@@ -35,16 +35,9 @@ def models(tmp_path_factory) -> Path:
     """Folders: an output head of its own; a model that caps its logits, so that each row is scored by itself; weights
     that are torn; a configuration that ties heads which stay apart unsharded."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), char_tokenizer(LETTERS + ">")
-    torch.manual_seed(0)
-    untied = small_config(tokenizer, 32, 48)
-    untied.tie_word_embeddings = False
-    capped = Gemma2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=8, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0,
-        final_logit_softcapping=5.0,
-    )  # fmt: skip
-    for name, model in dict(untied=LlamaForCausalLM(untied), capped=Gemma2ForCausalLM(capped)).items():
-        model.save_pretrained(folder / name)
+    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
+    for name, family in dict(untied="llama", capped="gemma2").items():
+        tiny_model(family, torch.float32, **own).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     os.truncate(shutil.copytree(folder / "untied", folder / "torn") / "model.safetensors", 999)
     file = shutil.copytree(folder / "untied", folder / "tied") / "config.json"

@@ -1,22 +1,17 @@
 """What a sharded rank hands to the others, in bytes."""
 
 from collections import Counter
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from conftest import tiny_model
 from infra import shard
 from logprob import token_logprobs
 
-SETTINGS = Qwen2Config(
-    vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
 CALLS = {  # their names differ between versions of PyTorch
     "all_gather_single": "gather", "all_gather_into_tensor": "gather", "reduce_scatter_single": "reduce",
     "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce",
@@ -30,17 +25,17 @@ def count_bytes(rank: int, folder: Path) -> None:
     within = []
 
     def counted(call, name, *args, **kwargs):
-        with ExitStack() as leaving:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            handed[CALLS[name]] += 0 if within else max(x.numel() * x.element_size() for x in tensors)
-            within.append(name)  # one may call another
-            leaving.callback(within.pop)
-            return call(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        handed[CALLS[name]] += 0 if within else max(x.numel() * x.element_size() for x in tensors)
+        within.append(name)  # one may call another
+        result = call(*args, **kwargs)
+        within.pop()
+        return result
 
-    whole, cpu = Qwen2ForCausalLM(SETTINGS) if rank == 0 else None, torch.device("cpu")
+    whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
     with torch.device("meta"):
-        empty = Qwen2ForCausalLM(SETTINGS)
-    model = shard.shard(empty, whole, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
+        empty = type(whole)(whole.config)
+    model = shard.shard(empty, whole if rank == 0 else None, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     for name in CALLS.keys() & vars(dist).keys():
         setattr(dist, name, partial(counted, getattr(dist, name), name))
@@ -61,7 +56,7 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(tmp_path):
     """For the rollout once, for a micro-batch twice and once: the table in docs/distributed.md."""
     mp.start_processes(count_bytes, args=(tmp_path,), nprocs=4, start_method="forkserver")
     rollout, first, second = torch.load(tmp_path / "found.pt")
-    P = sum(p.numel() for p in Qwen2ForCausalLM(SETTINGS).parameters())
+    P = sum(p.numel() for p in tiny_model("qwen2 tied", vocab_size=62).parameters())
     assert rollout == {"gather": 2 * P}
     assert second == {"gather": 2 * 2 * P, "reduce": 4 * P, "all-reduce": 4 * P // 2}, "size 2, two copies"
     assert (first["reduce"], first["all-reduce"]) == (second["reduce"], second["all-reduce"])
