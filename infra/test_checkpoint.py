@@ -30,6 +30,7 @@ from conftest import (
     die,
     exit_codes,
     metrics,
+    on_rank,
     run,
     run_supervised,
     saved,
@@ -509,6 +510,7 @@ def accident() -> None:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     at("step", 4, die if first else kill_torchrun, rank=1)
     at("step", 4, partial(time.sleep, 0 if first else 600), rank=0)
+    time.sleep(on_rank(1))  # late: until then there is only the address of the rank 1 before
 
 
 def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_others_go_on(quiet, tmp_path):
