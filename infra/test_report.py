@@ -77,7 +77,7 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     def of(right: list[int], length: int) -> Group:
         return group([[r, -1.0] for r in right], [r == 1 for r in right], [length] * len(right))
 
-    greedy, sampled = [of([1], 1), of([0], 2), of([1], 5)], [of([0] * 5, 9), of([1, 0, 0, 0, 0], 9), of([1] * 5, 9)]
+    greedy, sampled = [of([1], 1), of([0], 2), of([1], 5)], [of([0] * 5, 9), of([0, 0, 0, 0, 1], 9), of([1] * 5, 9)]
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
     of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5], "reward": [0, -1, 0]}
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
