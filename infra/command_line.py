@@ -45,7 +45,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         wrong = [no_such_flag(word) for word in (*unknown, *(f"--{name}" for name in given.keys() - SETTINGS.keys()))]
         config = Config(**{name: x for name, x in given.items() if name in SETTINGS})
         wrong += mistakes(config, on_gpu)
-    except (OSError, UserError, argparse.ArgumentError) as error:
+    except (UserError, argparse.ArgumentError) as error:
         wrong = [str(error)]
     if wrong:
         if os.environ.get("RANK", "0") == "0":  # a mistake of all ranks is told once

@@ -194,7 +194,10 @@ def from_json(settings: dict) -> dict:
 
 
 def read_object(file: Path) -> dict:
-    return parse(file.read_text(errors="replace"), str(file))
+    try:
+        return parse(file.read_text(errors="replace"), str(file))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
 
 
 def read_lines(file: Path) -> list[dict]:
