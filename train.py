@@ -38,6 +38,10 @@ from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompt, notes
 
+LOSS_SWITCHES = (  # settings that policy_loss reads
+    "objective", "ratio", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator", "kl_importance", "tis_mode",
+    "tis_cap", "tis_floor", "off_policy_mask", "sapo_tau_pos", "sapo_tau_neg",
+)  # fmt: skip
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
 
 
@@ -138,22 +142,9 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
             part.advantages,
             part.weights,
             part.mask,
-            objective=cfg.objective,
-            ratio=cfg.ratio,
-            epsilon_low=cfg.epsilon_low,
-            epsilon_high=cfg.epsilon_high,
-            delta=cfg.delta,
             ref_logp=part.ref_logp,
-            beta=cfg.beta,
-            kl_estimator=cfg.kl_estimator,
-            kl_importance=cfg.kl_importance,
             sampler_logp=part.sampler_logp,
-            tis_mode=cfg.tis_mode,
-            tis_cap=cfg.tis_cap,
-            tis_floor=cfg.tis_floor,
-            off_policy_mask=cfg.off_policy_mask,
-            sapo_tau_pos=cfg.sapo_tau_pos,
-            sapo_tau_neg=cfg.sapo_tau_neg,
+            **{name: getattr(cfg, name) for name in LOSS_SWITCHES},
         )
         if cfg.entropy_coef:
             partial = partial - cfg.entropy_coef * (part.weights * entropy).sum()
