@@ -95,10 +95,9 @@ def task_file(name: str) -> ModuleType:
     if name not in task_names():
         raise UserError(f"--task {name}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    left_open = [setting.name for setting in fields(Config) if setting.default is None]
-    for setting in file.DEFAULTS:
-        if setting not in left_open:  # a default for it would change nothing
-            raise UserError(f"tasks/{name}.py has {setting} in DEFAULTS; it can have {', '.join(left_open)}")
+    fixed = file.DEFAULTS.keys() - {setting.name for setting in fields(Config) if setting.default is None}
+    if fixed:  # a default for it would change nothing
+        raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}")
     return file
 
 
@@ -117,7 +116,7 @@ def load_task(config: Config) -> Task:
     task.max_steps = config.steps
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0
-        task.train, task.eval = hold_out(read_rows(config.data), count, config.data)
+        task.train, task.eval = hold_out(read_rows(config.data), count)
         if len(task.eval) < count:
             task.notes.append(f"{len(task.eval)} prompts, a fifth of {config.data}, are held out, not {count}")
     if config.eval_data:
@@ -139,7 +138,7 @@ def load_task(config: Config) -> Task:
             "their total rewards are all equal"
         )
     if config.eval_every and not task.eval:
-        raise UserError(f"--task {config.task} has no held-out prompts to evaluate on: set --eval_every 0")
+        raise UserError(f"--task {config.task} has no held-out prompts: give --eval_data, or set --eval_every 0")
     return task
 
 

@@ -19,11 +19,10 @@ def ended(ids: list[int]) -> bool:
 
 def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
     """1 for each completion that ended and has the answer after its last mark."""
-    rewards = []
-    for text, ids, right in zip(completions, completion_ids, answer, strict=True):
-        _, found, given = text.rpartition(mark)
-        rewards.append(float(ended(ids) and found == mark and given == right))
-    return rewards
+    return [
+        float(ended(ids) and text.rpartition(mark)[1:] == (mark, right))
+        for text, ids, right in zip(completions, completion_ids, answer, strict=True)
+    ]
 
 
 def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[dict]]:

@@ -18,10 +18,9 @@ def read_rows(source: str) -> list[dict]:
         raise UserError(f"{source}: there is no such file")
     if source.endswith(".jsonl") or (ending not in FORMATS and Path(source).is_file()):
         rows = read_lines(source)
-    elif ending in FORMATS:
-        rows = dict(enumerate(load_hub(FORMATS[ending], split="train", data_files=source), start=1))
     else:
-        rows = dict(enumerate(load_hub(source, split="train"), start=1))
+        files = {"data_files": source} if ending in FORMATS else {}
+        rows = dict(enumerate(load_hub(FORMATS.get(ending, source), split="train", **files), start=1))
     for number, row in rows.items():
         if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
             needs = 'an object with a "prompt", a string or a list of chat messages'
@@ -35,22 +34,17 @@ def read_rows(source: str) -> list[dict]:
 def read_lines(source: str) -> dict[int, Any]:
     """-> what stands on each line, by its number"""
     rows = {}
-    try:
-        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # splitlines would also split inside of text
-        for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(Path(source).read_bytes().split(b"\n"), start=1):
+        try:
             if line.strip():
                 rows[number] = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}:{number}: not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{source}:{number}: not JSON: {error}") from None
     return rows
 
 
 def is_prompt(prompt: Any) -> bool:
-    if not isinstance(prompt, list):
-        return isinstance(prompt, str)
-    return prompt != [] and all(map(is_message, prompt))
+    return isinstance(prompt, str) or (isinstance(prompt, list) and prompt != [] and all(map(is_message, prompt)))
 
 
 def is_message(message: Any) -> bool:
@@ -61,8 +55,7 @@ def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> 
     try:
         import datasets
     except ImportError:
-        source = files.get("data_files", name)
-        raise UserError(f"{source}: all but .jsonl needs the package datasets: pip install datasets") from None
+        raise UserError(f"{name}: all but .jsonl needs the package datasets: pip install datasets") from None
     return list(datasets.load_dataset(name, subset, split=split, **files))
 
 
@@ -73,15 +66,14 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
     return load_hub(name, split="train", subset=subset), load_hub(name, split="test", subset=subset)
 
 
-def hold_out(rows: list[dict], count: int, source: str) -> tuple[list[dict], list[dict]]:
-    """`count` prompts for evaluation, but no more than a fifth. They are chosen by a hash: the same in every run, and a
-    prompt that stands twice is on one side. The order of the file does not matter."""
+def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
+    """`count` prompts for evaluation, but no more than a fifth, or one of a few. They are chosen by a hash: the same in
+    every run, and a prompt that stands twice is on one side. The order of the file does not matter."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
-    chosen = set(sorted(set(keys))[: min(count, max(1, len(set(keys)) // 5))])
+    distinct = sorted(set(keys))
+    chosen = set(distinct[: min(count, max(1, len(distinct) // 5), len(distinct) - 1)])
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     held = {key: row for row, key in zip(rows, keys, strict=True) if key in chosen}
-    if not train:
-        raise UserError(f"{source}: all of its prompts would be held out: give --eval_data, or set --eval_every 0")
     return train, list(held.values())
 
 

@@ -17,8 +17,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
             own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
             ids = ids if own[-1:] == ids[-1:] else ids[:-1]
         return ids
-    encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoded["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Config) -> int:
@@ -50,8 +49,7 @@ def length_of(tokenizer: Any, prompt: Prompt) -> int:
     try:
         ids = encode_prompt(tokenizer, prompt)
     except Exception as error:  # a letter that the tokenizer does not know, a chat template that is missing
-        told = f"{type(error).__name__}: {error}"
-        raise UserError(f"a prompt could not be encoded: {excerpt(prompt)}: {told}") from error
+        raise UserError(f"a prompt could not be encoded: {excerpt(prompt)}: {type(error).__name__}: {error}") from error
     if not ids:
         raise UserError(f"a prompt has no tokens: {excerpt(prompt)}")
     return len(ids)

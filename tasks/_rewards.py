@@ -21,6 +21,8 @@ from config import UserError
 from tasks._files import excerpt
 
 logger = logging.getLogger(__name__)
+warn_once = functools.cache(logger.warning)
+event_loop = functools.cache(asyncio.Runner)  # one for all calls: a client that is made once stays usable
 LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
 
@@ -30,8 +32,7 @@ def load_reward(name: str, own: dict[str, Callable]) -> Callable:
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
-        others = "".join(f", or {reward} of the task" for reward in own)
-        raise UserError(f"--reward {name}: must be file.py:function or package.module:function{others}")
+        raise UserError(f"--reward {name}: must be {', '.join([*own, 'file.py:function or package.module:function'])}")
     if path.endswith(".py") and not Path(path).is_file():
         raise UserError(f"--reward {name}: there is no file {path}")
     try:
@@ -71,39 +72,30 @@ def call_rewards(
 ) -> list[list[float]]:
     """A list for each function, with a number for each completion; NaN where it gave none. Those that are awaited run
     at the same time. A column is copied, value by value; what is `of_the_run` is given as it is."""
-
-    async def all_of(values: list) -> list:
-        return await asyncio.gather(*map(finished, values))
-
-    async def finished(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
-
     values = []  # of each function
     for reward in rewards:
-        taken = parameters(reward, [*columns, *of_the_run])
-        given = {name: [copy.deepcopy(x) for x in columns[name]] for name in taken if name not in of_the_run}
-        given |= {name: of_the_run[name] for name in taken if name in of_the_run}
+        taken = room_for(reward, columns | of_the_run)
+        given = {name: x if name in of_the_run else [copy.deepcopy(y) for y in x] for name, x in taken.items()}
         with time_limit(reward.__name__):
             values.append(as_list(reward(**given)))
-    awaited = [reward.__name__ for reward, value in zip(rewards, values, strict=True) if inspect.isawaitable(value)]
+    awaited = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
     if awaited:
-        with time_limit(", ".join(awaited)):
-            values = [as_list(value) for value in _event_loop().run(all_of(values))]
+        with time_limit(", ".join(rewards[i].__name__ for i in awaited)):
+            for i, value in zip(awaited, event_loop().run(_all_of([values[i] for i in awaited])), strict=True):
+                values[i] = as_list(value)
     return [numbers_of(reward, of_one, columns) for reward, of_one in zip(rewards, values, strict=True)]
 
 
-def parameters(reward: Callable, names: list[str]) -> list[str]:
-    """Of these names, those that the function has room for."""
-    found = inspect.signature(reward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
-        return names
-    return [parameter.name for parameter in found if parameter.name in names]
+def room_for(reward: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """Of what is given, the arguments that the function has."""
+    parameters = inspect.signature(reward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return given
+    return {name: x for name, x in given.items() if name in parameters}
 
 
-@functools.cache
-def _event_loop() -> asyncio.Runner:
-    """One for all calls: a client that is made once stays usable."""
-    return asyncio.Runner()
+async def _all_of(awaited: list) -> list:
+    return await asyncio.gather(*awaited)
 
 
 def as_list(values: Any) -> Any:
@@ -139,8 +131,3 @@ def to_number(value: Any) -> float | None:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)

@@ -27,41 +27,27 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def problems(count: int) -> list[dict]:
-    """The same in every run; no two are one problem with its numbers in another order."""
+    """The same in every run; no two are alike."""
     rng, rows = random.Random(0), {}
     while len(rows) < count:
         row = draw_problem(rng)
         if 10 <= row["target"] <= 999:
-            rows.setdefault((*sorted(row["numbers"]), row["target"]), row)
+            rows.setdefault((*row["numbers"], row["target"]), row)
     return list(rows.values())
 
 
 def draw_problem(rng: random.Random) -> dict:
-    """Three or four numbers from 1 to 99, joined two at a time until one value is left: the target. In this solution
-    every intermediate value is a positive integer; an answer may also pass through fractions, zero and negatives."""
-    numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
-    terms = [(number, str(number)) for number in numbers]
-    while len(terms) > 1:
-        rng.shuffle(terms)
-        terms.append(join(rng, *terms.pop(), *terms.pop()))
-    target, solution = terms[0]
-    prompt = PROMPT.format(target=target, numbers=", ".join(map(str, numbers)))
-    return {
-        "prompt": [{"role": "user", "content": prompt}],
-        "numbers": numbers,
-        "target": target,
-        "solution": solution,
-    }
-
-
-def join(rng: random.Random, a: int, left: str, b: int, right: str) -> tuple[int, str]:
-    choices = [(a + b, "+"), (a * b, "*")]
-    if a > b:
-        choices.append((a - b, "-"))
-    if a % b == 0:
-        choices.append((a // b, "/"))
-    value, sign = rng.choice(choices)
-    return value, f"({left} {sign} {right})"
+    """Three or four numbers, joined in the order drawn and shown in order of size. This solution passes through whole
+    numbers alone; an answer may have other brackets, and fractions on its way."""
+    drawn = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
+    target, solution, numbers = drawn[0], str(drawn[0]), sorted(drawn)
+    for number in drawn[1:]:
+        sign = rng.choice("+-*/" if target % number == 0 else "+-*")
+        target = {"+": target + number, "-": target - number, "*": target * number, "/": target // number}[sign]
+        solution = f"({solution} {sign} {number})"
+    content = PROMPT.format(target=target, numbers=", ".join(map(str, numbers)))
+    prompt = [{"role": "user", "content": content}]
+    return {"prompt": prompt, "numbers": numbers, "target": target, "solution": solution}
 
 
 def equation(prompts, completions, completion_ids, numbers: list, target: list, **columns) -> list[float]:

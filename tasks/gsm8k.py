@@ -30,10 +30,7 @@ def right_number(prompts, completions, completion_ids, answer: list, **columns) 
     for prompt, completion, wanted in zip(prompts, completions, answer, strict=True):
         number = only_number(str(wanted).rpartition("####")[2])
         if number is None:
-            raise UserError(
-                f'the answer {wanted!r} is neither a number nor a text that ends in "#### 72", '
-                f"for prompt {excerpt(prompt)}"
-            )
+            raise UserError(f"the answer {wanted!r} has no number, or several, for prompt {excerpt(prompt)}")
         rewards.append(float(final_number(text_of(completion)) == number))
     return rewards
 

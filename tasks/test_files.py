@@ -93,21 +93,20 @@ def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, asked):
 
 def test_hold_out_depends_on_the_prompts_alone():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
-    train, held = hold_out(rows, 6, "rows")
+    train, held = hold_out(rows, 6)
     held_prompts, train_prompts = {row["prompt"] for row in held}, {row["prompt"] for row in train}
     assert len(held) == len(held_prompts) == 6 and len(train) == 48
     assert not held_prompts & train_prompts
     mixed = random.Random(0).sample(rows, 60)
-    assert {row["prompt"] for row in hold_out(mixed, 6, "rows")[1]} == held_prompts
-    assert {row["prompt"] for row in hold_out(rows, 4, "rows")[1]} < held_prompts
-    assert hold_out(rows, 0, "rows") == (rows, [])
+    assert {row["prompt"] for row in hold_out(mixed, 6)[1]} == held_prompts
+    assert {row["prompt"] for row in hold_out(rows, 4)[1]} < held_prompts
+    assert hold_out(rows, 0) == (rows, [])
 
 
 def test_no_more_than_a_fifth_is_held_out():
-    assert [len(part) for part in hold_out([{"prompt": str(i)} for i in range(300)], 256, "rows")] == [240, 60]
-    assert [len(part) for part in hold_out([{"prompt": "a"}, {"prompt": "b"}], 5, "rows")] == [1, 1]
-    with pytest.raises(UserError, match=r"^rows.jsonl: all of its prompts .*--eval_data.*--eval_every 0"):
-        hold_out([{"prompt": "a"}], 5, "rows.jsonl")
+    assert [len(part) for part in hold_out([{"prompt": str(i)} for i in range(300)], 256)] == [240, 60]
+    assert [len(part) for part in hold_out([{"prompt": "a"}, {"prompt": "b"}], 5)] == [1, 1]
+    assert hold_out([{"prompt": "a"}], 5) == ([{"prompt": "a"}], []), "one is to train on"
 
 
 def test_long_prompts_are_shown_in_part():
