@@ -55,7 +55,8 @@ def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> 
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{name}: all but .jsonl needs the package datasets: pip install datasets") from None
+        source = files.get("data_files", name)
+        raise UserError(f"{source}: all but .jsonl needs the package datasets: pip install datasets") from None
     return list(datasets.load_dataset(name, subset, split=split, **files))
 
 

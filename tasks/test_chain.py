@@ -1,25 +1,5 @@
-from pathlib import Path
-
-import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from config import Config
-from tasks._characters import EOS_ID, char_tokenizer
-from tasks.chain import ALPHABET, exact_result, load, model
-
-
-@pytest.mark.parametrize(
-    ("text", "end", "reward"),
-    [
-        ("+8=45*3=35-6=29", [EOS_ID], 1.0),
-        ("=29", [EOS_ID], 1.0),  # at once
-        ("+8=45*3=35", [EOS_ID], 0.0),  # not to the end
-        ("29", [EOS_ID], 0.0),  # no "=" at all
-    ],
-)
-def test_exact_result(text, end, reward):
-    ids = char_tokenizer(ALPHABET)(text).input_ids + end
-    assert exact_result(["37+8*3-6:"], [text], [ids], answer=["29"]) == [reward]
+from tasks.chain import load, shortness
 
 
 def result_of(prompt: str) -> str:
@@ -31,11 +11,8 @@ def result_of(prompt: str) -> str:
 
 
 def test_answers_are_worked_out_from_left_to_right():
-    for row in load(Config()).train[:200]:
-        assert row["answer"] == result_of(row["prompt"]) and 2 <= sum(map(row["prompt"].count, "+-*")) <= 6
+    assert all(row["answer"] == result_of(row["prompt"]) for row in load(Config()).train[:200])
 
 
-def test_the_model_of_the_repository_knows_the_alphabet():
-    folder = Path(model(Config()))
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert len(tokenizer) == policy.config.vocab_size and tokenizer.decode(tokenizer(ALPHABET).input_ids) == ALPHABET
+def test_shortness_counts_tokens():
+    assert shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]

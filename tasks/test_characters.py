@@ -1,53 +1,112 @@
-"""What the small tasks share: rows that are held out, and a tokenizer of single characters."""
+"""The small tasks, addition, chain and sorting: rewards, rows and models; and the tokenizer of single characters."""
 
+import json
 import random
-from types import ModuleType
+from hashlib import sha256
 
 import pytest
-from transformers import AutoTokenizer, LlamaForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config
-from tasks import addition, sorting
-from tasks._characters import EOS_ID, EVAL_ROWS, PAD_ID, TRAIN_ROWS, char_tokenizer, held_out, small_config
+from tasks import addition, chain, sorting
+from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
+from tasks.addition import exact_sum
+from tasks.chain import exact_result
+from tasks.sorting import sorted_share
+
+END, CUT, HIDDEN = [EOS_ID], [], [PAD_ID, EOS_ID]  # a sampled PAD is not in the text
 
 
-@pytest.mark.parametrize("file", [addition, sorting])
-def test_rows(file: ModuleType):
+@pytest.mark.parametrize(
+    ("reward", "answer", "text", "end", "value"),
+    [
+        (exact_sum, "132", "7+5+0=12,4+8+1=13.#132", END, 1.0),
+        (exact_sum, "132", "#133#132", END, 1.0),  # the last "#" counts
+        (exact_sum, "132", "#132#133", END, 0.0),
+        (exact_sum, "132", "#0132", END, 0.0),
+        (exact_sum, "132", "#132.", END, 0.0),
+        (exact_sum, "132", "#132", CUT, 0.0),
+        (exact_sum, "132", "#132", HIDDEN, 0.0),
+        (exact_sum, "132", "132", END, 0.0),  # no "#" at all
+        (exact_sum, "132", "", END, 0.0),
+        (exact_result, "29", "+8=45*3=35-6=29", END, 1.0),
+        (exact_result, "29", "+8=45*3=35", END, 0.0),  # not to the end
+        (exact_result, "29", "29", END, 0.0),
+        (sorted_share, "abcc", "abcc", END, 1.0),
+        (sorted_share, "abcc", "abcc", CUT, 0.5),
+        (sorted_share, "abcc", "abcc", HIDDEN, 0.5),
+        (sorted_share, "abcc", "accb", END, 0.75),  # all four kept, two in place
+        (sorted_share, "abcc", "abccabcc", END, 0.5),  # four surplus letters
+        (sorted_share, "abcc", "ab", END, 0.5),
+        (sorted_share, "abcc", "", CUT, 0.0),
+    ],
+)
+def test_rewards(reward, answer, text, end, value):
+    """Each completion by its own answer: the others here are wrong."""
+    ids = [PAD_ID + 2] * len(text) + end
+    columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[END, ids, ids])
+    assert reward(**columns, answer=["f", answer, "f"], other=[0] * 3) == [0.0, value, 0.0]
+    with pytest.raises(ValueError):
+        reward(**columns, answer=[answer])
+
+
+@pytest.mark.parametrize(
+    ("file", "digest"),
+    [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")],
+)
+def test_rows_are_those_that_kept_runs_were_made_with(file, digest):
     state = random.getstate()
-    task, again = file.load(Config(seed=3)), file.load(Config(seed=4))
-    assert (task.train, task.eval) == (again.train, again.eval), "the same in every run"
+    task = file.load(Config(seed=3))
+    assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
     assert random.getstate() == state
-    prompts = [row["prompt"] for row in task.eval]
-    assert (len(task.train), len(task.eval), len(set(prompts))) == (TRAIN_ROWS, EVAL_ROWS, EVAL_ROWS)
-    assert all(map(held_out, prompts))
-    assert not any(held_out(row["prompt"]) for row in task.train)
-    assert len(task.rewards) == len(task.weights) and task.eos_id == EOS_ID
+    prompts, held_out = ({row["prompt"] for row in part} for part in (task.train, task.eval))
+    assert (len(task.train), len(task.eval), len(held_out)) == (8192, 512, 512) and not prompts & held_out
+    assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
 
 
-def test_held_out_is_the_same_in_every_process():
-    assert [n for n in range(10, 30) if held_out(f"{n}+{n}=")] == [15, 19, 26]
+def test_answers():
+    for row in addition.load(Config()).train[:200]:
+        assert row["answer"] == str(eval(row["prompt"].rstrip("=")))
+    for row in sorting.load(Config()).train[:200]:
+        assert row["answer"] == "".join(sorted(row["prompt"].rstrip(">")))
 
 
-@pytest.fixture(scope="module", params=["made", "saved and loaded"])
-def tokenizer(request, tmp_path_factory):
-    made = char_tokenizer("abcdef>")
-    if request.param == "made":
-        return made
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(small_config(made, hidden_size=16, intermediate_size=16)).save_pretrained(folder)
-    made.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+@pytest.mark.parametrize("file", [addition, chain])
+def test_a_model_of_the_repository(file):
+    """It loads by the usual names, and its greedy answers are right often enough to learn from, but not always."""
+    policy, tokenizer = (auto.from_pretrained(file.model(Config())) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert policy.dtype == torch.float32 and len(tokenizer) == policy.config.vocab_size
+    task = file.load(Config())
+    rows = task.eval[:128]
+    inputs = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+    output = policy.generate(**inputs, do_sample=False, max_new_tokens=64)[:, inputs.input_ids.shape[1] :]
+    ids = [row[: row.index(EOS_ID) + 1] if EOS_ID in row else row for row in output.tolist()]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards = task.rewards[0]([""] * 128, texts, ids, answer=[row["answer"] for row in rows])
+    assert 0.3 < sum(rewards) / 128 < 0.7
 
 
-def test_tokenizer_round_trip(tokenizer):
-    assert tokenizer("fdbfef>").input_ids == [7, 5, 3, 7, 6, 7, 8]
-    assert tokenizer.decode([7, 5, 3, 8]) == "fdb>"
+def test_random_weights_depend_on_the_seed_alone():
+    state = torch.random.get_rng_state()
+    policies = [sorting.model(Config(seed=seed))[0] for seed in (0, 0, 1)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first, again, other = (policy.model.embed_tokens.weight for policy in policies)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert 80_000 < policies[0].num_parameters() < 86_000
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_tokenizer_of_characters(tmp_path, loaded):
+    """A character that it does not know is an error, also where it was loaded."""
+    tokenizer = char_tokenizer("abcdef>")
+    if loaded:
+        small_config(tokenizer, hidden_size=16, intermediate_size=16).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("fdbfef>").input_ids == [7, 5, 3, 7, 6, 7, 8] and tokenizer.decode([7, 5, 3, 8]) == "fdb>"
     assert tokenizer.decode([7, 5, EOS_ID, PAD_ID], skip_special_tokens=True) == "fd"
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD_ID, EOS_ID)
-    assert len(tokenizer) == 9
-
-
-@pytest.mark.parametrize("text", ["x", "A>", "a b", "a\nb"])
-def test_unknown_characters_are_an_error(tokenizer, text):
-    with pytest.raises(Exception, match="UNK"):
-        tokenizer(text)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (PAD_ID, EOS_ID, 9)
+    for text in ("x", "A>", "a b", "a\nb"):
+        with pytest.raises(Exception, match="UNK"):
+            tokenizer(text)
