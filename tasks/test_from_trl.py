@@ -12,12 +12,6 @@ from tasks import load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
 
 TEXT = """
-import re
-
-def boxed(completions, answer, **kwargs):
-    found = [re.search(r"#(.*)", text) for text in completions]
-    return [1.0 if match and match.group(1) == right else 0.0 for match, right in zip(found, answer)]
-
 def curriculum(completions, trainer_state, **kwargs):
     done = trainer_state.global_step / trainer_state.max_steps
     return [done * len(text) for text in completions]
@@ -45,16 +39,6 @@ async def asked(prompts, completions, **kwargs):
         await asyncio.sleep(0)
         return float(len(text))
     return await asyncio.gather(*[ask(text) for text in completions])
-
-class Judge:
-    async def __call__(self, completions, **kwargs):
-        return [1.0 async for _ in self.each(completions)]
-
-    async def each(self, completions):
-        for text in completions:
-            yield text
-
-judge = Judge()
 """
 FACTORY = """
 from functools import partial, update_wrapper
@@ -73,16 +57,14 @@ soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 bound = update_wrapper(partial(cosine, weight=2.0), cosine)
 """
 FILES = [  # the file, what it holds, a function, and its values for "1#46" and "46"
-    ("text.py", TEXT, "boxed", [1.0, 0.0]),
     ("text.py", TEXT, "curriculum", [2.0, 1.0]),
     ("text.py", TEXT, "logging", [1.0, 1.0]),
     ("chat.py", CHAT, "correctness", [2.0, 2.0]),
     ("awaited.py", AWAITED, "asked", [4.0, 2.0]),
-    ("awaited.py", AWAITED, "judge", [1.0, 1.0]),
     ("r1/rewards.py", FACTORY, "soft_punishment", [-1.0, 0.0]),
     ("r1/rewards.py", FACTORY, "bound", [8.0, 4.0]),
 ]
-QUESTION, ANSWER = [{"role": "user", "content": "12+34="}], [{"role": "assistant", "content": "46"}]
+QUESTION = [{"role": "user", "content": "12+34="}]
 TOKENIZER = char_tokenizer("0123456789#+=")
 
 
@@ -105,23 +87,3 @@ def test_it_runs_as_it_is(tmp_path, monkeypatch, file, text, function, values):
     assert parts == [[value] for value in values]
     assert extras == [{"golden": "46"} if function == "logging" else {}] * 2
     assert metrics == [("logged/accuracy", 1.0)] * (function == "logging")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion", "columns"),
-    [
-        ("12+34=", "46", {}),
-        ("12+34=", "46", {"completion": "46"}),
-        (QUESTION, ANSWER, {"completion": ANSWER}),
-        (QUESTION, ANSWER, {"extra_info": {"index": 3, "tests": [["1", None], {"deep": [0.5]}]}}),
-    ],
-)
-def test_rows_are_taken_as_they_come(tmp_path, prompt, completion, columns):
-    """The prompt is the prompt, and all else goes to the rewards as it is."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, **columns}))
-    task = load_task(Config(task="tldr", data=f"{tmp_path}/rows.jsonl", eval_every=0))
-    task.rewards, seen = [lambda **given: seen.append(given) or [1.0]], []
-    score(task, [answered(task.train[0], "46")], TOKENIZER, step=1)
-    expected = {"prompts": [prompt], "completions": [completion]} | {name: [x] for name, x in columns.items()}
-    assert seen[0] == seen[0] | expected
-    assert seen[0].keys() - expected == {"completion_ids", "trainer_state", "log_metric", "log_extra"}

@@ -1,6 +1,7 @@
 """Prompts in the tokens of a model: how they are encoded, which cannot be used, and what is noted."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from config import Config, UserError
 from tasks import Task
@@ -9,8 +10,9 @@ from tasks._prompts import check_prompts, encode_prompt, notes
 
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 CHAT = [{"role": "user", "content": "1+1"}]
-PLAIN, WITH_TEMPLATE, RAISES = (char_tokenizer("0123456789+=[]:") for _ in range(3))
+PLAIN, WITH_TEMPLATE, RAISES, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(4))
 WITH_TEMPLATE.chat_template = TEMPLATE
+ENDING.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS_ID)])
 RAISES.chat_template = "{{ raise_exception('roles must alternate') }}"
 
 
@@ -19,23 +21,13 @@ def task_of(*prompts, held_out=(), **columns) -> Task:
     return Task(train, evaluation, [], [])
 
 
-class Ending:
-    """It ends every text."""
-
-    eos_token_id = EOS_ID
-
-    def __call__(self, text, add_special_tokens=True):
-        ids = PLAIN(text).input_ids
-        return {"input_ids": [*ids, EOS_ID] if add_special_tokens else ids}
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "prompt", "text"),
     [
         (WITH_TEMPLATE, "1+1=", "1+1="),
         (WITH_TEMPLATE, CHAT, "[1+1]:"),
         (WITH_TEMPLATE, CHAT * 2, "[1+1][1+1]:"),
-        (Ending(), "1+1=", "1+1="),
+        (ENDING, "1+1=", "1+1="),  # which would end every text
         (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # one that the user wrote stays
     ],
 )
@@ -48,17 +40,15 @@ def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokeniz
     [
         (PLAIN, "", "a prompt has no tokens: ''"),
         (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception: .*UNK"),
-        (PLAIN, "\ud800", r"a prompt could not be encoded: '\\ud800': "),
         (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
         (RAISES, CHAT, "a prompt could not be encoded: .*'1[+]1'.*roles must alternate"),
         (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
     ],
 )
-@pytest.mark.parametrize("where", ["train", "eval"])
-def test_prompts_that_cannot_be_used(tokenizer, prompt, words, where):
-    task = task_of("1", prompt) if where == "train" else task_of("1", held_out=["1", prompt])
-    with pytest.raises(UserError, match=words):
-        check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
+def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
+    for task in task_of("1", prompt), task_of("1", held_out=["1", prompt]):
+        with pytest.raises(UserError, match=words):
+            check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
 
 
 def test_the_longest_prompt_may_fill_the_context():
@@ -104,10 +94,7 @@ def test_a_task_for_its_own_small_model_takes_no_other():
     ],
 )
 def test_what_may_be_meant_otherwise_is_noted(task, tokenizer, expected):
-    for own in ([], ["a fifth"]):
-        task.notes, task.max_steps = own, 10
-        found = notes(task, tokenizer)
-        assert found[: len(own)] == own and len(found) == len(own) + len(expected)
-        assert all(words in note for words, note in zip(expected, found[len(own) :], strict=True))
+    task.notes = ["a fifth"]
+    assert all(words in note for words, note in zip(["a fifth", *expected], notes(task, tokenizer), strict=True))
     task.max_steps = 0  # an evaluation trains on nothing
     assert not any("trained on" in note for note in notes(task, tokenizer))
