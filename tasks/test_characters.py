@@ -96,14 +96,12 @@ def test_random_weights_depend_on_the_seed_alone():
     assert 80_000 < policies[0].num_parameters() < 86_000
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_tokenizer_of_characters(tmp_path, loaded):
-    """A character that it does not know is an error, also where it was loaded."""
-    tokenizer = char_tokenizer("abcdef>")
-    if loaded:
-        small_config(tokenizer, hidden_size=16, intermediate_size=16).save_pretrained(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):
+    """A character that it does not know is an error."""
+    made = char_tokenizer("abcdef>")
+    for part in made, small_config(made, hidden_size=16, intermediate_size=16):
+        part.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("fdbfef>").input_ids == [7, 5, 3, 7, 6, 7, 8] and tokenizer.decode([7, 5, 3, 8]) == "fdb>"
     assert tokenizer.decode([7, 5, EOS_ID, PAD_ID], skip_special_tokens=True) == "fd"
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (PAD_ID, EOS_ID, 9)

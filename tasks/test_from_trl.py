@@ -41,8 +41,6 @@ async def asked(prompts, completions, **kwargs):
     return await asyncio.gather(*[ask(text) for text in completions])
 """
 FACTORY = """
-from functools import partial, update_wrapper
-
 from .helper import SOFT
 
 def get_soft_punishment(limit, soft):
@@ -50,11 +48,7 @@ def get_soft_punishment(limit, soft):
         return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
     return soft_punishment
 
-def cosine(completions, weight, **kwargs):
-    return [weight * len(text) for text in completions]
-
 soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
-bound = update_wrapper(partial(cosine, weight=2.0), cosine)
 """
 FILES = [  # the file, what it holds, a function, and its values for "1#46" and "46"
     ("text.py", TEXT, "curriculum", [2.0, 1.0]),
@@ -62,7 +56,6 @@ FILES = [  # the file, what it holds, a function, and its values for "1#46" and 
     ("chat.py", CHAT, "correctness", [2.0, 2.0]),
     ("awaited.py", AWAITED, "asked", [4.0, 2.0]),
     ("r1/rewards.py", FACTORY, "soft_punishment", [-1.0, 0.0]),
-    ("r1/rewards.py", FACTORY, "bound", [8.0, 4.0]),
 ]
 QUESTION = [{"role": "user", "content": "12+34="}]
 TOKENIZER = char_tokenizer("0123456789#+=")

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from config import Config, UserError
-from tasks import gsm8k, tldr
+from tasks import countdown, gsm8k, tldr
 from tasks.gsm8k import final_number, right_number
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("so 6 * 12 = 72", "72"),
         ("**$1,234.50**.", "1234.5"),
         ("a loss of −5", "-5"),  # U+2212
         ("12-5", "5"),
@@ -22,7 +21,6 @@ from tasks.gsm8k import final_number, right_number
         ("#### 5\n#### 6", "6"),
         ("#### 5 or 6", None),
         ("\\boxed{5} or rather \\boxed{72}, not 9", "72"),
-        ("\\boxed{72} #### 5", "72"),
         ("$\\boxed{\\$1{,}072.00}$", "1072"),
         ("\\boxed{1\\,072}", "1072"),
         ("\\boxed{72\\text{ apples}}", "72"),
@@ -82,8 +80,12 @@ def test_a_summary_is_best_at_20_characters():
             assert tldr.near_20([""], [completion], [[1]]) == [value]
 
 
-@pytest.mark.parametrize("text", ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$"])
+@pytest.mark.parametrize(
+    "text", ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$", "(", "<think>", "<answer>"]
+)
 def test_long_completions_cost_little_time(text):
-    start = time.process_time()
-    right_number([""], [text * (200_000 // len(text)) + "e5"], [[1]], answer=[9])
+    start, long = time.process_time(), text * (200_000 // len(text))
+    for completion in (f"<answer>{long}</answer>", long + "e5"):
+        for reward in (right_number, countdown.equation, countdown.well_formed):
+            reward([""], [completion], [[1]], answer=[9], numbers=[[9]], target=[9])
     assert time.process_time() - start < 5  # about 0.1 where time grows with the length, minutes where with its square
