@@ -10,9 +10,6 @@ def result_of(prompt: str) -> str:
     return str(eval("(" * chain.count(")") + chain) % 100)
 
 
-def test_answers_are_worked_out_from_left_to_right():
+def test_answers_are_worked_out_from_left_to_right_and_can_be_short():
     assert all(row["answer"] == result_of(row["prompt"]) for row in load(Config()).train[:200])
-
-
-def test_shortness_counts_tokens():
     assert shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]

@@ -65,13 +65,6 @@ def test_rows_are_those_that_kept_runs_were_made_with(file, digest):
     assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
 
 
-def test_answers():
-    for row in addition.load(Config()).train[:200]:
-        assert row["answer"] == str(eval(row["prompt"].rstrip("=")))
-    for row in sorting.load(Config()).train[:200]:
-        assert row["answer"] == "".join(sorted(row["prompt"].rstrip(">")))
-
-
 @pytest.mark.parametrize("file", [addition, chain])
 def test_a_model_of_the_repository(file):
     """It loads by the usual names, and its greedy answers are right often enough to learn from, but not always."""
@@ -93,7 +86,8 @@ def test_random_weights_depend_on_the_seed_alone():
     assert torch.equal(torch.random.get_rng_state(), state)
     first, again, other = (policy.model.embed_tokens.weight for policy in policies)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert 80_000 < policies[0].num_parameters() < 86_000
+    config = policies[0].config
+    assert (config.hidden_size, config.eos_token_id, config.pad_token_id) == (64, EOS_ID, PAD_ID)
 
 
 def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):
@@ -105,6 +99,7 @@ def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):
     assert tokenizer("fdbfef>").input_ids == [7, 5, 3, 7, 6, 7, 8] and tokenizer.decode([7, 5, 3, 8]) == "fdb>"
     assert tokenizer.decode([7, 5, EOS_ID, PAD_ID], skip_special_tokens=True) == "fd"
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (PAD_ID, EOS_ID, 9)
+    assert tokenizer.padding_side == made.padding_side == "left"
     for text in ("x", "A>", "a b", "a\nb"):
         with pytest.raises(Exception, match="UNK"):
             tokenizer(text)

@@ -57,12 +57,8 @@ def test_rewards_for_answer_and_form_apart(text, right, shaped):
     for completion in (text, [{"role": "assistant", "content": text}]):
         assert equation([""], [completion], [[1]], numbers=[[2, 3, 4]], target=[10]) == [right]
         assert well_formed([""], [completion], [[1]]) == [shaped]
-
-
-@pytest.mark.parametrize(("numbers", "target"), [([2], None), (None, 2)])
-def test_rows_without_their_columns_are_a_mistake(numbers, target):
-    with pytest.raises(TypeError):
-        equation([""], ["<answer>2 +</answer>"], [[1]], numbers=[numbers], target=[target])
+        with pytest.raises(TypeError):
+            equation([""], [completion], [[1]], numbers=[[2, 3, 4]], target=[None])
 
 
 def test_problems():

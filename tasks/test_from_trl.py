@@ -31,15 +31,6 @@ def correctness(prompts, completions, answer, **kwargs) -> list[float]:
     print("-" * 20, f"Question: {question}", f"Answer: {answer[0]}", f"Given: {answers[0]}")
     return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
 """
-AWAITED = """
-import asyncio
-
-async def asked(prompts, completions, **kwargs):
-    async def ask(text):
-        await asyncio.sleep(0)
-        return float(len(text))
-    return await asyncio.gather(*[ask(text) for text in completions])
-"""
 FACTORY = """
 from .helper import SOFT
 
@@ -54,7 +45,6 @@ FILES = [  # the file, what it holds, a function, and its values for "1#46" and 
     ("text.py", TEXT, "curriculum", [2.0, 1.0]),
     ("text.py", TEXT, "logging", [1.0, 1.0]),
     ("chat.py", CHAT, "correctness", [2.0, 2.0]),
-    ("awaited.py", AWAITED, "asked", [4.0, 2.0]),
     ("r1/rewards.py", FACTORY, "soft_punishment", [-1.0, 0.0]),
 ]
 QUESTION = [{"role": "user", "content": "12+34="}]

@@ -66,12 +66,11 @@ def test_rows_come_from_the_hub(monkeypatch, file, asked, row, prompt, best):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     task = file.load(Config())
     for split, (found,) in ("train", task.train), ("test", task.eval):
-        messages = found.pop("prompt")
-        text = messages if isinstance(messages, str) else messages[0]["content"]
+        messages = found["prompt"]
+        text = messages if file is tldr else messages[0]["content"]
         assert text.startswith(prompt.format(split)) and (file is tldr or messages[0]["role"] == "user")
-        assert found == ({} if file is tldr else {"answer": "1,072"})
-        columns = {name: [value] for name, value in found.items()}
-        assert task.rewards[0]([""], [best], [[1]], **columns) == [task.correct_at]
+        assert task.rewards[0]([""], [best], [[1]], answer=[found.get("answer")]) == [task.correct_at]
+        assert found == ({"prompt": text} if file is tldr else {"prompt": messages, "answer": "1,072"})
 
 
 def test_a_summary_is_best_at_20_characters():

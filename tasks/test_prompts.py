@@ -10,10 +10,9 @@ from tasks._prompts import check_prompts, encode_prompt, notes
 
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 CHAT = [{"role": "user", "content": "1+1"}]
-PLAIN, WITH_TEMPLATE, RAISES, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(4))
+PLAIN, WITH_TEMPLATE, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(3))
 WITH_TEMPLATE.chat_template = TEMPLATE
 ENDING.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS_ID)])
-RAISES.chat_template = "{{ raise_exception('roles must alternate') }}"
 
 
 def task_of(*prompts, held_out=(), **columns) -> Task:
@@ -26,7 +25,6 @@ def task_of(*prompts, held_out=(), **columns) -> Task:
     [
         (WITH_TEMPLATE, "1+1=", "1+1="),
         (WITH_TEMPLATE, CHAT, "[1+1]:"),
-        (WITH_TEMPLATE, CHAT * 2, "[1+1][1+1]:"),
         (ENDING, "1+1=", "1+1="),  # which would end every text
         (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # one that the user wrote stays
     ],
@@ -41,7 +39,6 @@ def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokeniz
         (PLAIN, "", "a prompt has no tokens: ''"),
         (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception: .*UNK"),
         (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
-        (RAISES, CHAT, "a prompt could not be encoded: .*'1[+]1'.*roles must alternate"),
         (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
     ],
 )
@@ -49,12 +46,6 @@ def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
     for task in task_of("1", prompt), task_of("1", held_out=["1", prompt]):
         with pytest.raises(UserError, match=words):
             check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
-
-
-def test_the_longest_prompt_may_fill_the_context():
-    config = Config(max_completion_length=6)
-    assert check_prompts(task_of("1+1=", held_out=["12+2="]), PLAIN, 11, config) == 5
-    assert check_prompts(task_of(CHAT), WITH_TEMPLATE, None, config) == 6
 
 
 def test_prompts_that_are_too_long_can_be_left_out():
@@ -73,19 +64,19 @@ def test_prompts_that_are_too_long_can_be_left_out():
 
 
 def test_a_task_for_its_own_small_model_takes_no_other():
-    task = task_of("1")
+    task, config = task_of("1", held_out=["1+1"]), Config(max_completion_length=7, task="addition", model="mine")
     task.eos_id = EOS_ID
-    assert check_prompts(task, PLAIN, None, Config(max_completion_length=3)) == 1
+    for context in (10, None):  # the longest prompt may fill it
+        assert check_prompts(task, PLAIN, context, config) == 3
     task.eos_id = EOS_ID + 1
     with pytest.raises(UserError, match="--model mine: --task addition is for its own small model"):
-        check_prompts(task, PLAIN, None, Config(max_completion_length=3, task="addition", model="mine"))
+        check_prompts(task, PLAIN, None, config)
 
 
 @pytest.mark.parametrize(
     ("task", "tokenizer", "expected"),
     [
         (task_of("1", held_out=["2"]), PLAIN, []),
-        (task_of(CHAT, answer=1), WITH_TEMPLATE, []),
         (task_of("1"), WITH_TEMPLATE, ["strings do not get the model's chat template"]),
         (task_of("1", "2", held_out=["3", "1"]), PLAIN, ["1 of the 2 held-out prompts are trained on as well"]),
         (task_of([*CHAT, {"role": "assistant", "content": "2"}]), WITH_TEMPLATE, ["answered, not continued"]),
