@@ -24,7 +24,7 @@ def write(tmp_path: Path, text: str | bytes, name: str = "rows.jsonl") -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "newline"), [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n"), ("rows.txt", "", "\n\n")]
+    ("name", "start", "newline"), [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
 )
 def test_read_rows(tmp_path, name, start, newline):
     """Every row has all columns: which rows share a call of a reward depends on the ranks."""

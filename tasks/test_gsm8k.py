@@ -25,7 +25,7 @@ from tasks.gsm8k import final_number, right_number
         ("\\boxed{1\\,072}", "1072"),
         ("\\boxed{72\\text{ apples}}", "72"),
         ("\\boxed{\\frac{1}{2}}", None),
-        ("it is 72: \\boxed{7", None),  # cut off
+        ("so \\boxed{72", None),  # cut off
         ("1e3", None),
         ("1e-5", None),
         ("1.2.3", None),
