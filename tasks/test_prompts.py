@@ -51,9 +51,9 @@ def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
 def test_prompts_that_are_too_long_can_be_left_out():
     """Which is noted; and enough must be left."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
-    task = task_of("1", "1" * 8, "22", held_out=["2" * 9, "3"])
-    assert check_prompts(task, PLAIN, 10, config) == 2
-    assert [row["prompt"] for row in task.train] == ["1", "22"] and [row["prompt"] for row in task.eval] == ["3"]
+    task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
+    assert check_prompts(task, PLAIN, 10, config) == 7
+    assert [row["prompt"] for row in task.train] == ["1", "2" * 7] and [row["prompt"] for row in task.eval] == ["3"]
     (note,) = task.notes
     assert note.startswith("2 prompts and a completion of 3 exceed") and note.endswith("they are left out")
     for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):

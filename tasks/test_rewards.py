@@ -135,7 +135,8 @@ def folder(tmp_path, monkeypatch):
     files = {
         "nearby.py": "FACTOR = 3.0\n",
         "config.py": "1 / 0  # there is one of this name already\n",
-        "afar.py": "import config\ndef mine(completions):\n    import nearby\n    return [nearby.FACTOR] * 3\n",
+        "afar.py": "import config\ndef mine(completions):\n    import nearby\n    return [nearby.FACTOR] * 3\n"
+        "import functools\nbound = functools.partial(mine)\n",
         "needs.py": "import no_such_module\n",
     }
     for name, text in files.items():
@@ -146,8 +147,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_file_can_import_its_neighbours(folder):
-    """Later too; and it can be imported, or be read again."""
-    names = [f"{folder}/afar.py:mine", "afar:mine", f"{folder}/afar.py:mine"]
+    """Later too; and it can be imported, or be read again. What can be called may have no name of its own."""
+    names = [f"{folder}/afar.py:mine", "afar:mine", f"{folder}/afar.py:bound"]
     assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[3.0] * 3] * 3
     assert load_reward("min", {"min": max}) is max, "one of the task's own"
 
