@@ -5,7 +5,7 @@
     python -m tools.bench step --ways "ours; ../before"  ours, and ours in another checkout
 
 Needs tools/requirements-bench.txt. Each measurement runs in a process of its own, the contestants in turn. A line of
-JSON with command, commit, versions and hardware is appended to results/bench.jsonl, and its table is printed.
+JSON is appended to results/bench.jsonl, and its table is printed.
 
 The tokens of every completion are drawn beforehand, from a seed. The samplers do all they ever do, but find the planned
 token all but certain. So lengths, rewards and gradients are the same on both sides, which is checked.
@@ -14,16 +14,14 @@ token all but certain. So lengths, rewards and gradients are the same on both si
 import argparse
 import json
 import math
-import os
-import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +34,16 @@ from torch import Tensor, nn
 
 import rollout
 import train
-from infra import command_line
-from tools.evidence import BENCH_LOG, ROOT, step_table
+from infra import command_line, run_folder
+from tools.ablate import markdown
 
+ROOT = Path(__file__).parent.parent
+LOG = "results/bench.jsonl"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, EOS = 0, 1
 LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
 PROMPT = 64  # tokens at most
 ROWS = 8  # TRL's per_device_train_batch_size; ours has micro-batches of as many padded tokens
-
-# ---- The work ----
 
 # The shape of a model, by Qwen2's names; prompts of a step and tokens of a completion where no flag says
 Size = namedtuple(
@@ -58,7 +56,6 @@ SIZES = {
     "grouped": Size(32_000, 896, 1792, 2, 14, 2, prompts=4, limit=256),  # the heads of 0.5B
     "0.5B": Size(151_936, 896, 4864, 24, 14, 2, prompts=16, limit=1024),
     "1.5B": Size(151_936, 1536, 8960, 28, 12, 2, prompts=16, limit=1024),
-    "3B": Size(151_936, 2048, 11008, 36, 16, 2, prompts=8, limit=1024),
 }
 Work = namedtuple("Work", "prompts tokens lengths")  # tokens (N, L): the completions of a step, PAD after their end
 
@@ -103,19 +100,15 @@ def wrap(owner: Any, name: str, around: Callable) -> None:
     setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
-# ---- Measuring ----
-
-
-class Clock(transformers.TrainerCallback):
+class Clock:
     """Seconds and CPU-seconds of each step and of phases in it, and the peak of memory above what is held now. A phase
-    is the calls of `owner.name`, and may lie within another. TRL's trainer takes it as a callback."""
+    is the calls of `owner.name`, and may lie within another."""
 
     def __init__(self, **phases: tuple[Any, str]) -> None:
         for phase, (owner, name) in phases.items():
             wrap(owner, name, partial(self.timed, phase))
-        self.steps: list[dict[str, np.ndarray]] = []
-        self.held = bytes_held("VmRSS")
-        self.on_step_begin()
+        self.steps, self.held = [], bytes_held("VmRSS")
+        self.now, self.start = {}, read_clock()
 
     def timed(self, phase: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         start = read_clock()
@@ -123,12 +116,9 @@ class Clock(transformers.TrainerCallback):
         self.now[phase] = self.now.get(phase, 0) + read_clock() - start
         return result
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.now, self.start = {}, read_clock()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def end_step(self) -> None:
         self.steps.append(self.now | {"step": read_clock() - self.start})
-        self.on_step_begin()
+        self.now, self.start = {}, read_clock()
 
     def figures(self) -> dict[str, list[float]]:
         """Of each phase its values in each step but the first, which warms up; with _cpu at the end in CPU-seconds."""
@@ -151,8 +141,6 @@ def bytes_held(kind: str) -> int:
     return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-# ---- Ours; all that is known of train.py and rollout.py is here ----
-
 OUR_PHASES = {"rollout": (train, "rollout"), "forward": (train, "token_logprobs"), "update": (train, "update")}
 
 
@@ -167,7 +155,7 @@ def our_run(work: Work, args: argparse.Namespace) -> train.Run:
         words = f"""--model random --data {data} --reward tools.bench:reward --out {folder}/out --eval_every 0
             --prompts_per_step {args.prompts} --num_generations {args.group} --max_completion_length {args.limit}
             --learning_rate 1e-6 --warmup_steps 0 --steps {1 + args.steps} --micro_batch_tokens {padded}"""
-        config = command_line.parse(words.split(), DEVICE == "cuda")
+        config = command_line.ready(command_line.parse(words.split(), DEVICE == "cuda"), DEVICE == "cuda")
         run, *_ = train.set_up(config, torch.device(DEVICE))
     force_ours(work, tokenizer(work.prompts)["input_ids"])
     return run
@@ -197,11 +185,8 @@ def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
     clock = Clock(**OUR_PHASES, backward=(torch.Tensor, "backward"))
     for step in range(1, 2 + args.steps):
         metrics.append(train.training_step(run, step)[0])
-        clock.on_step_end()
+        clock.end_step()
     return clock.figures(), {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
-
-
-# ---- TRL ----
 
 
 def force_trl(model: transformers.PreTrainedModel, work: Work) -> None:
@@ -233,13 +218,10 @@ def measure_trl(args: argparse.Namespace, plain: bool = False) -> tuple[dict, di
         force_trl(model, work)
         if plain:
             trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
-        clock = Clock(
-            rollout=(trainer, "_generate_single_turn"),
-            forward=(trainer, "_get_per_token_logps_and_entropies"),
-            backward=(torch.Tensor, "backward"),
-            prepare=(trainer, "_prepare_inputs"),
-        )
-        trainer.add_callback(clock)
+        methods = dict(rollout="_generate_single_turn", forward="_get_per_token_logps_and_entropies")
+        methods = {phase: (trainer, name) for phase, name in (methods | {"prepare": "_prepare_inputs"}).items()}
+        clock = Clock(**methods, backward=(Tensor, "backward"))
+        wrap(trainer.callback_handler, "on_step_end", lambda original, *args: (clock.end_step(), original(*args))[1])
         trainer.train()
     for step in clock.steps:
         step["update"] = step["step"] - step.pop("prepare")
@@ -256,8 +238,6 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
     logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits[:, :-1] / temperature
     return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
 
-
-# ---- The comparison ----
 
 WAYS = {"ours": measure_ours, "TRL": measure_trl, "TRL, plain head": partial(measure_trl, plain=True)}
 
@@ -278,22 +258,34 @@ def check_same_work(facts: dict[str, dict]) -> None:
             sys.exit(f"error: not the same work: {way} {its}, ours {ours}")
 
 
-def circumstances() -> dict:
-    git = ["git", "-C", ROOT]
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    changed = subprocess.check_output([*git, "status", "--porcelain", "--", ".", ":!results"])
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    cpus = f"{len(os.sched_getaffinity(0))} CPU cores, {cpu[1] if cpu else platform.machine()}"
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m tools.bench", *sys.argv[1:]]),
-        "commit": commit + ("-dirty" if changed else ""),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hardware": torch.cuda.get_device_name() if DEVICE == "cuda" else cpus,
-        "threads": torch.get_num_threads(),
-    }
+def tables(log: Path) -> str:
+    """Of the newest of those that differ in what was measured, with which transformers, on a CPU or on which GPU."""
+    newest = {}
+    for entry in map(json.loads, log.read_text().splitlines()):
+        if re.search(r"\bbench(\.py)? step", entry["command"]):
+            differ = [str(entry[name]) for name in ("size", "lengths", "prompts", "limit", "transformers")]
+            on = "CPU" if "CPU" in entry["hardware"] else entry["hardware"]
+            newest[*differ, on, *entry["results"]] = entry
+    return "\n\n".join(step_table(newest[key]) for key in sorted(newest))
+
+
+def step_table(entry: dict) -> str:
+    """Medians. On a CPU CPU-seconds are compared: other work on the machine hardly changes them."""
+    unit = "_cpu" if "CPU" in entry["hardware"] else ""
+    phases = ["rollout", "forward", "backward", "update", "step"]
+    names = [*(phase + unit for phase in phases), "memory_gb"]
+    of = {way: np.array([statistics.median(its[name]) for name in names]) for way, its in entry["results"].items()}
+    first, *others = of
+    of |= {f"{first} / {way}": of[first] / of[way] for way in others}
+    rows = []
+    for way, its in of.items():
+        *seconds, memory = (f"{value:.2f}" for value in its)
+        rate = f"{1 / its[-2]:.1f}" if " / " in way else f"{entry['tokens'] / its[-2]:,.0f}"
+        rows.append([way, *seconds, rate, memory])
+    shape = "**{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
+    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
+    table = markdown(["", *phases, "tokens a second", "peak GB"], *rows)
+    return f"{shape.format(**entry)}\n\n{table}\n\n{about.format(**entry)}"
 
 
 def main() -> None:
@@ -307,7 +299,7 @@ def main() -> None:
     parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
     parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
-    parser.add_argument("--log", type=Path, default=ROOT / BENCH_LOG, help="where the line of JSON goes")
+    parser.add_argument("--log", type=Path, default=ROOT / LOG, help="where the line of JSON goes")
     parser.add_argument("--way", choices=WAYS, help="this one, here")
     args = parser.parse_args()
     args.prompts = args.prompts or SIZES[args.size].prompts
@@ -322,9 +314,13 @@ def main() -> None:
         for name, values in figures.items():
             results[way].setdefault(name, []).extend(values)
     check_same_work(facts)
-    work = {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
-    work |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
-    entry = circumstances() | work | {"results": results, "facts": facts}
+    made = run_folder.provenance()
+    hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
+    entry = {"command": " ".join(["python -m tools.bench", *sys.argv[1:]]), "commit": made["commit"]}
+    entry |= made["versions"] | {"hardware": hardware, "threads": torch.get_num_threads()}
+    entry |= {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
+    entry |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
+    entry |= {"results": results, "facts": facts}
     with args.log.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(step_table(entry))

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -134,7 +133,7 @@ def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
 
     def read(run: ablate.Run) -> Lines:
         row = rows[key_of(vars(run.config))]
-        ablate.check_settings(run, row["settings"])
+        ablate.check_settings(run, Config(**row["settings"]))
         return [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())]
 
     args = ablation(name, HERE)
@@ -148,9 +147,9 @@ def keep(name: str, args: argparse.Namespace) -> None:
     rows, default = rows_of(name), vars(Config())
     metrics = ["step", *dict.fromkeys(figure.partition(":")[0] for figure in args.figures)]
     for run in ablate.runs_of(with_(args, seeds=[*args.seeds, *TUNE_SEEDS])):
-        if not run.folder.exists():  # of a rate that is not the best
-            continue
         lines = ablate.finished(run)
+        if not lines:  # of a rate that is not the best
+            continue
         made = json.loads((run.folder / "config.json").read_text())
         settings = {name: its for name, its in made["settings"].items() if its != default[name] and name != "out"}
         about = {name: made[name] for name in ("commit", "versions", "hardware")}
@@ -174,24 +173,18 @@ def differences_of(runs: list[list[Lines]], name: str = PASS) -> list[list[float
 
 
 def what_holds(runs: list[list[Lines]]) -> list[bool]:
-    return [False, *holm([p_value(its) for its in differences_of(runs)[1:]])]
+    return [False, *holm(differences_of(runs)[1:])]
 
 
-def p_value(differences: list[float]) -> float:
-    """Of the paired t-test, two-sided."""
-    n, mean = len(differences), statistics.fmean(differences)
-    if n < 3 or math.isnan(mean):
-        return 1.0  # nothing is claimed
-    angle = math.atan2(abs(mean) * math.sqrt(n), statistics.stdev(differences) * math.sqrt(n - 1))
-    return 1 - float(np.interp(angle, *ablate.student(n - 1)))
-
-
-def holm(p_values: list[float]) -> list[bool]:
-    """Which differences hold when all are taken together: the k-th smallest p against ALPHA / (m - k + 1), as long as
-    all before it hold."""
-    holds = [False] * len(p_values)
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if p_values[i] > ablate.ALPHA / (len(p_values) - rank):
+def holm(comparisons: list[list[float]]) -> list[bool]:
+    """Which means differ from 0 when all are taken together, by the paired t-test: the k-th clearest of m at the level
+    ALPHA / (m - k + 1), as long as all before it hold. Fewer than three differences claim nothing."""
+    holds = [False] * len(comparisons)
+    intervals = [ablate.interval(differences) for differences in comparisons]
+    clear = [math.atan2(abs(mean), half) if half >= 0 else 0.0 for mean, half in intervals]  # half may be NaN, or 0
+    for rank, i in enumerate(sorted(range(len(holds)), key=lambda i: -clear[i])):
+        mean, half = ablate.interval(comparisons[i], ablate.ALPHA / (len(holds) - rank))
+        if len(comparisons[i]) < 3 or not abs(mean) > half:
             break
         holds[i] = True
     return holds
@@ -214,7 +207,7 @@ def table(args: argparse.Namespace, runs: list[list[Lines]]) -> str:
         for other in others:
             mean = statistics.fmean(ablate.figure(lines, other) for lines in its)
             row.append(f"{mean:.{ablate.decimals(mean)}f}")
-    return ablate.markdown([*names, "worst", *others], rows)
+    return ablate.markdown([*names, "worst", *others], *rows)
 
 
 # paper, claim, regime, figure, an objective, the one it is compared with, whose figure is lower
@@ -263,7 +256,7 @@ def claims() -> str:
             digits = ablate.decimals(statistics.fmean(ablate.figure(lines, name) for lines in theirs))
             cells.append(f"{ablate.with_interval(differences, digits)}: {seen}")
         rows.append(cells)
-    return ablate.markdown(["paper", "claim", "measure", "chain", "addition"], rows)
+    return ablate.markdown(["paper", "claim", "measure", "chain", "addition"], *rows)
 
 
 # ---- The picture ----
