@@ -1,14 +1,11 @@
 """A step of this codebase against TRL's, on the same tokens.
 
-    python -m tools.bench step                           ours, TRL, and TRL with a plain output head
-    python -m tools.bench step --size 50m --equal        a large vocabulary; completions of equal length
+    python -m tools.bench step --size 50m --equal        ours, TRL, and TRL with a plain output head
     python -m tools.bench step --ways "ours; ../before"  ours, and ours in another checkout
 
-Needs tools/requirements-bench.txt. Each measurement runs in a process of its own, the contestants in turn. A line of
-JSON is appended to results/bench.jsonl, and its table is printed.
-
-The tokens of every completion are drawn beforehand, from a seed. The samplers do all they ever do, but find the planned
-token all but certain. So lengths, rewards and gradients are the same on both sides, which is checked.
+Needs tools/requirements-bench.txt. Each measurement is a process of its own, the contestants in turn; it becomes a line
+of results/bench.jsonl, and a table. The tokens of every completion are drawn beforehand. The samplers do all they ever
+do, but find the planned token all but certain. So lengths, rewards and gradients are the same, which is checked.
 """
 
 import argparse
@@ -42,29 +39,23 @@ LOG = "results/bench.jsonl"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, EOS = 0, 1
 LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
-PROMPT = 64  # tokens at most
 ROWS = 8  # TRL's per_device_train_batch_size; ours has micro-batches of as many padded tokens
-
-# The shape of a model, by Qwen2's names; prompts of a step and tokens of a completion where no flag says
-Size = namedtuple(
-    "Size",
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads prompts limit",
-)
-SIZES = {
-    "12m": Size(32_000, 256, 1024, 4, 4, 2, prompts=4, limit=256),
-    "50m": Size(151_936, 256, 1024, 11, 4, 2, prompts=2, limit=128),
-    "grouped": Size(32_000, 896, 1792, 2, 14, 2, prompts=4, limit=256),  # the heads of 0.5B
-    "0.5B": Size(151_936, 896, 4864, 24, 14, 2, prompts=16, limit=1024),
-    "1.5B": Size(151_936, 1536, 8960, 28, 12, 2, prompts=16, limit=1024),
+PROMPT_LENGTHS = 32, 64
+SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+SIZES = {  # prompts of a step, tokens of a completion, and the shape of a Qwen2
+    "12m": (4, 256, 32_000, 256, 1024, 4, 4, 2),
+    "50m": (2, 128, 151_936, 256, 1024, 11, 4, 2),
+    "grouped": (4, 256, 32_000, 896, 1792, 2, 14, 2),  # the heads of 0.5B
+    "0.5B": (16, 1024, 151_936, 896, 4864, 24, 14, 2),
+    "1.5B": (16, 1024, 151_936, 1536, 8960, 28, 12, 2),
 }
 Work = namedtuple("Work", "prompts tokens lengths")  # tokens (N, L): the completions of a step, PAD after their end
 
 
 def plan_work(args: argparse.Namespace) -> Work:
-    """Ragged lengths are log-normal with median limit / 4 and sigma 0.8; beyond the limit they are cut off, as equal
-    ones are. Prompts have half to all of PROMPT."""
+    """Ragged lengths are log-normal, of median limit / 4; beyond the limit they are cut off, as equal ones are."""
     rng = np.random.default_rng(0)
-    n, vocab = args.prompts * args.group, SIZES[args.size].vocab_size
+    n, vocab = args.prompts * args.group, SIZES[args.size][2]
     stops = np.exp(rng.normal(math.log(args.limit / 4), 0.8, n)).astype(int).clip(1)
     if args.equal:
         stops[:] = args.limit + 1
@@ -72,7 +63,7 @@ def plan_work(args: argparse.Namespace) -> Work:
     for row, stop in zip(tokens, stops):
         row[stop - 1 : stop] = EOS
         row[stop:] = PAD
-    sizes = rng.integers(PROMPT // 2, PROMPT + 1, args.prompts)
+    sizes = rng.integers(*PROMPT_LENGTHS, args.prompts, endpoint=True)
     prompts = [" ".join(f"t{i}" for i in rng.integers(2, vocab, size)) for size in sizes]
     return Work(prompts, torch.as_tensor(tokens, device=DEVICE), stops.clip(max=args.limit).tolist())
 
@@ -81,17 +72,15 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
-def make(size: Size) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerFast]:
-    vocab = {f"t{i}": i for i in range(size.vocab_size)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+def make(size: str) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerFast]:
+    shape = dict(zip(SHAPE, SIZES[size][2:]))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape["vocab_size"])}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{PAD}", eos_token=f"t{EOS}")
-    shape = {name: value for name, value in size._asdict().items() if name not in ("prompts", "limit")}
-    special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-    settings = transformers.Qwen2Config(**shape, **special, max_position_embeddings=8192, tie_word_embeddings=True)
+    special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(settings), tokenizer
+        return transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape, **special)), tokenizer
 
 
 def wrap(owner: Any, name: str, around: Callable) -> None:
@@ -101,8 +90,7 @@ def wrap(owner: Any, name: str, around: Callable) -> None:
 
 
 class Clock:
-    """Seconds and CPU-seconds of each step and of phases in it, and the peak of memory above what is held now. A phase
-    is the calls of `owner.name`, and may lie within another."""
+    """Seconds and CPU-seconds of each step and of phases in it, the calls of `owner.name`; memory above that of now."""
 
     def __init__(self, **phases: tuple[Any, str]) -> None:
         for phase, (owner, name) in phases.items():
@@ -129,8 +117,7 @@ class Clock:
 
 
 def read_clock() -> np.ndarray:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    getattr(torch, DEVICE).synchronize()
     return np.array([time.perf_counter(), time.process_time()])
 
 
@@ -145,8 +132,8 @@ OUR_PHASES = {"rollout": (train, "rollout"), "forward": (train, "token_logprobs"
 
 
 def our_run(work: Work, args: argparse.Namespace) -> train.Run:
-    """The run of a command line, with a model that is in no file. Micro-batches hold as many padded tokens as TRL's."""
-    model, tokenizer = make(SIZES[args.size])
+    """The run of a command line. Micro-batches hold as many padded tokens as TRL's."""
+    model, tokenizer = make(args.size)
     wrap(train, "open_model", lambda original, source, config: original((model, tokenizer), config))
     padded = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
     with tempfile.TemporaryDirectory() as folder:
@@ -164,12 +151,11 @@ def our_run(work: Work, args: argparse.Namespace) -> train.Run:
 def force_ours(work: Work, prompts: list[list[int]]) -> None:
     """The uniform numbers only say which completion and which token of it they are for: any would pick the planned."""
     n, places = work.tokens.numel(), np.arange(work.tokens.numel()).reshape(len(prompts), -1, work.tokens.shape[1])
-    places_of = {tuple(prompt): of_prompt for prompt, of_prompt in zip(prompts, places, strict=True)}  # (G, L)
 
-    def numbered_rollout(original, model, prompts, uniform, *args, **kwargs):
-        rows = {prompt: iter(of_prompt) for prompt, of_prompt in places_of.items()}
-        uniform = np.stack([(next(rows[tuple(prompt)]) + 0.5) / n for prompt in prompts])  # in any order of prompts
-        return original(model, prompts, uniform, *args, **kwargs)
+    def numbered_rollout(original, model, asked, uniform, *args, **kwargs):
+        rows = {tuple(prompt): iter(its) for prompt, its in zip(prompts, places, strict=True)}  # its (G, L)
+        uniform = np.stack([(next(rows[tuple(prompt)]) + 0.5) / n for prompt in asked])  # in any order of prompts
+        return original(model, asked, uniform, *args, **kwargs)
 
     def forced_sample(original, logits, u, *args):
         planned = work.tokens.flatten()[(u * n).long(), None]  # (B, 1)
@@ -191,10 +177,9 @@ def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
 
 def force_trl(model: transformers.PreTrainedModel, work: Work) -> None:
     def forced_generate(original: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        def force(ids: Tensor, scores: Tensor) -> Tensor:
-            return scores.scatter_(1, work.tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
-
-        return original(input_ids=input_ids, logits_processor=transformers.LogitsProcessorList([force]), **kwargs)
+        start = input_ids.shape[1]
+        force = [lambda ids, scores: scores.scatter_(1, work.tokens[:, ids.shape[1] - start, None], LIKELY)]
+        return original(input_ids=input_ids, logits_processor=transformers.LogitsProcessorList(force), **kwargs)
 
     wrap(model, "generate", forced_generate)
 
@@ -211,24 +196,23 @@ def measure_trl(args: argparse.Namespace, plain: bool = False) -> tuple[dict, di
         bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, report_to="none", logging_steps=1,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    model, tokenizer = make(SIZES[args.size])
+    model, tokenizer = make(args.size)
     with tempfile.TemporaryDirectory() as folder:
         config, prompts = trl.GRPOConfig(folder, **settings), datasets.Dataset.from_dict({"prompt": work.prompts})
         trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer)
         force_trl(model, work)
         if plain:
             trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
-        methods = dict(rollout="_generate_single_turn", forward="_get_per_token_logps_and_entropies")
-        methods = {phase: (trainer, name) for phase, name in (methods | {"prepare": "_prepare_inputs"}).items()}
-        clock = Clock(**methods, backward=(Tensor, "backward"))
+        methods = [("rollout", "_generate_single_turn"), ("forward", "_get_per_token_logps_and_entropies")]
+        phases = {phase: (trainer, name) for phase, name in [*methods, ("prepare", "_prepare_inputs")]}
+        clock = Clock(**phases, backward=(Tensor, "backward"))
         wrap(trainer.callback_handler, "on_step_end", lambda original, *args: (clock.end_step(), original(*args))[1])
         trainer.train()
     for step in clock.steps:
         step["update"] = step["step"] - step.pop("prepare")
     logged = [line for line in trainer.state.log_history if "grad_norm" in line]
-    trained = round(n * logged[-1]["completions/mean_length"])
-    facts = {"grad_norm": [line["grad_norm"] for line in logged], "trained": trained}
-    return clock.figures(), facts | {"trl": trl.__version__, "settings": settings}
+    facts = {"trained": round(n * logged[-1]["completions/mean_length"]), "trl": trl.__version__}
+    return clock.figures(), facts | {"grad_norm": [line["grad_norm"] for line in logged]}
 
 
 def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
@@ -275,17 +259,17 @@ def step_table(entry: dict) -> str:
     phases = ["rollout", "forward", "backward", "update", "step"]
     names = [*(phase + unit for phase in phases), "memory_gb"]
     of = {way: np.array([statistics.median(its[name]) for name in names]) for way, its in entry["results"].items()}
-    first, *others = of
-    of |= {f"{first} / {way}": of[first] / of[way] for way in others}
-    rows = []
+    rows = [["", *phases, "tokens a second", "peak GB"]]
     for way, its in of.items():
         *seconds, memory = (f"{value:.2f}" for value in its)
-        rate = f"{1 / its[-2]:.1f}" if " / " in way else f"{entry['tokens'] / its[-2]:,.0f}"
-        rows.append([way, *seconds, rate, memory])
+        rows.append([way, *seconds, f"{entry['tokens'] / its[-2]:,.0f}", memory])
+    first, *others = of
+    for way in others:
+        *ratios, memory = (f"{value:.2f}" for value in of[first] / of[way])
+        rows.append([f"{first} / {way}", *ratios, f"{of[way][-2] / of[first][-2]:.1f}", memory])
     shape = "**{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
     about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
-    table = markdown(["", *phases, "tokens a second", "peak GB"], *rows)
-    return f"{shape.format(**entry)}\n\n{table}\n\n{about.format(**entry)}"
+    return f"{shape.format(**entry)}\n\n{markdown(*rows)}\n\n{about.format(**entry)}"
 
 
 def main() -> None:
@@ -299,11 +283,11 @@ def main() -> None:
     parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
     parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
-    parser.add_argument("--log", type=Path, default=ROOT / LOG, help="where the line of JSON goes")
+    parser.add_argument("--log", type=Path, default=ROOT / LOG)
     parser.add_argument("--way", choices=WAYS, help="this one, here")
     args = parser.parse_args()
-    args.prompts = args.prompts or SIZES[args.size].prompts
-    args.limit = args.limit or SIZES[args.size].limit
+    prompts, limit, *_ = SIZES[args.size]
+    args.prompts, args.limit = args.prompts or prompts, args.limit or limit
     if args.way:
         print(json.dumps(WAYS[args.way](args)))
         return
@@ -314,13 +298,12 @@ def main() -> None:
         for name, values in figures.items():
             results[way].setdefault(name, []).extend(values)
     check_same_work(facts)
-    made = run_folder.provenance()
+    made, command = run_folder.provenance(), " ".join(["python -m tools.bench", *sys.argv[1:]])
     hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
-    entry = {"command": " ".join(["python -m tools.bench", *sys.argv[1:]]), "commit": made["commit"]}
-    entry |= made["versions"] | {"hardware": hardware, "threads": torch.get_num_threads()}
-    entry |= {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
-    entry |= {"lengths": "equal" if args.equal else "ragged", "tokens": facts["ours"]["trained"]}
-    entry |= {"results": results, "facts": facts}
+    entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
+    entry |= made["versions"] | {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
+    entry |= dict(lengths="equal" if args.equal else "ragged", tokens=facts["ours"]["trained"])
+    entry |= dict(results=results, facts=facts)
     with args.log.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(step_table(entry))

@@ -1,7 +1,6 @@
 """The tables and pictures of README.md and docs/, made from the logs in results/.
 
-    python -m tools.evidence                    writes every table and draws every picture
-    python -m tools.evidence --check            changes nothing; names what is not that of the logs; exits with 1
+    python -m tools.evidence [--check]          writes every table and picture; or names what is not that of the logs
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
 A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, `step`
@@ -23,6 +22,7 @@ from tools import ablate, bench, plot
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- made by [\w.]+: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+\.png)\)")
 
 
 def pages() -> list[Path]:
@@ -57,7 +57,6 @@ def default_table() -> str:
 
 
 def pictures() -> dict[Path, tuple[Figure, str]]:
-    """-> for each file what is drawn, and its fingerprint"""
     made = {}
     for args in map(plot.parse, commands("plot")):
         if args.out.parts[0] == "results":
@@ -70,12 +69,10 @@ def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, t
     found = []
     for page in pages:
         name, text = page.relative_to(ROOT), page.read_text()
-        for _, table, shown, _ in BLOCK.findall(text):
-            if shown.strip() != made.get(table, ""):
-                found.append(f"{name}: the table {table} is not that of the logs")
-        for link in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
-            if (page.parent / link).resolve() not in drawn:
-                found.append(f"{name}: no command on a page draws {link}")
+        wrong = [table for _, table, shown, _ in BLOCK.findall(text) if shown.strip() != made.get(table, "")]
+        found += [f"{name}: the table {table} is not that of the logs" for table in wrong]
+        wrong = [link for link in PICTURE.findall(text) if (page.parent / link).resolve() not in drawn]
+        found += [f"{name}: no command on a page draws {link}" for link in wrong]
     for file, (_, fingerprint) in drawn.items():
         if not file.exists() or fingerprint.encode() not in file.read_bytes():
             found.append(f"{file.relative_to(ROOT)} is not the picture of the logs")

@@ -10,8 +10,7 @@ reinforcement learning to find that thinking pays, and to do the steps well. Hel
 
 import argparse
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import torch
@@ -60,24 +59,14 @@ def chain_line(rng: random.Random) -> Line:
     return prompt, shown + EOS
 
 
-@dataclass
-class Recipe:
-    alphabet: str
-    line: Callable[[random.Random], Line]
-    hidden_size: int
-    steps: int
-    batch_size: int
-
-
+Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size")
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
 }
 
 
-def training_parts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
     """One batch as (ids, labels) of similar lengths, to save padding. Prompts and padding carry no label."""
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
@@ -98,35 +87,31 @@ def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
             group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
         parts = training_parts(recipe, tokenizer, rng)
         tokens = sum((labels != -100).sum() for _, labels in parts)
-        total = 0.0
         for ids, labels in parts:
             loss = model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss
             loss.backward()
-            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1} loss {total:.3f}", flush=True)
+            print(f"step {step + 1}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RECIPES)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="default: its folder in models/")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     recipe = RECIPES[args.name]
-    out = args.out or Path(__file__).parent.parent / "models" / args.name
-
     torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
     torch.manual_seed(args.seed)
     tokenizer = char_tokenizer(recipe.alphabet)
     model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
     warm_up(recipe, model, tokenizer, random.Random(args.seed))
+    out = args.out or Path(__file__).parent.parent / "models" / args.name
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
     print(f"{out}; how good it is: python train.py --task {args.name} --model {out} --steps 0")
 
 

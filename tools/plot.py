@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # the same picture is the same file
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # as many as do not divide the colours
 PANELS = (
@@ -41,8 +42,8 @@ def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     differ = [name for name in logs[0].settings if len({str(log.settings.get(name)) for log in logs}) > 1]
     groups: dict[str, list[Log]] = {}
     for log in logs:
-        names = [name for name in differ if name not in NOT_A_DIFFERENCE]
-        label = ", ".join(f"{name} {log.settings.get(name)}" for name in names) or log.settings["algorithm"]
+        shown = [f"{name} {log.settings.get(name)}" for name in differ if name not in NOT_A_DIFFERENCE]
+        label = ", ".join(shown) or log.settings["algorithm"]
         groups.setdefault(label, []).append(log)
     return groups
 
@@ -73,23 +74,20 @@ def draw_panel(axes: Axes, groups: dict[str, list[Log]], panel: str, width: int)
             marker, values = ("o", values) if metric.startswith("eval/") else (None, smooth(values, width))
             axes.plot(steps, values.mean(axis=0), marker=marker, markersize=3, **style(i))
             axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style(i)["color"], alpha=0.15, lw=0)
-    axes.set_title(panel.replace("_", " "), fontsize=8)
-    axes.tick_params(labelsize=7)
+    axes.set(title=panel.replace("_", " "), xlabel="step")
     axes.grid(alpha=0.3, linewidth=0.5)
-    axes.set_xlabel("step", fontsize=8)
 
 
 def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, columns: int) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     legend = [label if len(logs) == 1 else f"{label} ({len(logs)} seeds)" for label, logs in groups.items()]
-    note = f"line: mean over seeds, band: lowest to highest\nrunning mean of {width} steps"
     figure = Figure(figsize=(2.4 * columns, 1.9 * rows + 0.15 * (len(legend) + 2)), layout="constrained")
     for i, panel in enumerate(panels):
         draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width)
-    handles = [Line2D([], [], **style(i)) for i in range(len(legend))]
-    place = {"loc": "outside lower center", "labelspacing": 0.2, "handlelength": 3, "frameon": False}
-    figure.legend(handles, legend, title=note, fontsize=7, title_fontsize=6, **place)
+    note = f"line: mean over seeds, band: lowest to highest\nrunning mean of {width} steps"
+    place = {"loc": "outside lower center", "title": note, "title_fontsize": 6, "handlelength": 3, "frameon": False}
+    figure.legend([Line2D([], [], **style(i)) for i in range(len(legend))], legend, **place)
     return figure
 
 
@@ -98,9 +96,8 @@ def fingerprint(shown: object) -> str:
 
 
 def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
-    """PNG and SVG, or what another suffix says. The same picture is the same file."""
+    """PNG and SVG, or what another suffix says."""
     files = [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in ("", ".png", ".svg") else [out]
-    matplotlib.rcParams["svg.hashsalt"] = "grpo"
     metadata = {".png": {"Description": fingerprint}, ".svg": {"Description": fingerprint, "Date": None}}
     out.parent.mkdir(parents=True, exist_ok=True)
     for file in files:

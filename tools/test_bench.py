@@ -1,6 +1,7 @@
 """The benchmark: both samplers draw the planned tokens, and what is measured is what its table needs."""
 
 import argparse
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 import rollout
 import train
-from tools import bench, evidence
+from tools import bench
 
-TINY = bench.Size(50, 16, 32, 1, 2, 1, prompts=3, limit=12)
+TINY = (3, 12, 50, 16, 32, 1, 2, 1)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_step_of_ours_has_the_planned_completions(args, equal):
 
 def test_generate_has_the_planned_completions(args):
     """As TRL calls it: sampling, all rows at once, padded on the left."""
-    work, (model, _) = bench.plan_work(args), bench.make(TINY)
+    work, (model, _) = bench.plan_work(args), bench.make("tiny")
     bench.force_trl(model, work)
     ids = torch.randint(2, 50, (12, 6))
     settings = dict(max_new_tokens=12, do_sample=True, eos_token_id=bench.EOS, pad_token_id=bench.PAD)
@@ -66,18 +67,30 @@ def test_the_clock_sums_the_calls_of_a_phase_in_each_step_but_the_first(monkeypa
     for calls in (1, 3, 2):
         for _ in range(calls):
             assert thing.work(10) == 45
-        clock.on_step_end()
+        clock.end_step()
     figures = clock.figures()
     assert figures["work"] == [3.0, 2.0] and figures["step"] == [7.0, 5.0] and figures["step_cpu"] == [0.0, 0.0]
     assert figures["memory_gb"][0] >= 0
 
 
-def test_what_is_measured_makes_a_line_of_its_table(args):
-    about = {"hardware": "2 CPU cores", "threads": 1, "transformers": "1.2.3", "commit": "0123456789"}
+def test_what_is_measured_makes_the_newest_table_of_its_kind(args, tmp_path):
     figures, facts = bench.measure_ours(args)
     assert facts["trained"] == sum(bench.plan_work(args).lengths) and len(facts["grad_norm"]) == 3
-    work = dict(size="tiny", prompts=3, group=4, limit=12, lengths="ragged", tokens=facts["trained"])
-    assert "| ours | " in evidence.step_table(about | work | {"results": {"ours": figures}})
+    about = {"hardware": "2 CPU cores", "threads": 1, "transformers": "1.2.3", "commit": "0123456789"}
+    about |= dict(size="tiny", prompts=3, group=4, limit=12, lengths="ragged", results={"ours": figures})
+    both = {way: dict.fromkeys(figures, [value]) for way, value in (("ours", 2.0), ("TRL", 4.0))}
+    lines = [  # command, tokens, what differs
+        ("python bench.py step", 7, {"hardware": "1 CPU core"}),
+        ("python -m tools.bench step --repeats 9", 1000, {}),
+        ("python -m tools.bench step --ways ours; TRL", 11, {"results": both}),
+        ("python -m tools.bench step", 12, {"transformers": "1.2.4"}),
+        ("python bench.py logprobs", 13, {}),
+    ]
+    lines = [about | {"command": command, "tokens": tokens} | other for command, tokens, other in lines]
+    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = bench.tables(tmp_path / "log")
+    assert [n for n in (7, 11, 12, 13, 1000) if f": {n} tokens" in table] == [11, 12, 1000], "on another CPU, before: 7"
+    assert "| ours / TRL | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 2.0 | 0.50 |" in table
 
 
 def test_other_work_is_an_error():
