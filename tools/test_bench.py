@@ -24,13 +24,11 @@ def args(monkeypatch):
 
 
 def test_the_plan(args):
-    work, again = bench.plan_work(args), bench.plan_work(args)
-    assert work.prompts == again.prompts and work.tokens.equal(again.tokens)
-    assert len(set(work.lengths)) > 3 and max(work.lengths) <= 12
+    work = bench.plan_work(args)
+    assert work.tokens.equal(bench.plan_work(args).tokens) and len(set(work.lengths)) > 3 and max(work.lengths) <= 12
     for tokens, length in zip(work.tokens.tolist(), work.lengths):
-        assert bench.EOS not in tokens[: length - 1] and bench.PAD not in tokens[:length]
+        assert not {bench.EOS, bench.PAD} & {*tokens[: length - 1]} and {*tokens[length:]} <= {bench.PAD}
         assert tokens[length - 1] == bench.EOS or length == 12
-        assert set(tokens[length:]) <= {bench.PAD}
     args.equal = True
     work = bench.plan_work(args)
     assert work.lengths == [12] * 12 and not (work.tokens == bench.EOS).any()
@@ -78,18 +76,17 @@ def test_what_is_measured_makes_the_newest_table_of_its_kind(args, tmp_path):
     assert facts["trained"] == sum(bench.plan_work(args).lengths) and len(facts["grad_norm"]) == 3
     about = {"hardware": "2 CPU cores", "threads": 1, "transformers": "1.2.3", "commit": "0123456789"}
     about |= dict(size="tiny", prompts=3, group=4, limit=12, lengths="ragged", results={"ours": figures})
-    both = {way: dict.fromkeys(figures, [value]) for way, value in (("ours", 2.0), ("TRL", 4.0))}
+    both = {way: {name: [value] for name in figures} for way, value in (("ours", 2.0), ("TRL", 4.0))}
     lines = [  # command, tokens, what differs
         ("python bench.py step", 7, {"hardware": "1 CPU core"}),
         ("python -m tools.bench step --repeats 9", 1000, {}),
         ("python -m tools.bench step --ways ours; TRL", 11, {"results": both}),
-        ("python -m tools.bench step", 12, {"transformers": "1.2.4"}),
         ("python bench.py logprobs", 13, {}),
     ]
     lines = [about | {"command": command, "tokens": tokens} | other for command, tokens, other in lines]
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = bench.tables(tmp_path / "log")
-    assert [n for n in (7, 11, 12, 13, 1000) if f": {n} tokens" in table] == [11, 12, 1000], "on another CPU, before: 7"
+    assert [n for n in (7, 11, 13, 1000) if f": {n} tokens" in table] == [11, 1000]
     assert "| ours / TRL | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 2.0 | 0.50 |" in table
 
 

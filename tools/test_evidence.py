@@ -68,7 +68,6 @@ def test_kept_logs_are_those_of_the_runs(root):
         (run / "config.json").write_text('{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}')
         (run / "metrics.jsonl").write_text(log)
         (run / "samples.jsonl").touch()
-    (root / "runs" / "beta" / "0.1-1.log").touch()
     assert evidence.main(["--keep", str(root / "runs" / "beta")]) == 0
     (kept,) = (root / "results" / "beta").iterdir()
     assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]

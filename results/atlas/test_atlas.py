@@ -23,12 +23,7 @@ def test_a_difference_holds_from_its_own_level_on_if_all_before_it_hold(df, t):
     assert atlas.holm([near]) == [True] and atlas.holm([near, none]) == [False, False]
     assert atlas.holm([none, beyond, unknown, none, none]) == [False, True, False, False, False]
     assert atlas.holm([near, beyond, none, none, none, none]) == [False] * 6
-    assert atlas.holm([near, clear]) == [True, True] and atlas.holm([]) == []
-
-
-def test_where_nothing_is_claimed():
-    assert atlas.holm([[0.0] * 3, [0.1] * 3, [math.nan] * 3]) == [False, True, False]
-    assert atlas.holm([[0.1, 0.1]]) == [False]
+    assert atlas.holm([near, clear]) == [True, True] and atlas.holm([[0.1, 0.1]]) == [False]
 
 
 def lines_of(accuracy: float, length: float) -> list[dict]:
@@ -41,10 +36,8 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
     words = f"--vary algorithm={','.join(values)} --vary learning_rate=1e-4 --out o --figures {atlas.PASS}"
     args = ablate.parse([*words.split(), "completion_length"])
     runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(its)] for its in values.values()]
-    assert atlas.table(args, runs).splitlines() == [
-        "| figure | algorithm | learning_rate | mean ± std of 3 seeds | minus grpo, 1e-4, 95 % interval | | worst "
-        "| completion_length |",
-        "|---|---|---|---|---|---|---|---|",
+    headings, _, *rows = atlas.table(args, runs).splitlines()
+    assert headings.endswith("| minus grpo, 1e-4, 95 % interval | | worst | completion_length |") and rows == [
         "| eval/pass@1:last | grpo | 1e-4 | 0.600 ± 0.100 | | | 0.500 | 11.00 |",
         "| | dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **holds** | 0.610 | 11.00 |",
         "| | opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | not told from noise | 0.450 | 11.00 |",
