@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -157,7 +158,9 @@ def provenance() -> dict:
     git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
-    hardware = dict(gpu=gpu, cpu=platform.processor() or platform.machine(), cores=os.cpu_count())
+    cpuinfo = Path("/proc/cpuinfo")  # Linux
+    names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else [platform.processor()]
+    hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
     return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
 
 

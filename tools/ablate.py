@@ -171,7 +171,8 @@ def markdown(*rows: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    run_all(args)
+    if not args.table:
+        run_all(args)
     (args.out / "table.md").write_text(table(args) + "\n")
     print((args.out / "table.md").read_text(), end="")
 
@@ -184,6 +185,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="in the table")
+    parser.add_argument("--table", action="store_true", help="of finished runs; nothing is run")
     args = parser.parse_args(own)
     names, _, values = zip(*(given.partition("=") for given in args.vary))
     args.variants = [dict(zip(names, each)) for each in itertools.product(*(its.split(",") for its in values))]
