@@ -115,7 +115,7 @@ def test_top_k_and_top_p():
         token, logp = sample(logits, u, Sampling(1, [0], top_k=top_k, top_p=top_p))
         assert set(token.tolist()) == expected
         close(logp, logits[0][token])  # of the whole distribution
-    assert sample(logits, u, Sampling(1, [0], top_k=2))[0].bincount().tolist() == [0, 572, 0, 428], "in proportion 4 to 3"
+    assert sample(logits, u, Sampling(1, [0], top_k=2))[0].bincount().tolist() == [0, 572, 0, 428]  # 4 to 3
 
 
 def test_logits_in_bfloat16_are_sampled_from_in_float32():
