@@ -68,15 +68,11 @@ def test_what_is_left_open_is_the_tasks_the_algorithms_or_the_machines(line, set
 
 
 @pytest.mark.parametrize("task", task_names())
-def test_nothing_stays_open(task):
-    config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"]), on_gpu=False)
+def test_nothing_stays_open_and_what_is_resolved_can_be_given_as_flags(task):
+    config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"], algorithm="dapo", seed=7), False)
     may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
     may_be_none |= {"chat_template_kwargs", "eval_data", "correct", "tis_cap", "tis_floor", "off_policy_mask"}
     assert {name for name, value in vars(config).items() if value is None} == may_be_none
-
-
-def test_any_settings_can_be_given_as_flags_and_are_resolved_once():
-    config = ready(Config(task="gsm8k", model="m", algorithm="dapo", reward=["r.py:f"], tis_cap=2.0, seed=7), False)
     words = []
     for name, value in vars(config).items():
         if value not in (None, []):
@@ -84,48 +80,28 @@ def test_any_settings_can_be_given_as_flags_and_are_resolved_once():
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
 
 
-# ---- Settings from files ----
-
-
-def in_a_file(folder: Path, settings: object) -> Path:
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder / "config.json"
+def in_a_file(path: Path, settings: object) -> Path:
+    path.write_text(json.dumps(settings))
+    return path
 
 
 def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     """Of a run --config reads what was given by hand, but for its folder; --out alone goes on with all that the run
     has, once it has made steps. Runs that did not note what was given have only what they had in all."""
+    out, file = tmp_path / "out", tmp_path / "out" / "config.json"
     words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --reward r.py:f --steps 7"
-    given = read(f"{words} --out {tmp_path} --overwrite")
+    given = read(f"{words} --out {out} --overwrite")
     mine = {name: "inf" if x == math.inf else x for name, x in vars(given).items() if x != vars(Config())[name]}
-    assert read(f"--config {in_a_file(tmp_path, mine | dict(delta=None))}") == given
-    of_run, file = ready(given, on_gpu=False), tmp_path / "config.json"
-    run_folder.begin(of_run, given, 0)
+    assert read(f"--config {in_a_file(tmp_path / 'mine.json', mine | dict(delta=None))}") == given
+    run_folder.begin(of_run := ready(given, on_gpu=False), given, 0)
     for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
-    assert read(f"--out {tmp_path}") == Config(out=str(tmp_path)), "nothing was made: there is nothing to go on with"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert vars(read(f"--out {tmp_path} --steps 9")) == vars(of_run) | dict(steps=9)
-    assert read(f"--out {tmp_path} --overwrite") == Config(out=str(tmp_path), overwrite=True)
-    content = json.loads(file.read_text())
-    del content["given"]
-    assert vars(read(f"--config {in_a_file(tmp_path, content)}")) == vars(of_run) | dict(out=None, overwrite=False)
-
-
-FILES = [  # what the file holds, flags beside it, what each mistake is told with
-    ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", ["--reward r.py:f", "--beta -1", "--steps many"]),
-    ({"lerning_rate": 1, "task": "math"}, "--zzz", ["--zzz", "--lerning_rate: ... --learning_rate?", "--task math"]),
-    ({"settings": {"algorithm": "rloo", "gone": 1}}, "--minibatches 2", ["--gone: ", "--objective reinforce"]),
-    ({"algorithm": ["ppo"], "out": 3}, "", ["--algorithm ['ppo']", "--out 3"]),
-    ([1], "", ["{}: must hold a JSON object"]),
-    ({}, "--config none.json", ["none.json"]),
-]
-
-
-@pytest.mark.parametrize(("settings", "words", "told"), FILES)
-def test_a_mistake_in_a_file_is_told_as_that_of_a_flag(tmp_path, capsys, settings, words, told):
-    file = in_a_file(tmp_path, settings)
-    assert_told(mistakes(capsys, f"--config {file} {words}"), [one.format(file) for one in told])
+    assert read(f"--out {out}") == Config(out=str(out)), "nothing was made: there is nothing to go on with"
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert vars(read(f"--out {out} --steps 9")) == vars(of_run) | dict(steps=9)
+    assert read(f"--out {out} --overwrite") == Config(out=str(out), overwrite=True)
+    in_a_file(file, {"settings": json.loads(file.read_text())["settings"]})
+    assert vars(read(f"--config {file}")) == vars(of_run) | dict(out=None, overwrite=False)
 
 
 # ---- Mistakes ----
@@ -139,42 +115,46 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--reward_weights 1 nan", "--reward_weights nan: must be float at least -1e+09 and at most 1e+09"),
     ("--a=1 --algorithm ppo --top_k -1 --minibatches 900", "--a=1", "--algorithm ppo", "--top_k -1", "--minibatches"),
     # Contradictions.
-    ("--num_generations 1", "a group of one ... at least 2 ... --baseline batch --scale_rewards batch"),
-    ("--minibatches 200", "--minibatches 200: ... 128 completions"),
-    ("--task gsm8k", "--task gsm8k: needs --model"),
-    ("--task data --model m --reward r.py:f", "needs --data"),
-    ("--data d.jsonl --model m", "needs --reward"),
+    ("--task data", "--task data: needs --model", "--task data: needs --data", "--data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "2 for 1 rewards"),
-    ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not 8 ... --minibatches 1"),
-    ("--epsilon_low 1.5", "--epsilon_low 1.5: ... at most 1"),
+    ("--num_generations 1 --minibatches 17", "--num_generations 1: ", "--minibatches 17: ... 16 completions"),
+    ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not for 8"),
+    ("--epsilon_low 1.5 --tis_cap 2 --tis_floor 3", "--epsilon_low 1.5: ", "--tis_floor 3: ... above --tis_cap 2"),
     ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high = 1.2"),
-    ("--algorithm cispo --delta 3", "--delta 3: ... not of cispo"),
-    ("--algorithm gmpo --objective cispo", "--ratio geometric: ... part of --objective clip, not of cispo"),
-    ("--tis_cap 2 --tis_floor 3", "--tis_floor 3: must not be above --tis_cap 2"),
-    ("--off_policy_mask 1 --top_p 0.9", "--off_policy_mask with --top_p ... --top_p 1 --top_k 0"),
-    ("--old_policy sampler --top_k 9", "--old_policy sampler with --top_p ... --top_p 1 --top_k 0"),
-    ("--tis_cap 2 --top_p 0.9", "--tis_cap with --top_p ... --top_p 1 --top_k 0"),
-    ("--tis_floor 0.2 --top_k 9", "--tis_floor with --top_p ... --top_p 1 --top_k 0"),
+    ("--algorithm gmpo --objective cispo --delta 3", "--delta 3: ... not of cispo", "--ratio geometric: ... of cispo"),
+    ("--off_policy_mask 1 --top_p 0.9", "--off_policy_mask with --top_p or --top_k"),
+    ("--old_policy sampler --top_k 9", "--old_policy sampler with --top_p or --top_k"),
+    ("--tis_cap 2 --top_p 0.9", "--tis_cap with --top_p or --top_k"),
+    ("--tis_floor 0.2 --top_k 9", "--tis_floor with --top_p or --top_k"),
     ("--algorithm reinforce++ --dynamic_sampling 2", "--dynamic_sampling: groups of equal rewards"),
     ("--algorithm dapo --prompts_per_step 1", "--dynamic_sampling with --prompts_per_step 1: ... at least 2"),
-    ("--ref_sync_every 5", "--ref_sync_every: ... --beta above 0"),
-    ("--kl_importance", "--kl_importance: ... --beta above 0"),
-    ("--shard_size 2", "--shard_size 2: is part of --shard"),
-    ("--steps 0 --eval_every 0", "--steps 0: evaluates, which --eval_every 0"),
+    ("--ref_sync_every 5 --kl_importance", "--ref_sync_every: ", "--kl_importance: ... --beta above 0"),
+    ("--shard_size 2 --steps 0 --eval_every 0", "--shard_size 2: ", "--steps 0: evaluates, which --eval_every 0"),
+]
+IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
+    ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", "--reward r.py:f", "--beta -1", "--steps many"),
+    ({"lerning_rate": 1, "task": "math"}, "--zzz", "--zzz", "--lerning_rate: ... --learning_rate?", "--task math"),
+    ({"settings": {"algorithm": "rloo", "gone": 1}}, "--minibatches 2", "--gone: ", "--objective reinforce"),
+    ({"algorithm": ["ppo"], "out": 3}, "", "--algorithm ['ppo']", "--out 3"),
+    ([1], "", "mine.json: damaged, no JSON object"),
+    ({}, "--config none.json", "none.json"),
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), [(line, told) for line, *told in MISTAKES])
-def test_a_mistake_is_told(capsys, line, told):
-    assert_told(mistakes(capsys, line), told)
+@pytest.mark.parametrize("case", [({}, *flags_and_told) for flags_and_told in MISTAKES] + IN_FILES, ids=str)
+def test_a_mistake_is_told(tmp_path, capsys, case):
+    settings, line, *told = case
+    assert_told(mistakes(capsys, f"--config {in_a_file(tmp_path / 'mine.json', settings)} {line}"), told)
 
 
-def test_a_program_is_told_all_at_once():
+def test_a_program_is_told_all_at_once_and_only_the_first_rank_speaks(capsys, monkeypatch):
     wrong = dict(steps="5", beta=None, seed=True, eval_k=2.0, reward="r.py:f", out=3, task="math")
     with pytest.raises(UserError) as error:
         ready(Config(**wrong, minibatches=200, top_k=10**400), on_gpu=False)
-    told = [f"--{name} {value}: must be " for name, value in wrong.items()]
-    assert_told(str(error.value).split("\nerror: "), [*told, "--minibatches 200: "])
+    told = [*(f"--{name} {value}: must be " for name, value in wrong.items()), "--minibatches 200: "]
+    assert_told(str(error.value).split("\nerror: "), told)
+    monkeypatch.setenv("RANK", "1")
+    assert mistakes(capsys, "--steps -1") == []
 
 
 BOUNDS = [  # a value that is refused, one that is taken, by these numbers
@@ -202,19 +182,12 @@ def test_every_number_has_bounds():
     assert len(numbers) > 30 and numbers == set(" ".join(names for *_, names in BOUNDS).split())
 
 
-def test_the_other_ranks_leave_the_telling_to_the_first(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert mistakes(capsys, "--steps -1") == []
-
-
 def test_what_is_allowed_but_worth_a_line():
     odd = dict(top_k=5, objective="dppo", ratio="sequence", normalization="constant", beta=0.1, kl_estimator="k1")
     odd |= dict(reward=["exact_sum"], reward_weights=[-1.0], temperature=0.7)
-    told = ["off-policy", "long ones weigh more", "own probability", "adds noise", "rewards small", "temperature 0.7"]
-    notes = warnings(ready(Config(**odd), on_gpu=False))
-    assert all(words in note for words, note in zip(told, notes, strict=True)), notes
-    assert "off-policy" in warnings(ready(Config(top_p=0.9), on_gpu=False))[0]
-    assert warnings(ready(Config(ratio="sequence", beta=0.1), on_gpu=False)) == []
+    told = ["truncated", "long ones weigh more", "own probability", "adds noise", "rewards small", "temperature 0.7"]
+    for settings, notes in ((odd, told), (dict(top_p=0.9), told[:1]), (dict(ratio="sequence", beta=0.1), [])):
+        assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 
 
 def test_help_has_each_flag_with_its_bounds_or_names_and_default(capsys):
