@@ -51,9 +51,11 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "mine.py").write_text(REWARDS)
     (folder / "syntax.py").write_text("def good(:\n")
-    for name, text in DATA.items():
-        (folder / f"{name}.jsonl").write_text(text)
+    rows = [f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "too_long.jsonl").write_text("".join(f'{{"prompt": "{"a" * n}"}}\n' for n in (1, 5_000, 300)))
     save_model("abcdef>", folder / "model").save_pretrained(folder / "model")
+    (folder / "model" / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     for name, spoil in MODELS.items():
         spoil(shutil.copytree(folder / "model", folder / name))
     return folder
@@ -71,76 +73,48 @@ def edit(name: str, folder: Path, **changes) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
 
-def no_eos(folder: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        edit(name, folder, eos_token_id=None)
-    edit("tokenizer_config.json", folder, eos_token=None)
-
-
 def spoiled(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][2, 3] = torch.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def pickled(folder: Path) -> None:
-    torch.save(LlamaForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def code_of_its_own(folder: Path) -> None:
-    edit("config.json", folder, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
-    (folder / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
-
-
-DATA = {
-    "rows": "".join(f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"),
-    "too_long": '{"prompt": "a"}\n{"prompt": "' + "a" * 5_000 + '"}\n{"prompt": "' + "b" * 300 + '"}\n',
-}
+OWN = dict(model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 MODELS = {
-    "no_config": lambda folder: (folder / "config.json").unlink(),
-    "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
-    "torn_weights": lambda folder: (folder / "model.safetensors").write_bytes(b"0" * 999),
     "more_layers": partial(edit, "config.json", num_hidden_layers=3),
     "other_shape": partial(edit, "config.json", intermediate_size=32),
     "small_vocabulary": partial(save_model, "abc"),
-    "no_eos": no_eos,
+    "no_eos": lambda folder: [edit(name, folder, eos_token_id=None, eos_token=None) for name in CONFIGS],
     "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "spoiled": spoiled,
-    "pickled": pickled,
-    "code_of_its_own": code_of_its_own,
+    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "code_of_its_own": partial(edit, "config.json", **OWN),
     # These must work.
     "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
     "template": partial(edit, "tokenizer_config.json", chat_template=CHAT),
 }
 
-SHORT = "--max_completion_length 5 --steps 1 --eval_every 0"
-GOOD = f"--model {{0}}/model --data {{0}}/rows.jsonl --reward {{0}}/mine.py:good {SHORT}"
-DATA_OF = f"--model {{0}}/model --reward {{0}}/mine.py:good {SHORT} --data {{0}}/"
-MODEL_OF = f"--data {{0}}/rows.jsonl --reward {{0}}/mine.py:good {SHORT} --model {{0}}/"
-REWARD_OF = f"--model {{0}}/model --data {{0}}/rows.jsonl {SHORT} --reward {{0}}/"
-
-BAD = [  # flags, the line they get; ... stands for what is between
-    (GOOD + " --chat_template_kwargs thinking", "--model {0}/model: its chat_template_kwargs cannot be loaded: "),
-    (GOOD + " --attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
+GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
+GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
+BAD = [  # flags beside the good ones, the line they get; ... stands for what is between
+    ("--chat_template_kwargs thinking", "--model {0}/model: its chat_template_kwargs cannot be loaded: "),
+    ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--task addition --model {0}/no_eos", "--model {0}/no_eos: --task addition is for its own small model"),
-    (DATA_OF + "none.jsonl", "{0}/none.jsonl: there is no such file"),
-    (DATA_OF + "too_long.jsonl", "2 prompts and a completion of 5 exceed the model's context of 256; ... 5000 tokens"),
-    (MODEL_OF + "none", "--model {0}/none: its configuration cannot be loaded: "),
-    (MODEL_OF + "no_config", "--model {0}/no_config: its configuration cannot be loaded: "),
-    (MODEL_OF + "no_tokenizer", "--model {0}/no_tokenizer: its tokenizer cannot be loaded: "),
-    (MODEL_OF + "torn_weights", "--model {0}/torn_weights: its weights cannot be loaded: "),
-    (MODEL_OF + "more_layers", "--model {0}/more_layers: its files lack 9 of its config's weights: "),
-    (MODEL_OF + "other_shape", "--model {0}/other_shape: its files lack 6 of its config's weights: "),
-    (MODEL_OF + "small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
-    (MODEL_OF + "masked", "--model {0}/masked: BertForMaskedLM fills in masks and cannot continue a text"),
-    (MODEL_OF + "far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must name tokens, from 0 to 8"),
-    (MODEL_OF + "no_eos", "eos_token_id [] of model and tokenizer: must name tokens, from 0 to 8"),
-    (MODEL_OF + "spoiled", "--model {0}/spoiled: 1 weights are NaN or infinite: model.embed_tokens"),
-    (MODEL_OF + "pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
-    (MODEL_OF + "code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
+    ("--data {0}/none.jsonl", "{0}/none.jsonl: there is no such file"),
+    ("--data {0}/too_long.jsonl", "2 prompts and a completion of 5 exceed the model's context of 256; ... 5000 tokens"),
+    ("--model {0}/none", "--model {0}/none: its configuration cannot be loaded: "),
+    ("--model {0}/more_layers", "--model {0}/more_layers: its files lack 9 of its config's weights: "),
+    ("--model {0}/other_shape", "--model {0}/other_shape: its files lack 6 of its config's weights: "),
+    ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
+    ("--model {0}/masked", "--model {0}/masked: BertForMaskedLM fills in masks and cannot continue a text"),
+    ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must name tokens, from 0 to 8"),
+    ("--model {0}/no_eos", "eos_token_id [] of model and tokenizer: must name tokens, from 0 to 8"),
+    ("--model {0}/spoiled", "--model {0}/spoiled: 1 weights are NaN or infinite: model.embed_tokens"),
+    ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
+    ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
 
 
@@ -155,7 +129,8 @@ def ends(files, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
-        assert train.main([*words.replace("{0}", str(files)).split(), "--out", str(tmp_path / "out")]) == code
+        flags = f"{GOOD} {words} --out {tmp_path}/out".replace("{0}", str(files))
+        assert train.main(flags.split()) == code
         shown = capsys.readouterr()
         assert "step 1/" not in shown.out
         return shown.err.replace(str(files), "{0}")
@@ -168,14 +143,14 @@ def test_bad_input_gets_its_line(files, ends, tmp_path, words, message):
     told = ends(words, code=2)
     assert re.match("error: " + pattern(message), told), told
     assert told.count("\n") == 1 and len(told) < 1000
-    assert not (tmp_path / "out").exists() and not (files / "code_of_its_own" / "executed").exists()
+    assert not (tmp_path / "out").exists() and not (files / "executed").exists()
 
 
 OF_THE_USER = [  # flags, what Python shows at the end
-    (REWARD_OF + "syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
-    (REWARD_OF + "mine.py:leaves", 'File "{0}/mine.py", line 18, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
-    (REWARD_OF + "mine.py:calls", 'File "{0}/mine.py", line 21, in calls\n...RuntimeError: Connection reset by peer'),
-    (GOOD + " --report_to wandb", "ModuleNotFoundError: ...wandb"),
+    ("--reward {0}/syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
+    ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 18, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
+    ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 21, in calls\n...RuntimeError: Connection reset by peer'),
+    ("--report_to wandb", "ModuleNotFoundError: ...wandb"),
 ]
 
 
@@ -184,10 +159,7 @@ def test_what_the_users_own_code_raises_is_shown_once_as_python_shows_it(ends, t
     monkeypatch.setitem(sys.modules, "wandb", None)
     told = ends(words, code=1)
     assert re.search(pattern(shown) + r".*\n\Z", told) and told.count("Traceback") == 1, told
-    assert (tmp_path / "out").exists() == ("mine.py:good" not in words and "mine.py" in words), "once all is ready"
-
-
-# ---- What must work ----
+    assert (tmp_path / "out").exists() == ("mine.py" in words), "once all is ready"
 
 
 def settings_of(files: Path, **changes) -> dict:
@@ -200,8 +172,7 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     beside that completion. It may start processes of its own."""
     settings = settings_of(files, reward=f"{files}/mine.py:logs", steps=2, eval_every=2, eval_prompts=2)
     run(settings, tmp_path / "out", world=2)
-    steps = [line for line in metrics(tmp_path / "out") if line["step"] > 0]
-    for done, line in enumerate(steps):
+    for done, line in enumerate(metrics(tmp_path / "out")[1:]):
         assert line["reward"] == pytest.approx(done + line["logged/letters"]) and line["logged/letters"] > 0
     for line in samples(tmp_path / "out") + samples(tmp_path / "out", "eval"):
         assert line["extras"] == {"backwards": re.sub("<pad>|<eos>", "", line["completion"])[::-1]}
@@ -214,8 +185,6 @@ def test_models_that_must_work(files, tmp_path):
         assert lines(tmp_path / model / "samples.jsonl") == lines(tmp_path / "model/samples.jsonl")
         assert metrics(tmp_path / model) == metrics(tmp_path / "model")
 
-
-# ---- Nothing executes data ----
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "os.system"}
@@ -236,7 +205,6 @@ def test_nothing_executes_data():
 
 
 def test_code_that_comes_with_a_model_is_run_when_asked_for(files, ends, tmp_path, monkeypatch):
-    """So that the tests above show something."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    ends(MODEL_OF + "code_of_its_own --trust_remote_code", code=2)
-    (files / "code_of_its_own" / "executed").unlink()  # it is there
+    ends("--model {0}/code_of_its_own --trust_remote_code", code=2)
+    (files / "executed").unlink()  # it is there

@@ -90,22 +90,20 @@ def test_a_real_model_by_hand(monkeypatch, ranks):
     assert {name: x for name, x in alone.items() if x} == {"weights": 4 * P / ranks, "rollout": 2 * P + 28 * row}
 
 
-MOST = memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS
-FITTING = [  # bytes free, ranks, what was given, rollout_tokens, micro_batch_tokens
-    (1e13, 1, {}, *MOST),
-    (80e9, 8, dict(shard=True, max_completion_length=1024), 1 << 19, 1 << 12),
-    (80e9, 1, dict(rollout_tokens=7), 7, 1 << 12),  # one completion of 4608 tokens, as a power of two
-    (1e13, 1, dict(micro_batch_size=4), MOST[0], None),  # rows given alone: any number of tokens
+MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
+FITTING = [  # bytes free, ranks, what was given, rollout_tokens and micro_batch_tokens
+    (1e13, 1, {}, MOST),
+    (80e9, 8, dict(shard=True, max_completion_length=1024), (1 << 19, 1 << 12)),
+    (80e9, 1, dict(rollout_tokens=7), (7, 1 << 12)),  # one completion of 4608 tokens, as a power of two
+    (1e13, 1, dict(micro_batch_size=4), (MOST[0], None)),  # rows given alone: any number of tokens
 ]
 
 
-@pytest.mark.parametrize("free, ranks, given, rollout_tokens, micro_batch_tokens", FITTING)
-def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(
-    free, ranks, given, rollout_tokens, micro_batch_tokens
-):
+@pytest.mark.parametrize("free, ranks, given, budgets", FITTING)
+def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(free, ranks, given, budgets):
     config, cost = large(ranks, **given)
     config = memory.fitting(config, cost, free)
-    assert (config.rollout_tokens, config.micro_batch_tokens) == (rollout_tokens, micro_batch_tokens)
+    assert (config.rollout_tokens, config.micro_batch_tokens) == budgets
     if ranks > 1:
         enough = replace(cost, sampled=10**6, trained=10**6)  # completions for any budget
         for name in ("rollout_tokens", "micro_batch_tokens"):
@@ -121,7 +119,7 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     least = memory.peak(small(rollout_tokens=1, micro_batch_size=1)[0], cost)
     said = ["in smaller parts" in memory.check(config, cost, free) for free in (most, most - 1, least)]
     assert said == [False, True, True]
-    with pytest.raises(UserError, match=r"cannot fit.*Try --gradient_checkpointing"):
+    with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
         memory.check(config, cost, least - 1)
     config, cost = small(shard=True, micro_batch_size=9)
     most = memory.peak(config, cost)

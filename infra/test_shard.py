@@ -1,13 +1,16 @@
-"""Sharded over processes and machines, a run is the run of one process."""
+"""Sharded over processes and machines, a run is the run of one process; how a rank starts, and what travels."""
 
 import json
 import os
 import shutil
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from conftest import assert_same_run, at, die, errors, fail, metrics, replace, run, tiny_model
-from infra import ranks
+from infra import ranks, shard
+from logprob import token_logprobs
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks.sorting import LETTERS
 
@@ -159,7 +163,7 @@ def test_out_of_memory_on_one_rank_ends_all_with_a_line(small, tmp_path):
 
 WRONG = [  # ranks, settings, the line
     (2, dict(shard_size=4), "--shard_size 4: does not divide the 2 ranks"),
-    (2, dict(model="tied"), "its config.json says tie_word_embeddings: set that to false"),
+    (2, dict(model="tied"), "has a head of its own: set tie_word_embeddings to false in its config.json"),
     (2, dict(model="torn"), "its weights cannot be loaded"),  # only the first rank reads them
     # Each of these machines would make groups of its own, and wait for the others' for ever.
     (3, {}, "machines of [1, 2] ranks; give a --shard_size"),
@@ -172,3 +176,73 @@ def test_mistakes_are_told_once(small, models, tmp_path, world, given, line):
     settings = with_model(small | dict(shard=True) | given, models)
     shown = run(settings, tmp_path / "out", *before, code=2, world=world)
     assert shown.count("error: ") == 1 and line in shown
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}])
+def test_on_a_gpu_segments_grow_unless_the_allocator_has_other_settings(given, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert ranks.start() == torch.device("cuda", 0)
+    assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_objects_travel_between_cpus_and_tensors_between_gpus():
+    assert ranks.backend(torch.device("cpu")) == "gloo"
+    both = ranks.backend(torch.device("cuda", 1))
+    assert both == "cpu:gloo,cuda:nccl"
+    dist.init_process_group(both.replace("nccl", "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.distributed_c10d._get_object_coll_device() == "cpu"
+    finally:
+        dist.destroy_process_group()
+
+
+CALLS = {  # their names differ between versions of PyTorch
+    "all_gather_single": "gather", "all_gather_into_tensor": "gather", "reduce_scatter_single": "reduce",
+    "reduce_scatter_tensor": "reduce", "all_reduce": "all-reduce",
+}  # fmt: skip
+
+
+def count_bytes(rank: int, folder: Path) -> None:
+    """One of four ranks, in two copies of two: what gathering and two micro-batches hand to each collective call."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    handed: Counter[str] = Counter()
+    within = []
+
+    def counted(call, name, *args, **kwargs):
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        handed[CALLS[name]] += 0 if within else max(x.numel() * x.element_size() for x in tensors)
+        within.append(name)  # one may call another
+        result = call(*args, **kwargs)
+        within.pop()
+        return result
+
+    whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
+    with torch.device("meta"):
+        empty = type(whole)(whole.config)
+    model = shard.shard(empty, whole if rank == 0 else None, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    for name in CALLS.keys() & vars(dist).keys():
+        setattr(dist, name, partial(counted, getattr(dist, name), name))
+    with shard.unsharded(model):
+        pass
+    found = [dict(handed)]
+    for _ in range(2):
+        handed.clear()
+        ids = torch.ones(2, 8, dtype=torch.long)
+        token_logprobs(model, ids, torch.ones_like(ids), ids.cumsum(1) > 1)[0].sum().backward()
+        found.append(dict(handed))
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.destroy_process_group()
+
+
+def test_weights_travel_in_bf16_and_gradients_in_fp32(tmp_path):
+    """For the rollout once, for a micro-batch twice and once: the table in docs/distributed.md."""
+    mp.start_processes(count_bytes, args=(tmp_path,), nprocs=4, start_method="forkserver")
+    rollout, first, second = torch.load(tmp_path / "found.pt")
+    P = sum(p.numel() for p in tiny_model("qwen2 tied", vocab_size=62).parameters())
+    assert rollout == {"gather": 2 * P}
+    assert second == {"gather": 2 * 2 * P, "reduce": 4 * P, "all-reduce": 4 * P // 2}, "size 2, two copies"
+    assert (first["reduce"], first["all-reduce"]) == (second["reduce"], second["all-reduce"])
