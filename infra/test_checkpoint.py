@@ -88,9 +88,6 @@ def half(halfway, tmp_path) -> Path:
     return shutil.copytree(halfway, tmp_path / "half")
 
 
-# ---- Killed ----
-
-
 def tear(name: str) -> None:
     """The last line of this file is written up to its middle."""
     file = Path(run_folder.locks[-1].name).with_name(name)

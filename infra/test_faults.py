@@ -215,7 +215,6 @@ def test_a_reward_that_changes_the_working_directory_sends_nothing_elsewhere(sma
     monkeypatch.chdir(tmp_path)
     settings = small | dict(reward="mine.py:moves", reward_timeout=1e300)  # longer than any clock counts
     assert "Traceback" not in run(settings, Path("out"))
-    assert metrics(tmp_path / "out")[-1]["step"] == 2 and (tmp_path / "out" / "model").is_dir()
     before = contents(tmp_path / "out")
     assert "is finished" in run(settings, Path("out")) and contents(tmp_path / "out") == before
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, dynamic_module_utils
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, dynamic_module_utils
 
 import train
 from conftest import ROOT, lines, metrics, run, samples
@@ -61,8 +61,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def save_model(letters: str, folder: Path):
-    """-> its tokenizer"""
+def save_model(letters: str, folder: Path) -> PreTrainedTokenizerBase:
     torch.manual_seed(0)
     tokenizer = char_tokenizer(letters)
     LlamaForCausalLM(small_config(tokenizer, 16, 16)).save_pretrained(folder)

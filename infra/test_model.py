@@ -14,10 +14,6 @@ from infra.model import compute_experts_in_bf16
 class Products(TorchDispatchMode):
     """Notes the dtype in which products of experts are computed, forward and backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation is torch.ops.aten._grouped_mm.default:
             self.dtypes |= {args[0].dtype, args[1].dtype}
@@ -33,6 +29,7 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
         model.set_experts_implementation(experts)
         for autocast in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
             with Products() as products:
+                products.dtypes = set()
                 with autocast:
                     logits = model(input_ids=ids).logits
                 model.zero_grad()

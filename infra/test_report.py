@@ -1,7 +1,6 @@
 """The figures of a step and of an evaluation, and what is told of them."""
 
 import io
-import itertools
 import json
 import math
 import sys
@@ -63,13 +62,6 @@ def test_the_figures_of_updates_are_means_over_updates_or_tokens_and_what_is_log
     assert report.of_logged(logged) == {"logged/a": 3.0, "logged/b": 1.5}
 
 
-def test_pass_at_k_against_enumeration():
-    for n, correct, k in itertools.product((1, 4, 6), range(7), range(1, 7)):
-        if max(correct, k) <= n:
-            draws = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
-            assert report.pass_at_k(n, correct, k) == pytest.approx(sum(map(max, draws)) / len(draws))
-
-
 def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_intervals():
     """Three prompts of which 0, 1 and 5 of 5 samples are right; the interval is 1.96 standard errors to each side.
     Accuracy, rewards and lengths are those of the greedy completion, which is another one than the samples."""
@@ -98,8 +90,8 @@ def test_memory_on_a_gpu_and_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
-    on_gpu = report.of_machine(30, 1.0, 2.0)
-    assert (on_gpu["peak_memory_gb"], on_gpu["peak_memory_reserved_gb"]) == (2.0, 3.0)
+    on_gpu = {"peak_memory_gb": 2.0, "peak_memory_reserved_gb": 3.0}
+    assert report.of_machine(30, 1.0, 2.0).items() >= on_gpu.items()
 
 
 def test_every_line_that_is_written_is_json():

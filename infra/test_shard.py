@@ -165,7 +165,6 @@ WRONG = [  # ranks, settings, the line
     (2, dict(shard_size=4), "--shard_size 4: does not divide the 2 ranks"),
     (2, dict(model="tied"), "has a head of its own: set tie_word_embeddings to false in its config.json"),
     (2, dict(model="torn"), "its weights cannot be loaded"),  # only the first rank reads them
-    # Each of these machines would make groups of its own, and wait for the others' for ever.
     (3, {}, "machines of [1, 2] ranks; give a --shard_size"),
 ]
 
