@@ -7,15 +7,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import contextlib
+import itertools
 import json
-import math
 import multiprocessing
-import pickle
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,50 +28,37 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 EOS = PAD = 2  # one id for both
 VOCAB = 61
-SIZES = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
-    tie_word_embeddings=False,
+UNTIED = dict(vocab_size=VOCAB, tie_word_embeddings=False)
+TOKENS = UNTIED | dict(pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS)
+SIZES = TOKENS | dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=64,
 )  # fmt: skip
-GPT = dict(
-    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False,
-    pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-)  # fmt: skip
-BLOOM = dict(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, tie_word_embeddings=False)
-MPT = dict(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, tie_word_embeddings=False)
+GPT = TOKENS | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 HYBRID = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
 FAMILIES = {  # name: model type, settings
-    "qwen2": ("qwen2", SIZES),
-    "qwen2 tied": ("qwen2", SIZES | {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", SIZES),
-    "llama": ("llama", SIZES),
-    "llama tied": ("llama", SIZES | {"tie_word_embeddings": True}),
+    **{name: (name, SIZES) for name in ("qwen2", "qwen3", "llama", "gemma", "cohere", "phi")},
+    **{f"{name} tied": (name, SIZES | {"tie_word_embeddings": True}) for name in ("qwen2", "llama")},
     "mistral": ("mistral", SIZES | {"sliding_window": 4}),
-    "gemma": ("gemma", SIZES),
     "gemma2": ("gemma2", SIZES | {"final_logit_softcapping": 20.0}),
     "gemma3": ("gemma3_text", SIZES | {"sliding_window": 4}),
     "granite": ("granite", SIZES | {"logits_scaling": 8.0}),
     "granite unscaled": ("granite", SIZES),
-    "cohere": ("cohere", SIZES),
     "gpt2": ("gpt2", GPT),
     "gpt2 tied": ("gpt2", GPT | {"tie_word_embeddings": True}),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}),
-    "mixtral": ("mixtral", SIZES | EXPERTS),
-    "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS),
+    **{name: (name, SIZES | EXPERTS) for name in ("mixtral", "qwen3_moe")},
     "gpt_oss": ("gpt_oss", SIZES | EXPERTS | {"sliding_window": 4}),
-    "phi": ("phi", SIZES),
     "opt": ("opt", SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "bloom": ("bloom", BLOOM),  # no position ids
-    "mpt": ("mpt", MPT),
+    "bloom": ("bloom", UNTIED | dict(hidden_size=32, n_layer=2, n_head=4)),  # no position ids
+    "mpt": ("mpt", UNTIED | dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
     "mamba": ("mamba", SIZES | {"state_size": 4}),  # no attention
     "falcon_h1": ("falcon_h1", SIZES | HYBRID | {"lm_head_multiplier": 0.5}),
 }
 
 
-def tiny_model(
-    name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: float = 4.0, **settings: object
-) -> nn.Module:
+def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: float = 4.0, **settings) -> nn.Module:
     """Random weights, logits of this standard deviation, no dropout; in train mode, as in an update."""
     kind, sizes = FAMILIES[name]
     torch.manual_seed(0)
@@ -89,7 +73,6 @@ def tiny_model(
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
-    """All parameters' gradients as one vector."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([gradient.flatten().double() for gradient in gradients])
 
@@ -134,51 +117,41 @@ def flags(settings: dict, out: Path) -> list[str]:
     return words
 
 
-def work(before: list[Callable], args: list[str]) -> None:
+def work(before: tuple[Callable, ...], args: list[str]) -> None:
     """A rank of a run. Functions that are called before it may arrange that something goes wrong."""
     for arrange in before:
         arrange()
-    code = resolve_name("train:main")(args)
-    resolve_name("infra.faults:leave")(code)
+    resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
 
 
-def forked(args: list[str], before: list[Callable], screen: Path, env: dict[str, str]) -> None:
+def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> None:
     os.environ.update(env)
     with screen.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    work(before, args)
+    do(*args)
 
 
 def screen(out: Path) -> Path:
-    """What the processes of the last run showed."""
     return out.with_name(f"{out.name}.screen")
 
 
 def start(settings: dict, out: Path, *before: Callable, world: int = 1, **env: str) -> list:
     """A process for each rank."""
     screen(out).write_text("")
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-    processes = []
-    for rank in range(world):
-        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-        args = flags(settings, out), before, screen(out), own
-        processes.append(PROCESSES.Process(target=forked, args=args))
-        processes[-1].start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
+    args = work, before, flags(settings, out)
+    processes = [PROCESSES.Process(target=forked, args=(screen(out), of_rank, *args)) for of_rank in ranks]
+    for process in processes:
+        process.start()
     return processes
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-PATIENCE = 900.0  # seconds after which a process hangs, however busy the machine is
-
-
-def exit_codes(processes: list, seconds: float = PATIENCE) -> list[int]:
-    """Waits for all; one that hangs is killed."""
+def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
+    """Waits for all, longer than the busiest machine takes; one that hangs is killed."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
@@ -205,11 +178,11 @@ def run(settings: dict, out: Path, *before: Callable, code: int | None = 0, **ho
 
 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
-    """Two ranks under what torchrun runs, until the last of these processes is gone and with it the pipe that all hold.
-    -> torchrun's exit code, what they showed"""
+    """Two ranks under what torchrun runs, until all are gone and with them the pipe. -> exit code, screen"""
     screen(out).write_text("")
     gone, held = PROCESSES.Pipe(duplex=False)
-    agent = PROCESSES.Process(target=supervise, args=(flags(settings, out), before, screen(out), restarts, held))
+    args = screen(out), {}, supervise, before, flags(settings, out), restarts, held
+    agent = PROCESSES.Process(target=forked, args=args)
     agent.start()
     held.close()
     try:
@@ -220,61 +193,24 @@ def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int =
             os.killpg(agent.pid, signal.SIGKILL)
 
 
-def supervise(args: list[str], before: tuple[Callable, ...], screen: Path, restarts: int, held: object) -> None:
+def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held: object) -> None:
     """torchrun forks its ranks here, so that nothing is imported again."""
     launcher = resolve_name("torch.distributed.launcher.api")
     os.setsid()
-    with screen.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
     how = launcher.LaunchConfig(1, 1, 2, **meeting, max_restarts=restarts, start_method="fork")
     launcher.elastic_launch(how, work)(before, args)
 
 
-def torchrun(settings: dict, out: Path, *before: Callable, options: tuple[str, ...] = ("--standalone",)):
-    """Two ranks and the torchrun that has started them."""
-    given = pickle.dumps((before, flags(settings, out))).hex()
-    program = "import conftest, pickle, sys; conftest.work(*pickle.loads(bytes.fromhex(sys.argv[1])))"
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc_per_node=2", "--no-python"]
-    return subprocess.Popen(
-        [*command, sys.executable, "-c", program, given],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(*agents: subprocess.Popen, seconds: float = PATIENCE) -> list[str]:
-    """What each torchrun and its ranks showed: the pipe closes when the last of them is gone."""
-    try:
-        return [agent.communicate(timeout=seconds)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-
-
 # What goes wrong in a run
 
-POINTS = {
-    "rollout": "train.rollout",
-    "reward": "train.score",
-    "loss": "train.policy_loss",
-    "update": "torch.optim.AdamW.step",
-    "evaluate": "train.evaluate",
-    "step": "train.training_step",
-    "open_run": "infra.run_folder.open_run",
-    "append": "infra.report.append",
-    "save": "infra.checkpoint.save",
-    "save_model": "infra.checkpoint.save_model",
-    "write_data": "infra.checkpoint.HuggingFaceStorageWriter.write_data",
-    "fsync": "os.fsync",
-    "rename": "pathlib.Path.rename",
-    "rmtree": "shutil.rmtree",
-}
+POINTS = dict(
+    rollout="train.rollout", reward="train.score", loss="train.policy_loss", update="torch.optim.AdamW.step",
+    evaluate="train.evaluate", step="train.training_step", open_run="infra.run_folder.open_run",
+    append="infra.report.append", save="infra.checkpoint.save", save_model="infra.checkpoint.save_model",
+    write_data="infra.checkpoint.HuggingFaceStorageWriter.write_data", fsync="os.fsync", rename="pathlib.Path.rename",
+    rmtree="shutil.rmtree",
+)  # fmt: skip
 
 
 def replace(name: str, make: Callable[[Callable], Callable]) -> None:
@@ -285,16 +221,11 @@ def replace(name: str, make: Callable[[Callable], Callable]) -> None:
 
 def at(point: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
     """`action` happens before (or after) the n-th call whose first argument ends so; "any": the calls of all points."""
-    if not on_rank(rank):
-        return
-    count = 0
+    calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            nonlocal count
-            meant = str(args[0] if args else "").endswith(of)
-            count += meant
-            now = meant and count == n
+            now = on_rank(rank) and str(args[0] if args else "").endswith(of) and next(calls) == n
             if now and not after:
                 action()
             result = call(*args, **kwargs)
@@ -360,15 +291,10 @@ def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
     """The very same completions; advantages, metrics and weights up to rounding in float32, which Adam enlarges: it
     divides by the size of each entry of a gradient, however small."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
-        assert ours == theirs | {"advantage": near(theirs["advantage"], abs=tolerance)}
+        assert ours == theirs | {"advantage": pytest.approx(theirs["advantage"], abs=tolerance)}
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
         assert max(ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)) < 1e-5
-        assert ours == {name: near(x, rel=tolerance, abs=1e-6) for name, x in theirs.items()}
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-6)
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (out, whole))
-    assert ours.keys() == theirs.keys()
-    far = math.hypot(*((ours[name] - weights).norm() for name, weights in theirs.items()))
-    assert far <= tolerance * math.hypot(*(weights.norm() for weights in theirs.values()))
-
-
-def near(value: float | None, **tolerance: float):
-    return None if value is None else pytest.approx(value, **tolerance)
+    ours, theirs = (torch.cat([weights[name].flatten() for name in sorted(weights)]) for weights in (ours, theirs))
+    assert distance(ours, theirs) <= tolerance
