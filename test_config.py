@@ -1,7 +1,6 @@
 """Settings: what a preset switches, what wins over what, and that those of committed runs still mean the same."""
 
 import json
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -20,95 +19,57 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import train
 from config import ALGORITHMS, Config, UserError, resolve, settings_that_may_change
-from conftest import ROOT, metrics, samples
+from conftest import ROOT, distance, metrics, samples
+from infra import faults
 from infra.command_line import ready
 from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
-GRPO = dict(
-    normalization="sequence", scale_rewards="group", baseline="mean", objective="clip", ratio="token", epsilon_low=0.2,
-    epsilon_high=0.2, combine_rewards="sum", dynamic_sampling=0,
-)  # fmt: skip
-PAPERS = {  # as on docs/objectives.md: in what each differs from GRPO
-    "grpo": {},
-    "dr_grpo": dict(normalization="constant", scale_rewards="none"),
-    "dapo": dict(normalization="global", epsilon_high=0.28, dynamic_sampling=3),
-    "gspo": dict(ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-    "cispo": dict(normalization="global", objective="cispo", epsilon_high=5.0),
-    "sapo": dict(objective="sapo"),
-    "gmpo": dict(ratio="geometric", epsilon_low=0.4, epsilon_high=0.4),
-    "luspo": dict(normalization="sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-    "dppo": dict(normalization="global", objective="dppo"),
-    "maxrl": dict(scale_rewards="mean"),
-    "opo": dict(normalization="global", scale_rewards="none", baseline="length"),
-    "gdpo": dict(combine_rewards="gdpo", scale_rewards="batch", baseline="batch"),
-    "rloo": dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce"),
-    "reinforce++": dict(normalization="global", scale_rewards="whiten", baseline="none"),
-    "reinforce++-baseline": dict(normalization="global", scale_rewards="whiten"),
-}
+OVER_THE_PRESET = dict(epsilon_high=0.3, normalization="sequence", dynamic_sampling=0)
+OVER_THE_TASK = dict(num_generations=3, learning_rate=0.5, steps=7, warmup_steps=0)
+OVER_THE_MACHINE = dict(micro_batch_tokens=5, rollout_tokens=7, dtype="bfloat16", out="here")
+RESOLVED = [  # on a GPU?, what is given, what is filled in
+    (False, {}, TASK | dict(task="addition", dtype="float32", micro_batch_tokens=2048, rollout_tokens=32768)),
+    (True, {}, dict(dtype="bfloat16", micro_batch_tokens=None, rollout_tokens=None)),  # decided by its memory, later
+    (True, dict(dtype="float32"), {}),
+    (False, dict(micro_batch_size=3), dict(micro_batch_tokens=None)),  # rows given alone: any number of tokens
+    (False, dict(data="d.jsonl"), dict(task="data")),
+    (False, dict(data="d.jsonl", task="sorting"), {}),
+    (False, dict(task="sorting", algorithm="gspo", seed=4), dict(out="runs/sorting-gspo-4")),
+    (False, dict(algorithm="dapo", reward=["a.py:f"]) | OVER_THE_PRESET, dict(epsilon_low=0.2)),
+    (False, dict(algorithm="dapo") | OVER_THE_TASK | OVER_THE_MACHINE, dict(max_completion_length=12)),
+    (True, OVER_THE_MACHINE, {}),
+]
 
 
-def resolved(on_gpu: bool = False, **settings) -> Config:
-    return resolve(Config(**settings), TASK, on_gpu)
+@pytest.mark.parametrize("on_gpu, given, filled_in", RESOLVED)
+def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, given, filled_in):
+    config = Config(**given)
+    once = resolve(config, TASK, on_gpu)
+    assert vars(once) | given | filled_in == vars(once)
+    assert config == Config(**given) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_preset_is_the_papers_and_sets_nothing_else(algorithm):
-    ours, plain = vars(resolved(algorithm=algorithm)), vars(resolved())
-    assert ours | GRPO | PAPERS[algorithm] == ours
-    changed = {name for name in ours if ours[name] != plain[name]}
-    assert changed <= {"algorithm", "out", *GRPO}
-
-
-def test_what_is_given_wins():
-    given = dict(epsilon_high=0.3, normalization="sequence", dynamic_sampling=0)  # over the preset
-    given |= dict(num_generations=3, learning_rate=0.5, steps=7, warmup_steps=0)  # over the task
-    given |= dict(micro_batch_tokens=5, rollout_tokens=7, dtype="bfloat16", out="here")  # over the machine
-    dapo = vars(resolved(algorithm="dapo", **given))
-    assert dapo | given == dapo
-    assert dapo["epsilon_low"] == 0.2 and dapo["max_completion_length"] == 12, "what is not given is filled in"
-
-
-def test_what_the_machine_decides():
-    cpu, gpu = resolved(), resolved(on_gpu=True)
-    assert (cpu.dtype, gpu.dtype) == ("float32", "bfloat16") and resolved(
-        on_gpu=True, dtype="float32"
-    ).dtype == "float32"
-    assert (cpu.micro_batch_tokens, cpu.rollout_tokens) == (2048, 32768)
-    assert (gpu.micro_batch_tokens, gpu.rollout_tokens) == (None, None), "decided by its memory, later"
-    assert resolved(micro_batch_size=3).micro_batch_tokens is None, "rows given alone: any number of tokens"
-
-
-def test_task_and_folder():
-    assert (resolved().task, resolved(data="d.jsonl").task) == ("addition", "data")
-    assert resolved(data="d.jsonl", task="sorting").task == "sorting"
-    assert resolved(task="sorting", algorithm="gspo", seed=4).out == "runs/sorting-gspo-4"
-
-
-def test_resolving_leaves_what_it_is_given_as_it_is():
-    given = Config(algorithm="dapo", reward=["a.py:f"])
-    once = resolve(given, TASK, on_gpu=True)
-    assert given == Config(algorithm="dapo", reward=["a.py:f"])
-    assert resolve(once, {name: 99 for name in TASK}, on_gpu=True) == once
+def test_a_preset_sets_its_switches_and_nothing_else(algorithm):
+    """Those of the papers: docs/test_docs.py compares them with docs/objectives.md."""
+    ours, plain = (vars(resolve(Config(**given), TASK, False)) for given in (dict(algorithm=algorithm), {}))
+    assert ours == plain | ALGORITHMS[algorithm] | dict(algorithm=algorithm, out=f"runs/addition-{algorithm}-0")
+    assert ALGORITHMS[algorithm].keys() == ALGORITHMS["grpo"].keys()
 
 
 def test_a_run_may_be_continued_with_what_does_not_change_it():
     assert {"micro_batch_tokens", "shard", "out", "save_every"} <= set(settings_that_may_change())
-    assert not {"seed", "dtype", "task", "reward", "beta", *GRPO} & set(settings_that_may_change())
+    assert not {"seed", "dtype", "task", "reward", "beta", *ALGORITHMS["grpo"]} & set(settings_that_may_change())
 
 
-COMMITTED = sorted((Path(__file__).parent / "results").rglob("config.json"))
-
-
-@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: "/".join(file.parts[-3:-1]))
-def test_settings_of_a_committed_run_are_valid_and_stay_as_they_are(file):
-    settings = json.loads(file.read_text())["settings"]
-    config = vars(ready(Config(**settings), on_gpu=True))  # a setting that came later counts as its default
-    assert config | settings == config
-
-
-def test_there_are_committed_runs():
-    assert len(COMMITTED) > 50
+def test_settings_of_committed_runs_are_valid_and_stay_as_they_are():
+    files = [*ROOT.joinpath("results").rglob("config.json")]
+    assert len(files) > 50
+    for file in files:
+        settings = json.loads(file.read_text())["settings"]
+        config = vars(ready(Config(**settings), on_gpu=True))  # a setting that came later counts as its default
+        assert config | settings == config, file
 
 
 # ---- Every setting does something ----
@@ -151,7 +112,7 @@ DIFFERS = {
     "reward_weights": ([1.0, 9.0], dict(reward=["letters", "short"]), "reward weights"),
     "drop_long_prompts": (True, dict(data="long.jsonl"), "error"),
     "correct": ("letters", {}, "length_correct"),
-    "reward_timeout": "infra/test_faults.py: test_reward_timeout",
+    "reward_timeout": "infra/test_faults.py: test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was",
     "trust_remote_code": "infra/test_inputs.py: test_code_that_comes_with_a_model_is_run_when_asked_for",
     "prompts_per_step": (4, {}, "prompts completions weights"),
     "num_generations": (5, {}, "prompts completions weights"),
@@ -251,20 +212,20 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     for name in ("model", "data", "eval_data"):
         settings[name] = settings[name] and str(folder / settings[name])
     settings["reward"] = [f"{folder}/rewards.py:{name}" for name in settings["reward"]]
-    work: dict[str, list] = {"rollout": [], "update": []}
+    work: dict[str, list[str]] = {"rollout": [], "update": []}
 
     def note(module: nn.Module, args: tuple, output: tuple) -> None:
         how = work["update" if module.training else "rollout"]
         if isinstance(module, LlamaAttention):
-            how.append([*output[0].shape, output[0].dtype, module.config._attn_implementation])
+            how.append(f"{output[0].shape} {output[0].dtype} {module.config._attn_implementation}")
         if isinstance(module, FSDPModule):
             how.append("sharded")
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     hook = register_module_forward_hook(note)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         patch.setitem(sys.modules, "wandb", TRACKER)
+        patch.setattr(faults, "stop_requests", list)
         try:
             if settings["out"] == "taken":
                 train.train(Config(**settings | dict(overwrite=False, beta=0.0)))
@@ -275,33 +236,30 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
             hook.remove()
             if dist.is_initialized():  # by --shard
                 dist.destroy_process_group()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     out, lines = here / settings["out"], metrics(here / settings["out"])
     steps, first = [line for line in lines if line["step"]], [line for line in samples(out) if line["step"] == 1]
     assert settings.get("dtype") == "bfloat16" or all(line["sampler_gap"] < 1e-5 for line in steps)  # of float32
+    weights = load_file(out / "model" / "model.safetensors")
     return {name: [line[name] for line in steps] for name in steps[-1] if not name.startswith("eval/")} | {
-        "prompts": [line["prompt"] for line in first],
+        "prompts": [str(line["prompt"]) for line in first],
         "completions": [line["completion"] for line in first],
         "advantages": [line["advantage"] for line in first],
-        "weights": load_file(out / "model" / "model.safetensors"),
-        "eval": [{name: x for name, x in line.items() if name.startswith("eval/")} for line in lines],
-        "files": {str(path.relative_to(here)) for path in here.rglob("*")},
+        "weights": torch.cat([weights[name].flatten() for name in sorted(weights)]),
+        "eval": [x for line in lines for name, x in line.items() if name.startswith("eval/")],
+        "files": sorted(str(path.relative_to(here)) for path in here.rglob("*")),
         **work,
     }
 
 
 def same(ours: object, theirs: object) -> bool:
     """Up to rounding."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(x, theirs[name]) for name, x in ours.items())
+    if type(ours) is not type(theirs):
+        return False
     if isinstance(ours, Tensor):
-        return ours.shape == theirs.shape and float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
-    if isinstance(ours, list) and isinstance(theirs, list):
+        return ours.shape == theirs.shape and distance(ours, theirs) <= 1e-4
+    if isinstance(ours, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    return ours == theirs
+    return ours == (pytest.approx(theirs, rel=1e-4, abs=1e-6) if isinstance(ours, float) else theirs)
 
 
 @pytest.mark.parametrize("line", [line for line in DIFFERS if isinstance(DIFFERS[line], tuple)])
