@@ -211,7 +211,7 @@ def read_lines(file: Path) -> list[dict]:
 
 def parse(text: str, where: str) -> dict:
     try:
-        return dict(json.loads(text))
+        return {**json.loads(text)}
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
 
