@@ -1,6 +1,8 @@
 """Whole runs with tiny models: what a step computes, however it is computed, and what a run leaves behind."""
 
+import ast
 import copy
+import functools
 import itertools
 import json
 import math
@@ -21,7 +23,7 @@ import train
 from advantage import combine_rewards, group_advantages
 from batch import minibatches
 from config import ALGORITHMS, Config
-from conftest import ROOT, assert_same_run, flags, lines, metrics, near, run, samples
+from conftest import ROOT, TIMINGS, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
@@ -29,84 +31,82 @@ from tasks.sorting import model as sorting_model
 
 G = 4
 
-REWARDS = '''
-import json
-from pathlib import Path
 
-
-def note(**call):
-    with Path(__file__).with_suffix(".jsonl").open("a") as file:
-        file.write(json.dumps(call) + "\\n")
-
-
-def sometimes(completions, completion_ids, **kwargs):
+def sometimes(completions, completion_ids, **columns):
     """No reward for every third length."""
     return [len(set(text)) if len(ids) % 3 else None for text, ids in zip(completions, completion_ids)]
 
 
-def never(prompts, **kwargs):
+def never(prompts, **columns):
     return [None] * len(prompts)
 
 
-def letters(prompts, completions, **kwargs):
+def letters(prompts, completions, **columns):
     """The same for a whole group, where the prompt begins with a or b."""
     return [0.5 if prompt[0] in "ab" else len(text) for prompt, text in zip(prompts, completions)]
 
 
-def lucky(prompts, completions, **kwargs):
-    values = [float(text[:1] in "abc") for text in completions]
-    note(prompts=prompts, values=values)
-    return values
+def lucky(completions, **columns):
+    return [float(text[:1] in "abc") for text in completions]
 
 
-def chatty(prompts, completions, completion_ids, answer, **kwargs):
-    note(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+def length(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def first(completions, **kwargs):
-    """None where the completion is of one token."""
-    return [float(ord(c[0]["content"][0]) % 7) if c[0]["content"] else None for c in completions]
-'''
+def first(completions, **columns):
+    """Of the first letter's code; None for every second one."""
+    codes = [ord(message["content"][:1] or "a") for (message,) in completions]
+    return [float(code % 7) if code % 2 else None for code in codes]
 
 
-@pytest.fixture(scope="module")
-def rewards(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("rewards") / "rewards.py"
-    file.write_text(REWARDS)
-    return file
+def own(*names: str) -> list[str]:
+    return [f"{__name__}:{name}" for name in names]
 
 
 @pytest.fixture
-def go(sorting, rewards, tmp_path, monkeypatch):
+def go(sorting, tmp_path, monkeypatch):
     """-> a function that runs train.py in this process, where what it does can be watched"""
     monkeypatch.setattr(faults, "stop_requests", list)
 
     def run_here(name: str = "out", **settings) -> Path:
-        settings = with_rewards(sorting | settings, rewards)
-        assert train.main(flags(settings, tmp_path / name)) == 0
+        assert train.main(flags(sorting | settings, tmp_path / name)) == 0
         return tmp_path / name
 
     return run_here
 
 
-def with_rewards(settings: dict, file: Path) -> dict:
-    if "reward" in settings:
-        settings = settings | {"reward": [f"{file}:{name}" for name in settings["reward"].split()]}
-    return settings
-
-
 @pytest.fixture
-def gradients():
-    """The gradient of every optimizer update, as the optimizer sees it."""
-    seen: list[Tensor] = []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(gradient_of(optimizer)))
+def updates():
+    """What the optimizer is given each time: the gradient, and the learning rate of each group of parameters."""
+    seen: list[tuple[Tensor, list[float]]] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
+    )
     yield seen
     hook.remove()
 
 
 def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]).double()
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """-> a function that notes the calls of a function: arguments, keywords, what came of it"""
+
+    def watched(owner: object, name: str) -> list[tuple[tuple, dict, object]]:
+        calls, function = [], getattr(owner, name)
+
+        @functools.wraps(function)
+        def calling(*args, **kwargs):
+            calls.append((args, kwargs, function(*args, **kwargs)))
+            return calls[-1][2]
+
+        monkeypatch.setattr(owner, name, calling)
+        return calls
+
+    return watched
 
 
 def flat(model: torch.nn.Module) -> Tensor:
@@ -121,11 +121,9 @@ def untrained() -> Tensor:
     return flat(sorting_model(Config())[0])
 
 
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """In float32 a gradient is right to about 1e-5. After some updates it is so to less: Adam divides by the size of
-    each entry, so that the smallest ones, which are mostly rounding, move a weight as much as all others."""
-    assert expected.norm() > 0
-    assert (actual - expected).norm() <= tolerance * expected.norm()
+# In float32 a gradient is right to about 1e-5. After some updates it is so to less: Adam divides by the size of each
+# entry, so that the smallest ones, which are mostly rounding, move a weight as much as all others.
+ONE_UPDATE, SOME_UPDATES = 1e-4, 5e-3
 
 
 # ---- The same step however it is computed ----
@@ -134,98 +132,83 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 BY_RANKS = {  # ranks and settings
-    "seven ranks, groups of eight, micro-batches of three, some without a reward": (
-        7, dict(num_generations=8, micro_batch_size=3, reward="sometimes", entropy_coef=0.1),
+    "off-policy, groups and micro-batches over seven ranks, some without a reward": (
+        7, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
     ),
-    "off-policy, a group over three": (3, OFF_POLICY | dict(prompts_per_step=1, num_generations=8)),
-    "more ranks than completions": (
-        5, dict(prompts_per_step=1, num_generations=2, eval_every=1, eval_prompts=9, eval_k=1),
+    "more ranks than completions, dynamic sampling, evaluation": (
+        5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, steps=3, eval_every=1,
+        eval_prompts=4, eval_k=1),
     ),
-    "dynamic sampling": (2, dict(reward="letters", dynamic_sampling=2, steps=3)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_RANKS)
-def test_ranks_do_not_change_what_is_computed(go, sorting, rewards, tmp_path, name):
+def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     world, settings = BY_RANKS[name]
     one = go("one", **settings)
-    many = with_rewards(sorting | settings, rewards)
-    run(many, tmp_path / "many", world=world)
+    run(sorting | settings, tmp_path / "many", world=world)
     assert_same_run(tmp_path / "many", one)
     assert all(line["grad_norm"] > 0.01 for line in metrics(one) if line["step"])
 
 
-def test_torchrun_from_another_directory(go, sorting, tmp_path):
+def test_a_run_by_torchrun_from_another_directory_and_one_from_a_program_are_that_of_main(go, sorting, tmp_path):
+    one = go("one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
     assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
-    assert_same_run(tmp_path / "two", go())
+    assert_same_run(tmp_path / "two", one)
+    assert train.train(Config(**sorting | dict(data=str(sorting["data"]), out=str(tmp_path / "program")))) == 0
+    assert_same_run(tmp_path / "program", one)
+    assert torch.equal(trained(tmp_path / "program"), trained(one))
 
 
-SPLITS = [dict(micro_batch_size=1), dict(micro_batch_tokens=40), dict(micro_batch_size=3, micro_batch_tokens=30)]
-VARIANTS = {
-    "off-policy": OFF_POLICY,
-    "gspo, a group of eight": dict(
-        algorithm="gspo", num_iterations=2, learning_rate=0.02, prompts_per_step=1, num_generations=8
+SPLITS = {
+    "off-policy, completion by completion": OFF_POLICY | dict(micro_batch_size=1),
+    "gspo, a group of eight, three completions or thirty tokens": dict(
+        algorithm="gspo", num_iterations=2, learning_rate=0.02, prompts_per_step=1, num_generations=8,
+        micro_batch_size=3, micro_batch_tokens=30,
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_micro_batches_do_not_change_the_step(go, gradients, variant):
-    settings = VARIANTS[variant] | dict(steps=1)
-    whole = go("whole", micro_batch_tokens=10**6, **settings)
-    expected = [*gradients]
-    assert len(expected) == settings.get("num_iterations", 1) * settings.get("minibatches", 1)
-    for i, split in enumerate(SPLITS):
-        gradients.clear()
-        part = go(f"{i}", **split, **settings)
-        for ours, theirs in zip(gradients, expected, strict=True):
-            assert_close(ours, theirs, 1e-4)
-        assert_same_run(part, whole)
+@pytest.mark.parametrize("name", SPLITS)
+def test_micro_batches_do_not_change_the_step(go, updates, name):
+    settings = SPLITS[name] | dict(steps=1)
+    part = go("part", **settings)
+    whole = go("whole", **settings | dict(micro_batch_size=24, micro_batch_tokens=10**6))
+    n = settings["num_iterations"] * settings.get("minibatches", 1)
+    assert len(updates) == 2 * n
+    assert all(distance(updates[i][0], updates[n + i][0]) < ONE_UPDATE for i in range(n))
+    assert_same_run(part, whole)
 
 
-def test_micro_batches_are_as_large_as_asked_for(go, monkeypatch):
-    lengths: list[list[int]] = []
-    logprobs = train.logprobs
-
-    def noting(run, part, *rest, **options):
-        lengths.append(part.attention.sum(1).tolist())
-        return logprobs(run, part, *rest, **options)
-
-    monkeypatch.setattr(train, "logprobs", noting)
-    go("rows", steps=1, micro_batch_size=5)
-    assert [len(piece) for piece in lengths] == [5, 5, 2]
-    lengths.clear()
-    out = go("tokens", steps=1, micro_batch_tokens=40)
-    padded = [len(piece) * max(piece) for piece in lengths]
-    assert max(padded) <= 40 and len(padded) < 12
+@pytest.mark.parametrize("rows, tokens", [(5, None), (None, 40), (5, 40)])
+def test_micro_batches_are_as_large_as_asked_for(go, watch, rows, tokens):
+    calls = watch(train, "logprobs")
+    limits = dict(micro_batch_size=rows, micro_batch_tokens=tokens)
+    out = go(steps=1, **{name: limit for name, limit in limits.items() if limit})
+    pieces = [args[1].attention.sum(1).tolist() for args, _, _ in calls]
+    assert max(map(len, pieces)) <= (rows or 12) and max(len(piece) * max(piece) for piece in pieces) <= (tokens or 999)
+    assert [*map(len, pieces)] == [5, 5, 2] if tokens is None else 3 < len(pieces) < 12
     whole = sorted(len(line["prompt"]) + line["length"] for line in samples(out))
-    assert sorted(itertools.chain(*lengths)) == whole, "every completion once"
-    lengths.clear()
-    go("both", steps=1, micro_batch_size=5, micro_batch_tokens=40)
-    assert [len(piece) for piece in lengths] == [min(5, n) for n in map(len, lengths)] != [5, 5, 2]
+    assert sorted(itertools.chain(*pieces)) == whole, "every completion once"
 
 
 # ---- The step against the equation, completion by completion, in float64 ----
-
-
-def advantages(rewards: list[float | None]) -> list[float]:
-    given = [r for r in rewards if r is not None]
-    mean, std = statistics.mean(given), statistics.stdev(given)
-    return [0.0 if r is None or std == 0.0 else (r - mean) / (std + 1e-4) for r in rewards]
 
 
 def to_rows(lines: list[dict], n: int) -> list[dict]:
     """Prompt ids, completion ids, and the advantage by the group's rewards, of each sampled completion."""
     _, tokenizer = sorting_model(Config())
     rows = []
-    for start in range(0, len(lines), n):
-        group = lines[start : start + n]
+    for group in (lines[start : start + n] for start in range(0, len(lines), n)):
         assert len({line["prompt"] for line in group}) == 1
-        for line, advantage in zip(group, advantages([line["reward"] for line in group])):
+        given = [line["reward"] for line in group if line["reward"] is not None]
+        mean, std = statistics.mean(given), statistics.stdev(given)
+        for line in group:
             ids = tokenizer(line["completion"]).input_ids
             assert len(ids) == line["length"] and (ids[-1] == EOS_ID) != line["truncated"]
+            advantage = 0.0 if line["reward"] is None or std == 0.0 else (line["reward"] - mean) / (std + 1e-4)
             assert line["advantage"] == pytest.approx(advantage, abs=1e-5)
             rows.append(line | dict(prompt_ids=tokenizer(line["prompt"]).input_ids, ids=ids, A=advantage))
     return rows
@@ -237,30 +220,27 @@ def log_probs(model, row: dict, temperature: float) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, torch.tensor(row["ids"])[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def by_hand(
-    model, rows: list[dict], updates: list[list[int]], *, normalization="sequence", temperature=1.0, beta=0.0, L=12,
-    learning_rate=1e-3, entropy_coef=0.0, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0,
-):  # fmt: skip
+def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> tuple[list, list, np.ndarray, Tensor]:
     """The updates of a step: each a loop over these of the rows. -> losses, gradients, the sums of entropy, KL, tokens
     clipped low and high, and tokens; the weights afterwards"""
     model = copy.deepcopy(model).double()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(adam_beta1, adam_beta2), weight_decay=weight_decay
-    )
+    adam = dict(lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
     with torch.no_grad():
-        start = [log_probs(model, row, temperature)[0] for row in rows]
+        start = [log_probs(model, row, cfg.temperature)[0] for row in rows]
     losses, grads, sums = [], [], np.zeros(5)
     for update in updates:
         N, tokens = len(update), sum(len(rows[i]["ids"]) for i in update)
         loss = 0.0
         for i in update:
-            logp, entropy = log_probs(model, rows[i], temperature)
+            logp, entropy = log_probs(model, rows[i], cfg.temperature)
             A, length = rows[i]["A"], len(rows[i]["ids"])
-            weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * L), "sum": 1 / N}
+            weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * 12), "sum": 1 / N}
             ratio = (logp - start[i]).exp()
             surrogate = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
             kl = (start[i] - logp).exp() - (start[i] - logp) - 1  # the reference is the policy at the start
-            loss = loss - weights[normalization] * (surrogate - beta * kl + entropy_coef * entropy).sum()
+            terms = surrogate - cfg.beta * kl + cfg.entropy_coef * entropy
+            loss = loss - weights[cfg.normalization] * terms.sum()
             low, high = (ratio < 0.8).sum() if A < 0 else 0, (ratio > 1.2).sum() if A > 0 else 0
             sums += np.array([float(x) for x in (entropy.detach().sum(), kl.detach().sum(), low, high, length)])
         optimizer.zero_grad()
@@ -276,7 +256,7 @@ STEPS = {
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
     "mask_truncated": dict(mask_truncated=True),
-    "some without a reward": dict(reward="sometimes", normalization="constant"),
+    "some without a reward": dict(reward=own("sometimes"), normalization="constant"),
     "three passes": dict(num_iterations=3, learning_rate=0.02),
     "one pass in minibatches": dict(minibatches=3, learning_rate=0.04, normalization="global"),
     "KL": dict(num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, normalization="global"),
@@ -288,23 +268,23 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_the_papers_equation(go, gradients, name):
+def test_a_step_is_the_papers_equation(go, updates, name):
     settings = STEPS[name]
     out = go(steps=1, num_generations=6, micro_batch_size=5, **settings)
-    actual, rows, (figures,) = [*gradients], to_rows(samples(out), 6), metrics(out)
+    actual, rows, (figures,) = [*updates], to_rows(samples(out), 6), metrics(out)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None}
     if "mask_truncated" in settings:
         masked = {i for i, row in enumerate(rows) if row["truncated"]}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
-    updates = [
+    of_updates = [
         [i for i in rows_of_update if i not in masked]
         for iteration in range(settings.get("num_iterations", 1))
         for rows_of_update in minibatches(18, settings.get("minibatches", 1), seed=(0, 1, iteration))
     ]
-    known = by_hand.__kwdefaults__.keys() & settings.keys()
-    losses, grads, sums, weights = by_hand(sorting_model(Config())[0], rows, updates, **{x: settings[x] for x in known})
-    for ours, expected in zip(actual, grads, strict=True):  # in float32, in float64
-        assert_close(ours, expected, 1e-4 if len(grads) == 1 else 5e-3)
+    cfg = Config(**dict(normalization="sequence", learning_rate=1e-3) | settings)
+    losses, grads, sums, weights = by_hand(sorting_model(Config())[0], rows, of_updates, cfg)
+    for (ours, _), expected in zip(actual, grads, strict=True):  # in float32, in float64
+        assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
     assert figures["grad_norm"] == pytest.approx(statistics.mean(float(g.norm()) for g in grads), rel=1e-3)
     assert figures["entropy"] == pytest.approx(sums[0] / sums[4], rel=1e-3)
@@ -313,59 +293,31 @@ def test_a_step_is_the_papers_equation(go, gradients, name):
     assert figures["clip_high"] == pytest.approx(sums[3] / sums[4], abs=one_token)
     assert (figures["clip_low"] > 0.01 and figures["clip_high"] > 0.01) == (len(grads) > 1)
     assert figures["kl"] == (pytest.approx(sums[1] / sums[4], rel=2e-3) if "beta" in settings else None)
-    assert_close(trained(out) - untrained(), weights - untrained(), 0.02)
+    assert distance(trained(out) - untrained(), weights - untrained()) <= 0.02
 
 
-def test_gradients_are_clipped_to_a_norm(go, gradients):
+def test_gradients_are_clipped_to_a_norm(go, updates):
     out = go(steps=1, max_grad_norm=0.01)
-    assert metrics(out)[0]["grad_norm"] > 0.1 and float(gradients[0].norm()) == pytest.approx(0.01, rel=1e-3)
-
-
-def test_a_step_without_any_reward_changes_nothing(go):
-    out = go(steps=1, reward="never")
-    (figures,) = metrics(out)
-    assert figures["reward"] is None and figures["reward/never"] is None and figures["grad_norm"] == 0.0
-    assert {row["reward"] for row in samples(out)} == {None}
-    assert torch.equal(trained(out), untrained())
-
-
-def test_what_is_not_trained_on_is_counted(go):
-    (figures,) = metrics(go(steps=1, reward="never", dynamic_sampling=2))
-    assert (figures["without_reward"], figures["groups_replaced"]) == (figures["groups_replaced"] * G + 12, 6)
-
-
-def test_a_run_from_a_program_is_that_of_the_command_line(go, sorting, tmp_path, monkeypatch):
-    expected = go(steps=1)
-    settings = sorting | dict(data=str(sorting["data"]), steps=1, out=str(tmp_path / "program"))
-    assert train.train(Config(**settings)) == 0
-    assert_same_run(tmp_path / "program", expected)
-    assert torch.equal(trained(tmp_path / "program"), trained(expected))
-
-
-def test_samples_have_each_reward_and_the_columns_of_their_row(go):
-    for line in samples(go(steps=1, reward="letters never")):
-        assert line["rewards"] == {"letters": line["reward"], "never": None}
-        assert line["columns"] == {"answer": "".join(sorted(line["prompt"][:-1]))}
+    assert metrics(out)[0]["grad_norm"] > 0.1 and float(updates[0][0].norm()) == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_switch_of_an_algorithm_reaches_the_step(go, monkeypatch, algorithm):
-    given, policy_loss = {}, train.policy_loss
-    monkeypatch.setattr(train, "policy_loss", lambda *args, **kw: given.update(kw) or policy_loss(*args, **kw))
+def test_every_switch_of_an_algorithm_reaches_the_step(go, watch, algorithm):
+    calls = watch(train, "policy_loss")
     others = dict(beta=0.1, kl_estimator="k2", kl_importance=True, tis_cap=3.0, tis_floor=0.5, tis_mode="token_mask")
     others |= dict(off_policy_mask=2.5, sapo_tau_pos=1.5, sapo_tau_neg=2.0)
     if ALGORITHMS[algorithm]["objective"] == "clip":
         others["delta"] = 7.0
-    out = go(steps=1, algorithm=algorithm, **others)
+    out, given = go(steps=1, algorithm=algorithm, **others), calls[0][1]
     settings = json.loads((out / "config.json").read_text())["settings"]
     in_the_loss = {"objective", "ratio", "epsilon_low", "epsilon_high", *others}
     assert {name: given[name] for name in in_the_loss} == {name: settings[name] for name in in_the_loss}
     assert settings | others | ALGORITHMS[algorithm] == settings and metrics(out)[0]["grad_norm"] > 0.01
-    rewards, advantages = (torch.tensor([line[x] for line in samples(out)]) for x in ("reward", "advantage"))
-    lengths = torch.tensor([line["length"] for line in samples(out)]).reshape(-1, G)
-    combined = combine_rewards(rewards.reshape(-1, G, 1), [1.0], settings["combine_rewards"])
+    names = ("reward", "advantage", "length")
+    rewards, advantages, lengths = (torch.tensor([x[name] for x in samples(out)]).reshape(-1, G) for name in names)
+    combined = combine_rewards(rewards[..., None], [1.0], settings["combine_rewards"])
     expected = group_advantages(combined, settings["scale_rewards"], settings["baseline"], lengths=lengths)
-    torch.testing.assert_close(advantages.reshape(-1, G), expected)
+    torch.testing.assert_close(advantages, expected)
 
 
 def test_metrics_are_of_the_whole_step(go):
@@ -375,8 +327,7 @@ def test_metrics_are_of_the_whole_step(go):
     lengths = [row["length"] for row in rows]
 
     def mean(values) -> float | None:
-        values = list(values)
-        return statistics.mean(values) if values else None
+        return statistics.mean(values) if (values := [*values]) else None
 
     expected = {
         "reward": mean(row["reward"] for row in rows),
@@ -389,7 +340,7 @@ def test_metrics_are_of_the_whole_step(go):
         "dead_groups": mean(min(group) == max(group) for group in groups),
         "tokens": sum(lengths),
     }
-    assert {name: figures[name] for name in expected} == {name: near(value) for name, value in expected.items()}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
     assert figures["sampler_gap"] < 1e-5
 
 
@@ -397,144 +348,96 @@ def test_metrics_are_of_the_whole_step(go):
 
 
 def test_kl_starts_at_zero_and_a_refreshed_reference_brings_it_back(go):
-    settings = dict(steps=4, beta=0.1, learning_rate=0.01)
-    a, b = ([line["kl"] for line in metrics(go(f"{n}", ref_sync_every=n, **settings))] for n in (0, 2))
-    assert a[0] == pytest.approx(0.0, abs=1e-9) and min(a[1:]) > 1e-3
-    assert b[:2] == a[:2] and b[2] == pytest.approx(0.0, abs=1e-9) and b[3] > 1e-3
+    kl = [line["kl"] for line in metrics(go(steps=4, beta=0.1, learning_rate=0.01, ref_sync_every=2))]
+    assert max(kl[0], kl[2]) == pytest.approx(0.0, abs=1e-9) and min(kl[1], kl[3]) > 1e-3
 
 
-def test_each_pass_and_each_step_has_minibatches_of_its_own(go, monkeypatch):
-    passes, draw = [], train.minibatches
-    monkeypatch.setattr(train, "minibatches", lambda *args, **kw: passes.append(draw(*args, **kw)) or passes[-1])
-    go(num_iterations=2, minibatches=3)
-    assert len(passes) == 2 * 2 and len({str(parts) for parts in passes}) == 4
-    assert all(sorted(itertools.chain(*parts)) == list(range(12)) for parts in passes)
-
-
-@pytest.fixture
-def draws(monkeypatch) -> tuple[list[int], list[tuple]]:
-    """Which prompts are drawn, and which streams (step, prompt, sample) are sampled from."""
-    indices, streams = [], []
-    draw, uniforms = Task.draw, train.uniforms
-    monkeypatch.setattr(
-        Task, "draw", lambda self, first, n, seed: indices.extend(range(first, first + n)) or draw(self, first, n, seed)
-    )
-
-    def noting(seed: int, step: int, of: list, length: int):
-        streams.extend((step, *stream) for stream in of)
-        return uniforms(seed, step, of, length)
-
-    monkeypatch.setattr(train, "uniforms", noting)
-    return indices, streams
-
-
-def test_prompts_and_streams(go, draws):
-    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2)
-    assert draws[0] == list(range(6))
-    greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
-    step_1, step_2 = ([(step, prompt, i) for prompt in range(3) for i in range(G)] for step in (1, 2))
-    evaluation = sampled + greedy  # the same each time, and no step of the training's
-    assert draws[1] == evaluation + step_1 + evaluation + step_2 + evaluation
-
-
-def test_dynamic_sampling_replaces_dead_groups(go, draws):
-    out = go(reward="letters", dynamic_sampling=3, steps=4, prompts_per_step=4)
-    indices, streams = draws
-    assert indices == list(range(len(indices))) and len(indices) > 16, "prompts are drawn on and on"
-    assert len(streams) == len(set(streams)) == len(indices) * G, "no stream is used twice"
-    assert all(line["prompt"][0] not in "ab" for line in samples(out))
-    assert len(samples(out)) == 4 * 4 * G
-    assert any(line["dead_groups"] > 0 for line in metrics(out)), "the metrics are of all that was drawn"
-
-
-def test_after_the_rounds_of_dynamic_sampling_the_groups_that_are_alive_make_the_step(go):
-    out = go(reward="letters", dynamic_sampling=1, steps=4, prompts_per_step=6)
-    steps = [[line for line in samples(out) if line["step"] == step] for step in range(1, 5)]
-    assert all(line["prompt"][0] not in "ab" for step in steps for line in step)
-    assert min(map(len, steps)) < 6 * G, "some step has fewer"
-    assert all(line["grad_norm"] > 0.01 for line in metrics(out))
-
-
-def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws):
-    out = go(reward="never", dynamic_sampling=3)
-    assert draws[0] == list(range(2 * (1 + 3) * 3))
-    assert [(line["grad_norm"], line["dead_groups"]) for line in metrics(out)] == [(0.0, 1.0), (0.0, 1.0)]
-    assert len(samples(out)) == 2 * 3 * G
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [1, 2, 3, 3, 3, 3]),
-        ("linear", [1, 2, 3, 3, 2, 1]),
-        ("cosine", [1, 2, 3] + [3 * (1 + math.cos(math.pi * x / 3)) / 2 for x in range(3)]),
-    ],
-)
-def test_learning_rate(schedule, expected):
-    settings = Config(steps=6, warmup_steps=3, lr_schedule=schedule, learning_rate=3e-4)
-    rates = [train.learning_rate(settings, step, highest=3e-4) for step in range(1, 7)]
-    assert rates == pytest.approx([x * 1e-4 for x in expected])
-
-
-def test_each_group_of_parameters_keeps_its_own_learning_rate(go, monkeypatch):
+def test_updates_have_minibatches_of_their_own_and_the_learning_rates_of_their_step(go, watch, updates, monkeypatch):
     def two_groups(parameters, lr: float, **settings):
         first, *others = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.1 * lr}, {"params": others}], lr=lr)
 
-    seen = []
+    passes = watch(train, "minibatches")
     monkeypatch.setattr(torch.optim, "AdamW", two_groups)
-    hook = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: seen.append([g["lr"] for g in optimizer.param_groups])
-    )
-    go(steps=3, warmup_steps=2, learning_rate=4e-4)
-    hook.remove()
-    assert seen == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4)]
+    out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
+    assert len(passes) == 3 * 2 and len({str(parts) for *_, parts in passes}) == 6
+    assert all(sorted(itertools.chain(*parts)) == list(range(12)) for *_, parts in passes)
+    assert [line["learning_rate"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
+    assert [lr for _, lr in updates] == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4) for _ in range(6)]
 
 
-def test_every_update_of_a_step_has_the_learning_rate_of_its_metrics(go):
-    seen = []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
-    out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2)
-    hook.remove()
-    assert seen[::2] == seen[1::2] == [line["learning_rate"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
+COSINE = [(1 + math.cos(math.pi * x / 3)) / 2 for x in range(3)]
+SCHEDULES = {"constant": [1, 1, 1], "linear": [1, 2 / 3, 1 / 3], "cosine": COSINE}  # after warm-up
+
+
+@pytest.mark.parametrize("schedule, factors", SCHEDULES.items())
+def test_learning_rate(schedule, factors):
+    settings = Config(steps=6, warmup_steps=3, lr_schedule=schedule)
+    rates = [train.learning_rate(settings, step, highest=3e-4) for step in range(1, 7)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
+
+
+@pytest.fixture
+def draws(watch):
+    """-> a function: which prompts were drawn, and which streams (step, prompt, sample) were sampled from"""
+    drawn, sampled = watch(Task, "draw"), watch(train, "uniforms")
+
+    def so_far() -> tuple[list[int], list[tuple]]:
+        indices = [i for (_, first, n, _), *_ in drawn for i in range(first, first + n)]
+        return indices, [(step, *stream) for (_, step, streams, _), *_ in sampled for stream in streams]
+
+    return so_far
+
+
+def test_prompts_and_streams(go, draws):
+    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2)
+    greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
+    step_1, step_2 = ([(step, prompt, i) for prompt in range(3) for i in range(G)] for step in (1, 2))
+    evaluation = sampled + greedy  # the same each time, and no step of the training's
+    assert draws() == (list(range(6)), evaluation + step_1 + evaluation + step_2 + evaluation)
+
+
+def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
+    out = go(reward=own("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6)
+    indices, streams = draws()
+    assert indices == list(range(len(indices))) and len(indices) > 24, "prompts are drawn on and on"
+    assert len(streams) == len(set(streams)) == len(indices) * G, "no stream is used twice"
+    assert all(line["prompt"][0] not in "ab" for line in samples(out))
+    sizes = [sum(line["step"] == step for line in samples(out)) for step in range(1, 5)]
+    assert min(sizes) < max(sizes) == 6 * G, "what is alive after the rounds makes the step"
+    assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
+    assert all(line["grad_norm"] > 0.01 for line in metrics(out))
+    assert any(line["dead_groups"] > 0 for line in metrics(out)), "the metrics are of all that was drawn"
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, rounds):
+    out = go(reward=own("never"), dynamic_sampling=rounds)
+    drawn = (1 + rounds) * 3
+    assert draws()[0] == list(range(2 * drawn)) and len(samples(out)) == 2 * 3 * G
+    expected = {"grad_norm": 0.0, "reward": None, "reward/never": None}
+    expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": rounds * 3}
+    assert all(line | expected == line for line in metrics(out))
+    assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
 # ---- In a script of one's own ----
 
-IMPORTS = """
-import ast, importlib, json, logging, pathlib, random, sys, warnings
-import numpy, torch, transformers
-
-def state():
-    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
-    of_loggers = {x.name: [x.level, len(x.handlers), len(x.filters), x.propagate, x.disabled] for x in loggers}
-    of_loggers = {name: x for name, x in of_loggers.items() if x != [logging.NOTSET, 0, 0, True, False]}
-    rest = [warnings.filters, warnings.showwarning, logging.root.manager.disable, logging.getLoggerClass()]
-    rest += [transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()]
-    rest += [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), sys.excepthook]
-    rest += [random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()]
-    return {"loggers": of_loggers, "rest": [str(x) for x in rest]}
-
-own = [*pathlib.Path().glob("*.py"), *pathlib.Path().glob("infra/*.py"), *pathlib.Path().glob("tasks/*.py")]
-own = {str(x.with_suffix("")).replace("/", "."): x for x in own if "test" not in x.name}
-for path in own.values():  # what libraries do is theirs
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.col_offset == 0:
-            if node.module not in own and node.module not in ("infra", "tasks"):
-                importlib.import_module(node.module)
-                [getattr(sys.modules[node.module], x.name) for x in node.names]
-before = state()
-for name in own:
-    importlib.import_module(name)
-    print(json.dumps([name, before == state()]))
-"""
+PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 def test_an_import_changes_nothing():
-    """No logging, no filter of warnings, no threads, no random state."""
-    shown = subprocess.check_output([sys.executable, "-c", IMPORTS], cwd=ROOT, text=True)
-    unchanged = dict(json.loads(line) for line in shown.splitlines())
-    assert len(unchanged) > 20 and unchanged["train"] and all(unchanged.values()), unchanged
+    """No logging, no filter of warnings, no threads, no random state: modules import, define, name, and no more."""
+    own = [*ROOT.glob("*.py"), *ROOT.glob("infra/*.py"), *ROOT.glob("tasks/*.py")]
+    own = [path for path in own if "test" not in path.name]
+    assert len(own) > 20
+    for path in own:
+        for node in ast.parse(path.read_text()).body:
+            only_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            as_script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+            assert isinstance(node, PLAIN) or only_text or as_script, (path, node.lineno)
+            targets = [part for target in getattr(node, "targets", []) for part in ast.walk(target)]
+            assert not any(isinstance(part, ast.Attribute | ast.Subscript) for part in targets), (path, node.lineno)
 
 
 # ---- What a run leaves behind ----
@@ -547,8 +450,7 @@ def test_what_a_run_leaves(go):
     assert {"commit", "versions", "hardware"} <= about.keys()
     assert about["versions"]["torch"] == torch.__version__
     assert [line["step"] for line in metrics(out)] == [1, 2]
-    timings = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
-    assert all(line[name] > 0 for line in lines(out / "metrics.jsonl") for name in timings)
+    assert all(line[name] > 0 for line in lines(out / "metrics.jsonl") for name in TIMINGS)
     assert [line["step"] for line in samples(out)] == [1, 1, 2, 2]
     assert {"prompt", "completion", "reward", "advantage"} <= samples(out)[0].keys()
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
@@ -559,11 +461,10 @@ def test_what_a_run_leaves(go):
 # ---- Evaluation ----
 
 
-def test_evaluation_against_counting(go, rewards):
-    rewards.with_suffix(".jsonl").unlink(missing_ok=True)
-    settings = dict(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward="lucky", correct="lucky")
-    out = go(**settings)
-    calls = lines(rewards.with_suffix(".jsonl"))
+def test_evaluation_against_counting(go, watch):
+    rewarded = watch(sys.modules[__name__], "lucky")
+    out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=own("lucky"), correct="lucky")
+    calls = [{"prompts": columns["prompts"], "values": values} for _, columns, values in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
     at = [0, 4, 7]  # sampled, greedy; two steps; sampled, greedy; a step; sampled, greedy
@@ -591,7 +492,7 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, 
         capsys.readouterr()
         out = go(f"{i}", **settings)
         shown = capsys.readouterr().out
-        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown) and "tools.plot" not in shown
+        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown)
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
     run(sorting | settings, tmp_path / "two", world=2)
@@ -600,7 +501,7 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, 
 
 
 def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
-    out = go(steps=0, eval_every=1, eval_prompts=7, reward="letters lucky", reward_weights=[1.0, 0.5])
+    out = go(steps=0, eval_every=1, eval_prompts=7, reward=own("letters", "lucky"), reward_weights=[1.0, 0.5])
     (figures,) = metrics(out)
     shown = capsys.readouterr().out.partition("held out (")[2]
     for name in ("reward", "reward/letters", "reward/lucky"):
@@ -626,8 +527,8 @@ def chat(tmp_path_factory) -> dict:
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
-    own = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
-    model.generation_config = GenerationConfig(**own)
+    generation = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
+    model.generation_config = GenerationConfig(**generation)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
@@ -636,33 +537,31 @@ def chat(tmp_path_factory) -> dict:
     (folder / "strings.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     return dict(
         task="data", model=folder, data=folder / "chat.jsonl", prompts_per_step=2, max_completion_length=20, steps=1,
-        reward="chatty first", reward_weights=[0.5, 2.0],
+        reward=own("length", "first"), reward_weights=[0.5, 2.0],
     )  # fmt: skip
 
 
-def test_chat_prompts_and_rewards_of_ones_own(go, chat, rewards, capsys, monkeypatch):
-    prompts, rollout = [], train.rollout
-    monkeypatch.setattr(
-        train, "rollout", lambda model, given, *args, **kw: prompts.extend(given) or rollout(model, given, *args, **kw)
-    )
-    rewards.with_suffix(".jsonl").unlink(missing_ok=True)
+def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
+    rollouts, rewarded = watch(train, "rollout"), watch(sys.modules[__name__], "length")
     out = go(**chat)
     assert "chat template" not in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(chat["model"])
     expected = {"<system>add;<user>1+1?;<assistant>", "<user>2+3?;<assistant>"}
-    assert {tokenizer.decode(ids).replace(EOS, "") for ids in prompts} == expected
+    assert {tokenizer.decode(ids).replace(EOS, "") for args, *_ in rollouts for ids in args[1]} == expected
 
-    (call,) = lines(rewards.with_suffix(".jsonl"))
-    given = lines(chat["data"])
+    ((_, call, _),), given = rewarded, lines(chat["data"])
     assert sorted(call["answer"]) == ["2"] * G + ["5"] * G
     for i, line in enumerate(samples(out)):
         assert line["prompt"] == call["prompts"][i] == given[call["answer"][i] == "5"]["prompt"]
         assert [m["role"] for m in call["completions"][i]] == ["assistant"]
-        text, ids = call["completions"][i][0]["content"], call["ids"][i]
+        text, ids = call["completions"][i][0]["content"], call["completion_ids"][i]
         assert line["completion"].replace(EOS, "").replace("<pad>", "") == text
         assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
-        assert line["reward"] == pytest.approx(0.5 * len(ids) + (2.0 * (ord(text[0]) % 7) if text else 0.0))
-    assert {call["ids"][i][-1] for i in range(2 * G)} & {*ENDS[1:]}, "every end token ends"
+        code = ord(text[:1] or "a")
+        assert line["rewards"] == {"length": len(ids), "first": code % 7 if code % 2 else None}
+        assert line["reward"] == pytest.approx(0.5 * len(ids) + 2.0 * (line["rewards"]["first"] or 0.0))
+        assert line["columns"] == {"answer": call["answer"][i]}
+    assert {call["completion_ids"][i][-1] for i in range(2 * G)} & {*ENDS[1:]}, "every end token ends"
 
     before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (chat["model"], out / "model"))
     assert before["eos_token_id"] == ENDS
@@ -671,5 +570,5 @@ def test_chat_prompts_and_rewards_of_ones_own(go, chat, rewards, capsys, monkeyp
 
 
 def test_string_prompts_to_a_chat_model_are_noted(go, chat, capsys):
-    go(**chat | dict(data=chat["model"] / "strings.jsonl", reward="letters", reward_weights=[1.0]))
-    assert len(re.findall("chat template is not applied", capsys.readouterr().out)) == 1
+    go(**chat | dict(data=chat["model"] / "strings.jsonl", reward=own("letters"), reward_weights=[1.0]))
+    assert len(re.findall("strings do not get the model's chat template", capsys.readouterr().out)) == 1
