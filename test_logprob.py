@@ -98,7 +98,7 @@ def test_chunks_and_temperatures(chunk, temperature, head_bias, monkeypatch: pyt
     "prepare",
     [
         lambda model: model.float(),
-        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: model.activation_checkpointing_enable(),
         lambda model: model.get_output_embeddings().requires_grad_(False),
         lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
     ],

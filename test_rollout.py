@@ -140,7 +140,7 @@ def test_a_sampled_pad_token_is_a_token_like_any_other():
 def test_the_models_own_settings_change_nothing_and_are_handed_back(training, fails):
     model, modes = build().train(training), []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, eos_token_id=7, max_length=5,
         bad_words_ids=[[9]], min_new_tokens=9, num_beams=2, num_return_sequences=2,

@@ -423,7 +423,7 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
 
 # ---- In a script of one's own ----
 
-PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 def test_an_import_changes_nothing():
