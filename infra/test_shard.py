@@ -221,7 +221,7 @@ def count_bytes(rank: int, folder: Path) -> None:
     with torch.device("meta"):
         empty = type(whole)(whole.config)
     model = shard.shard(empty, whole if rank == 0 else None, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
     for name in CALLS.keys() & vars(dist).keys():
         setattr(dist, name, partial(counted, getattr(dist, name), name))
     with shard.unsharded(model):
