@@ -2,11 +2,12 @@
 
 Every objective of the GRPO family is one weighted sum over the completions i of an optimizer update and their tokens t:
 
-    loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it )
+    loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it + tau * (log pi_it - log mu_it)^2 )
 
     w_it       token_weights    the normalization, computed once for the whole update before it is split
     policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO or REINFORCE
     kl_it      kl_divergence    estimates of KL(policy || reference)
+    tau        sampler_coef     the pull towards mu, the policy that sampled
 
 The weights know the totals of the update. So the loss of a micro-batch is a partial sum, and partial sums over any
 split (micro-batches, ranks, any order, any padding) add up to the same loss and the same gradient. Policy term and KL
@@ -23,10 +24,17 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-OBJECTIVES = ("clip", "cispo", "sapo", "dppo", "reinforce")
+SWITCHES_READ = {  # by an objective; every other switch of policy_loss belongs to all of them
+    "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
+    "cispo": ("ratio", "epsilon_high"),
+    "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
+    "dppo": ("ratio", "epsilon_low", "epsilon_high"),
+    "reinforce": (),
+}
+OBJECTIVES = tuple(SWITCHES_READ)
 RATIOS = ("token", "sequence", "geometric")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
-TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 def token_weights(
@@ -101,6 +109,7 @@ def policy_loss(
     tis_cap: float | None = None,
     tis_floor: float | None = None,
     off_policy_mask: float | None = None,
+    sampler_coef: float = 0.0,
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -120,6 +129,8 @@ def policy_loss(
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
     elif ratio == "geometric":  # GMPO 2507.20673: the same, of tokens that are clipped in the log by the sign of A
+        if delta is not None:
+            raise ValueError("delta bounds a ratio, and ratio='geometric' clips its logarithm: leave delta out")
         too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
         log_rho = torch.where(too_low, -epsilon_low, torch.where(too_high, epsilon_high, log_rho))
         log_rho = _mean_over_tokens(log_rho, mask)
@@ -153,28 +164,34 @@ def policy_loss(
     # Corrections for a sampler that was not the old policy: constant factors.
     stats, tokens = {}, mask.sum()
     if sampler_logp is not None:
-        gap = (old_logp - sampler_logp).detach()
-        stats["sampler_gap"] = (gap.abs().sum(), tokens)
+        scored = torch.where((old_logp == sampler_logp).all(), logp, old_logp)  # is the sampler itself the old policy?
+        stats["sampler_gap"] = ((scored - sampler_logp).detach().abs().sum(), tokens)
         if tis_cap is not None or tis_floor is not None:
-            policy = policy * _sampler_correction(gap, tis_mode, tis_cap, tis_floor)
-        if (
-            off_policy_mask is not None
-        ):  # DeepSeek-V3.2 2512.02556, eq. 9: A < 0, and the policy would hardly give it now
+            log_w = (old_logp - sampler_logp).detach()
+            policy = policy * _sampler_correction(log_w, mask, tis_mode, tis_cap, tis_floor)
+        # DeepSeek-V3.2 2512.02556, eq. 9: A < 0, and the policy would hardly give it now
+        if off_policy_mask is not None:
             far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
             policy = policy.masked_fill(far & (A < 0), 0.0)
             stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
-    elif tis_cap is not None or tis_floor is not None or off_policy_mask is not None:
-        raise ValueError("tis_cap, tis_floor and off_policy_mask need sampler_logp")
+    elif tis_cap is not None or tis_floor is not None or off_policy_mask is not None or sampler_coef != 0.0:
+        raise ValueError("tis_cap, tis_floor, off_policy_mask and sampler_coef need sampler_logp")
 
-    # The KL term, under the same weights.
+    # The KL term and the pull towards the sampler, under the same weights.
     loss = policy
+    if kl_importance and kl_estimator not in ("k1", "k3"):
+        raise ValueError(f"kl_importance: the ratio makes k1 and k3 exact, value and gradient, not {kl_estimator}")
     if ref_logp is not None:
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = (kl.detach().sum(), tokens)
     if beta != 0.0:
         if ref_logp is None:
             raise ValueError(f"beta={beta} needs ref_logp")
-        loss = policy + beta * (rho * kl if kl_importance else kl)
+        if kl_importance:  # the token's ratio, whatever `ratio` is: DeepSeek-V3.2, eq. 7
+            kl = (logp - old_logp).exp() * kl
+        loss = policy + beta * kl
+    if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276
+        loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
 
     if objective in ("clip", "cispo", "dppo"):
         stats["clip_low"] = ((too_low & mask).sum(), tokens)
@@ -182,11 +199,14 @@ def policy_loss(
     return (w * loss).sum(), stats
 
 
-def _sampler_correction(log_w: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
+def _sampler_correction(log_w: Tensor, mask: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
     """w = pi_old / pi_sampler of a token, or their product over a completion: truncated (TIS), or 0 outside
-    [floor, cap] (IcePop, MIS)"""
+    [floor, cap] (IcePop, MIS). "geometric_mask" only drops: 0 where their geometric mean is outside, else 1."""
     if mode not in TIS_MODES:
         raise _unknown("tis_mode", mode, TIS_MODES)
+    if mode == "geometric_mask":
+        mean = _mean_over_tokens(log_w, mask).exp()
+        return (mean == mean.clamp(floor, cap)).to(mean.dtype)
     level, action = mode.split("_")
     if level == "sequence":
         log_w = log_w.sum(1, keepdim=True).expand_as(log_w)

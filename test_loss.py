@@ -7,6 +7,7 @@ completions, the step has several, with N completions in all.
 """
 
 import math
+from itertools import product
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from loss import (
     NORMALIZATIONS,
     OBJECTIVES,
     RATIOS,
+    SWITCHES_READ,
     TIS_MODES,
     kl_divergence,
     policy_loss,
@@ -342,6 +344,34 @@ def test_kl_importance_gives_the_kl_and_its_gradient_off_policy(seed, estimator)
     close(*gradients(theta, loss, kl), 1e-12)
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Over all completions o of up to three tokens, where 0 is the last token:
+    Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p)) for every π_θ, p a prefix that goes on."""
+    prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
+    completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
+    logits = torch.randn(3, len(prefixes), 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    theta = logits[0].clone().requires_grad_()
+    policy, old, ref = theta.log_softmax(1), logits[1].log_softmax(1), logits[2].log_softmax(1)
+
+    def scored(model):  # log-probs of each completion's tokens, (15, 3)
+        rows = [torch.stack([model[prefixes.index(o[:t]), o[t]] for t in range(len(o))]) for o in completions]
+        return torch.stack([pad(row, (0, 3 - len(row))) for row in rows])
+
+    probability = scored(old).sum(1).exp()  # π_old(o)
+    close(probability.sum(), 1.0, 1e-12)
+    of_prefix = [sum(q for o, q in zip(completions, probability) if o[: len(p)] == p != o) for p in prefixes]
+    kl = (torch.stack(of_prefix) * (policy.exp() * (policy - ref)).sum(1)).sum()
+
+    mask = torch.tensor([[t < len(o) for t in range(3)] for o in completions])
+    args = scored(policy), scored(old), torch.zeros(len(completions)), probability[:, None] * mask, mask
+    switches = {"ref_logp": scored(ref), "beta": 1.0, "kl_estimator": estimator, "kl_importance": True}
+    loss, _ = policy_loss(*args, ratio=ratio, **switches)
+    close(loss, kl, 1e-12)
+    close(*gradients(theta, loss, kl), 1e-12)
+
+
 ON_POLICY = [
     {},
     {"delta": 4.0},
@@ -367,6 +397,31 @@ def test_on_policy_every_gradient_is_that_of_reinforce(normalization, switches):
     assert clips == [(0, TOKENS)] * (0 if switches.get("objective") == "sapo" else 2)
     if "objective" not in switches:
         close(loss, -(weights * A[:, None]).sum(), 1e-12)
+
+
+@seeds
+def test_the_advantage_of_distillation_is_minus_the_gradient_of_the_kl(seed):
+    """A(x) = log π_ref(x) − log π_θ(x), a number: Σ_x π_old(x) ρ(x) A(x) has the gradient of −KL(π_θ ‖ π_ref)."""
+    theta, logp, ref, old = distributions(seed)
+    kl = (logp.exp() * (logp - ref)).sum()
+    switches = {"epsilon_low": 1.0, "epsilon_high": math.inf}  # nothing is clipped
+    loss, _ = policy_loss(logp, old, (ref - logp).detach(), old.exp(), torch.ones(6, 1), **switches)
+    close(*gradients(theta, loss, kl), 1e-12)
+
+
+@pytest.mark.parametrize("switches", ON_POLICY, ids=str)
+def test_an_advantage_of_zero_is_neither_clipped_nor_counted(switches):
+    b = draw(0, spread=2.0)  # every bound is met on either side
+    A = b.logp + 1.5
+    A[:, ::2] = 0.0
+    loss, grad, stats = run(b.logp, b.old, A, b.mask.to(F64), b.mask, **switches)
+    assert grad.any() and (switches.get("ratio", "token") != "token" or not grad[:, ::2].any())
+    for name in {"clip_low", "clip_high"} & stats.keys():
+        pushed = b.mask & (A < 0 if name == "clip_low" else A > 0)
+        assert stats[name][0] <= pushed.sum()
+    loss, grad, stats = run(b.logp, b.old, 0 * A, b.mask.to(F64), b.mask, **switches)
+    assert loss == 0 and not grad.any()
+    assert all(stats[name] == (0, TOKENS) for name in {"clip_low", "clip_high"} & stats.keys())
 
 
 def test_the_loss_is_zero_and_its_gradient_is_not():
@@ -415,8 +470,9 @@ def test_two_sided_clipping(seed, delta):
     close(ours[1], grad / TOKENS)
 
 
-@pytest.mark.parametrize("importance", [False, True])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize(
+    "estimator, importance", [*((name, False) for name in KL_ESTIMATORS), ("k1", True), ("k3", True)]
+)
 def test_kl_term(estimator, importance):
     """S(ρ, A) − β k, or S(ρ, A) − β ρ k, whose derivative is ρ (k + k'). k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
     b, A, beta = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 0.3
@@ -440,8 +496,7 @@ def test_kl_term(estimator, importance):
     paper_loss, paper_grad = minus_sum(b, J)
     close(loss, paper_loss)
     close(grad, paper_grad)
-    if not importance:
-        close(stats["kl"], (-minus_sum(b, lambda i, t, logp, old, ref: k(logp, ref))[0], TOKENS))
+    close(stats["kl"], (-minus_sum(b, lambda i, t, logp, old, ref: k(logp, ref))[0], TOKENS))  # without the ratio
     watched, without = run(*args, beta=0.0, **switches), run(*args)
     assert torch.equal(watched[1], without[1]) and "kl" in watched[2] and "kl" not in without[2]
 
@@ -451,17 +506,21 @@ SAMPLER_CORRECTIONS = {  # mode: cap, floor; on these data each bound is met by 
     "token_mask": (1.2, 0.7),
     "sequence_truncate": (1.5, 0.5),
     "sequence_mask": (2.5, 0.3),
+    "geometric_mask": (1.15, 0.9),
 }
 
 
 def correction(b, mode, cap, floor):
-    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds."""
+    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds.
+    geometric_mask: 1 where log floor <= 1/|o_i| Σ_t log(π_old/π_sampler) <= log cap, else 0."""
     w = torch.zeros_like(b.logp)
     for i, length in enumerate(b.mask.sum(1).tolist()):
         logs = [(b.old - b.sampler)[i, t].item() for t in range(length)]
         for t in range(length):
-            ratio = math.exp(logs[t] if mode.startswith("token") else sum(logs))
-            if mode.endswith("truncate"):
+            ratio = math.exp({"token": logs[t], "sequence": sum(logs), "geometric": fmean(logs)}[mode.split("_")[0]])
+            if mode == "geometric_mask":
+                w[i, t] = 1.0 if floor <= ratio <= cap else 0.0
+            elif mode.endswith("truncate"):
                 w[i, t] = max(min(ratio, cap), floor)
             else:
                 w[i, t] = ratio if floor <= ratio <= cap else 0.0
@@ -476,7 +535,8 @@ def test_sampler_correction(switches, mode):
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
     factor = correction(b, mode, cap, floor)
     free = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)
-    assert (free[b.mask] > cap).any() and (free[b.mask] < floor).any() and (factor == free)[b.mask].any()
+    assert (free[b.mask] > cap).any() and (free[b.mask] < floor).any()
+    assert ((floor < free) & (free < cap))[b.mask].any()
     policy = run(b.logp, b.old, A, weights * factor, b.mask, **switches)
     penalty = run(b.logp, b.old, 0 * A, weights, b.mask, **kl)
 
@@ -487,6 +547,8 @@ def test_sampler_correction(switches, mode):
     close(grad, policy[1] + penalty[1])
     assert sampler.grad is None or (sampler.grad == 0).all()
     close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
+    with_sampler = run(b.logp, b.sampler, A, weights, b.mask, sampler_logp=b.sampler, **switches)[2]
+    close(with_sampler["sampler_gap"], ((b.logp - b.sampler)[b.mask].abs().sum(), TOKENS))  # not 0 by construction
     watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
     without = run(b.logp, b.old, A, weights, b.mask, **switches)
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
@@ -498,6 +560,24 @@ def test_one_bound_of_the_sampler_correction_is_enough():
         weights = token_weights(b.mask, "global")
         expected = run(b.logp, b.old, A, weights * correction(b, "token_truncate", *whole), b.mask)
         close(run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **bounds)[1], expected[1])
+
+
+@seeds
+@pytest.mark.parametrize("tau", [0.05, -0.5])
+def test_pull_towards_the_sampler(seed, tau):
+    """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. tis_cap leaves the last two alone."""
+    b, A, cap = draw(seed), OVER_STD, 1.1
+
+    def J(i, t, logp, old, ref):
+        sampler = b.sampler[i, t].item()
+        factor, (surrogate, slope) = min(math.exp(old - sampler), cap), clipped(math.exp(logp - old), A[i])
+        value = factor * surrogate - tau * (logp - sampler) ** 2 - 0.1 * (logp - ref)
+        return value / LENGTHS[i] / N, (factor * slope - 2 * tau * (logp - sampler) - 0.1) / LENGTHS[i] / N
+
+    sampler = b.sampler.clone().requires_grad_()
+    kl = {"ref_logp": b.ref, "beta": 0.1, "kl_estimator": "k1"}
+    check(b, J, A, "sequence", {}, sampler_logp=sampler, sampler_coef=tau, tis_cap=cap, **kl)
+    assert sampler.grad is None or not sampler.grad.any()
 
 
 @seeds
@@ -532,17 +612,41 @@ def test_sequence_ratio_with_any_weights_and_advantages_of_tokens(seed):
     close(ours[1], grad)
 
 
+OTHER_VALUES = {
+    "ratio": "sequence",
+    "epsilon_low": 0.05,
+    "epsilon_high": 0.05,
+    "delta": 1.3,
+    "sapo_tau_pos": 2.0,
+    "sapo_tau_neg": 2.0,
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_switches_that_an_objective_reads(objective):
+    """Another value of a switch changes the gradient where SWITCHES_READ says so, and nowhere else."""
+    b, A = draw(0, spread=1.0), torch.tensor(OVER_STD, dtype=F64)
+    args = b.logp, b.old, A, token_weights(b.mask, "global"), b.mask
+    switches = {"objective": objective, "epsilon_high": 1.1}  # a cap below 1 would make all ratios of cispo the same
+    _, before, _ = run(*args, **switches)
+    grads = {name: run(*args, **switches | {name: value})[1] for name, value in OTHER_VALUES.items()}
+    assert {name for name, grad in grads.items() if not torch.equal(grad, before)} == set(SWITCHES_READ[objective])
+    assert set().union(*SWITCHES_READ.values()) == OTHER_VALUES.keys()
+
+
 # ---- what is masked, and how the step is cut, changes nothing
 
 SWITCHES = {  # with KL and truncated importance sampling
     "clip": {"kl_importance": True},
     "two-sided": {"delta": 1.5, "kl_estimator": "k1"},
-    "sequence": {"ratio": "sequence", "kl_estimator": "k2", "kl_importance": True},
+    "sequence": {"ratio": "sequence", "kl_importance": True},
     "cispo": {"objective": "cispo", "epsilon_high": 1.3},
     "reinforce": {"objective": "reinforce", "kl_estimator": "k2"},
     "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate"},
     "sapo": {"objective": "sapo", "kl_estimator": "k1+", "tis_mode": "sequence_mask"},
     "dppo": {"objective": "dppo", "epsilon_low": 0.05, "kl_estimator": "k3+", "off_policy_mask": 0.05},
+    "geometric, KL of tokens": {"ratio": "geometric", "kl_estimator": "k1", "kl_importance": True, "sampler_coef": 0.2},
+    "pulled to the sampler": {"sampler_coef": 0.5, "tis_mode": "geometric_mask", "tis_floor": 0.9},
     "masked by the sampler": {"tis_mode": "token_mask", "tis_floor": 0.8, "off_policy_mask": -0.05},
 }
 every_switch = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
@@ -671,11 +775,17 @@ def test_the_loss_has_the_dtype_of_logp():
         (lambda b: run_all(b, {"objective": "k9"}), OBJECTIVES),
         (lambda b: run_all(b, {"ratio": "k9"}), RATIOS),
         (lambda b: run_all(b, {"tis_mode": "k9"}), TIS_MODES),
+        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k2"}), ["kl_importance", "k1", "k3", "k2"]),
+        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "abs"}), ["kl_importance", "abs"]),
+        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k1+"}), ["kl_importance", "k1+"]),
+        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k3+"}), ["kl_importance", "k3+"]),
+        (lambda b: run_all(b, {"ratio": "geometric", "delta": 2.0}), ["delta", "geometric"]),
         (lambda b: token_weights(b.mask, "constant"), ["max_completion_length"]),
         (lambda b: token_weights(b.mask, "prompt"), ["prompts"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, off_policy_mask=0.1), ["sampler_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, sampler_coef=0.1), ["sampler_logp"]),
     ],
 )
 def test_errors_name_what_is_valid_or_missing(call, values):
