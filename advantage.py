@@ -48,14 +48,16 @@ def group_advantages(
 ) -> Tensor:
     """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) are the tokens that are trained on.
 
-    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. A group whose
-    rewards are all equal, or fewer than two, does not tell better from worse: if the baseline or the scale is the
-    group's, its advantages are exactly 0. Likewise for the batch.
+    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. One of length 0
+    gets advantage 0, too; its reward counts, as in DAPO, but in no mean over tokens. A group whose rewards are all
+    equal, or with fewer than two completions to train on, does not tell better from worse: if the baseline or the scale
+    is the group's, its advantages are exactly 0. Likewise for a batch whose rewards are all equal.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
     batch = r.reshape(1, -1)  # (1, P * G)
     tokens = None if lengths is None else lengths.double().masked_fill(r.isnan(), 0.0)  # (P, G)
+    untrained = r.isnan() if tokens is None else tokens == 0  # (P, G)
 
     if baseline == "mean":
         b = r.nanmean(1, keepdim=True)  # (P, 1)
@@ -77,21 +79,23 @@ def group_advantages(
     else:
         s = 1.0
 
-    no_signal = r.isnan()
+    no_signal = untrained
     if compares_in_group(scale, baseline):
-        no_signal = no_signal | all_equal(r)
-    if scale == "mean":
-        no_signal = no_signal | (s <= 0)
-    if scale in ("batch", "whiten") or baseline == "batch":
+        no_signal = no_signal | all_equal(r) | ((~untrained).sum(1, keepdim=True) < 2)
+    if scale == "mean":  # above 0 by more than rounding: what is left of 0.3 - 0.1 - 0.2 is no mean to divide by
+        no_signal = no_signal | (s <= 1e-6 * r.abs().nanmean(1, keepdim=True))
+    if scale == "batch" or baseline == "batch":
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
+        no_signal = no_signal | all_equal(advantages.masked_fill(untrained, torch.nan).reshape(1, -1))
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 
-def compares_in_group(scale: str, baseline: str) -> bool:
-    return scale not in ("batch", "whiten", "none") or baseline not in ("batch", "none")
+def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
+    of_group = scale not in ("batch", "whiten", "none") or baseline not in ("batch", "none")
+    return of_group or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:

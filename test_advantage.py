@@ -6,7 +6,16 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from advantage import BASELINES, COMBINATIONS, SCALES, all_equal, combine_rewards, group_advantages, on_high_entropy
+from advantage import (
+    BASELINES,
+    COMBINATIONS,
+    SCALES,
+    all_equal,
+    combine_rewards,
+    compares_in_group,
+    group_advantages,
+    on_high_entropy,
+)
 from conftest import rounding
 
 NAN = math.nan
@@ -25,8 +34,8 @@ REWARDS = {
 
 
 def some_lengths(groups):
-    """Tokens of each completion; one has none."""
-    return [[(3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
+    """Tokens of each completion."""
+    return [[1 + (3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
 
 
 def by_hand(groups, scale, baseline, eps):
@@ -138,3 +147,62 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
         assert (on_high_entropy(torch.tensor([2.0, -1.0]), entropy, mask, share) * mask).tolist() == expected
     assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()
+
+
+@pytest.mark.parametrize("scale, baseline", PAIRS)
+def test_a_completion_that_is_not_trained_on_has_no_advantage(scale, baseline):
+    """As with --mask_truncated: its reward counts in the group's mean and std, as in DAPO, its advantage is 0."""
+    rewards = torch.tensor(REWARDS["plain"], dtype=torch.float64)
+    lengths = torch.tensor([[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]])
+    advantages = group_advantages(rewards, scale, baseline, lengths=lengths)
+    assert not advantages[lengths == 0].any() and advantages.any(1).all()
+    if scale != "whiten" and baseline != "length":
+        all_trained = group_advantages(rewards, scale, baseline)
+        assert torch.equal(advantages[lengths > 0], all_trained[lengths > 0])
+
+
+@pytest.mark.parametrize("baseline", ["none", "batch", "mean"])
+def test_whitening_is_over_the_tokens_that_are_trained_on(baseline):
+    rewards, lengths = torch.tensor(REWARDS["plain"], dtype=torch.float64), [[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]]
+    centred = group_advantages(rewards, "none", baseline)
+    of_tokens = [x for row, of in zip(centred.tolist(), lengths) for x, n in zip(row, of) for _ in range(n)]
+    expected = (centred - fmean(of_tokens)) / (stdev(of_tokens) + 1e-4) * (torch.tensor(lengths) > 0)
+    advantages = group_advantages(rewards, "whiten", baseline, lengths=torch.tensor(lengths))
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rewards, lengths",
+    [
+        ([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], [[4, 2, 0], [3, 3, 0]]),  # the wrong answers were cut off
+        ([[1.0, 0.0, NAN], [1.0, 0.0, 0.5]], [[4, 0, 9], [3, 0, 0]]),
+        ([[1.0, 0.0, 0.0], [1.0, 1.0, 0.5]], [[0, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_whitening_equal_advantages_gives_exactly_zero(rewards, lengths):
+    """However far those are that are not trained on: nothing is divided by a std of 0 plus eps."""
+    advantages = group_advantages(torch.tensor(rewards), "whiten", "none", lengths=torch.tensor(lengths))
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("scale, baseline", PAIRS)
+def test_a_group_with_one_completion_to_train_on_compares_nothing(scale, baseline):
+    rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.25, 2.0], [0.0, 3.0, 1.0]], dtype=torch.float64)
+    lengths = torch.tensor([[3, 2, 4], [0, 5, 0], [1, 2, 0]])
+    advantages = group_advantages(rewards, scale, baseline, lengths=lengths)
+    assert advantages.any(1).tolist() == [True, (scale, baseline) not in OF_THE_GROUP, True]
+
+
+@pytest.mark.parametrize("group", [[0.3, -0.1, -0.2], [-0.3, 0.1, 0.2], [1.0, -1.0, 0.0], [-1.0, -2.0, 0.0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mean_that_is_not_above_zero_scales_nothing(group, dtype):
+    """0.3 - 0.1 - 0.2 is 3e-17, and 7e-9 in float32: a mean of 0 but for rounding."""
+    groups = torch.tensor([group, [0.0, 0.0, 1e-3]], dtype=dtype)  # small rewards that are not negative are no rounding
+    advantages = group_advantages(groups, "mean")
+    torch.testing.assert_close(advantages, torch.tensor([[0.0] * 3, [-1.0, -1.0, 2.0]], dtype=dtype))
+
+
+def test_gdpo_compares_in_the_group_whatever_the_baseline():
+    assert compares_in_group("batch", "batch", "gdpo") and not compares_in_group("batch", "batch", "sum")
+    with pytest.raises(ValueError, match="at least 2 completions"):
+        combine_rewards(torch.zeros(2, 1, 2), [1.0, 1.0], how="gdpo")
