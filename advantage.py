@@ -48,10 +48,10 @@ def group_advantages(
 ) -> Tensor:
     """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) are the tokens that are trained on.
 
-    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. One of length 0
-    gets advantage 0, too; its reward counts, as in DAPO, but in no mean over tokens. A group whose rewards are all
-    equal, or with fewer than two completions to train on, does not tell better from worse: if the baseline or the scale
-    is the group's, its advantages are exactly 0. Likewise for a batch whose rewards are all equal.
+    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. The reward of
+    one of length 0 counts, as in DAPO, but in no mean over tokens: whitened, its advantage is 0. A group whose rewards
+    are all equal, or with fewer than two completions to train on, does not tell better from worse: if the baseline or
+    the scale is the group's, its advantages are exactly 0. Likewise for a batch whose rewards are all equal.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
@@ -79,7 +79,7 @@ def group_advantages(
     else:
         s = 1.0
 
-    no_signal = untrained
+    no_signal = r.isnan()
     if compares_in_group(scale, baseline):
         no_signal = no_signal | all_equal(r) | ((~untrained).sum(1, keepdim=True) < 2)
     if scale == "mean":  # above 0 by more than rounding: what is left of 0.3 - 0.1 - 0.2 is no mean to divide by
@@ -88,7 +88,7 @@ def group_advantages(
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        no_signal = no_signal | all_equal(advantages.masked_fill(untrained, torch.nan).reshape(1, -1))
+        no_signal = no_signal | untrained | all_equal(advantages.masked_fill(untrained, torch.nan).reshape(1, -1))
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
