@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout import Completion
+from rollout import Completion, KeptSets
 
 
 @dataclass
@@ -44,12 +44,18 @@ class Batch:
     old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
+    kept: list[KeptSets] | None = None  # N rows of T sets, which every log-prob is over; None: nothing was cut
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        return Batch(**{name: None if x is None else x[rows] for name, x in vars(self).items()})
+        tensors = {name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
+
+    @property
+    def has_gradient(self) -> Tensor:  # (N,), of the policy term: some token is trained on and its advantage is not 0
+        return ((self.advantages.reshape(len(self), -1) != 0) & self.mask.bool()).any(1)
 
 
 @dataclass
@@ -60,9 +66,7 @@ class Limits:
     tokens: int | None  # padding included; halved where memory runs out
 
     def allow(self, rows: int, length: int) -> bool:
-        allowed_rows = self.rows is None or rows <= self.rows
-        allowed_tokens = self.tokens is None or rows * length <= self.tokens
-        return allowed_rows and allowed_tokens
+        return rows <= (self.rows or math.inf) and rows * length <= (self.tokens or math.inf)
 
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
@@ -71,6 +75,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     N, T = len(rows), max(len(group.prompt_ids) + len(group.completions[i].ids) for _, group, i in rows)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     sampler_logp, sampler_entropy = (torch.zeros(N, T) for _ in range(2))
+    kept = []
     for n, (_, group, i) in enumerate(rows):
         completion, start = group.completions[i], len(group.prompt_ids)
         end = start + len(completion.ids)
@@ -79,18 +84,13 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         if completion.entropy is not None:
             sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
+        kept.append([None] * start + (completion.kept or [None] * len(completion.ids)) + [None] * (T - end))
         mask[n, start:end] = int(is_trained_on(group, i, mask_truncated))
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
-    return Batch(
-        ids=ids.to(device),
-        attention=attention.to(device),
-        mask=mask.to(device),
-        advantages=advantages.to(device),
-        prompts=prompts.to(device),
-        sampler_logp=sampler_logp.to(device),
-        sampler_entropy=sampler_entropy.to(device),
-    )
+    tensors = ids, attention, mask, advantages, prompts, sampler_logp, sampler_entropy
+    something_cut = any(group.completions[i].kept for _, group, i in rows)
+    return Batch(*(x.to(device) for x in tensors), kept=kept if something_cut else None)
 
 
 def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
@@ -99,12 +99,11 @@ def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
 
 def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
     """-> (P, G), the tokens of each completion that are trained on"""
-    return torch.tensor(
-        [
-            [len(one.ids) * is_trained_on(group, i, mask_truncated) for i, one in enumerate(group.completions)]
-            for group in groups
-        ]
-    )
+
+    def length(group: Group, i: int) -> int:
+        return len(group.completions[i].ids) * is_trained_on(group, i, mask_truncated)
+
+    return torch.tensor([[length(group, i) for i in range(len(group.completions))] for group in groups])
 
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
@@ -119,25 +118,27 @@ def micro_batches(
     batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
 ) -> Iterator[tuple[list[int], Batch]]:
     """This rank's rows and the part of the batch that they are, piece by piece: every n-th row in the order of length,
-    so that little is padding. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones,
-    because sharded weights come together only where all ranks take part."""
-    lengths = batch.attention.sum(1).tolist()
-    order = sorted(range(len(batch)), key=lambda row: -lengths[row])
-    pieces = _pieces(order[rank::world], lengths, limits)
+    so that little is padding, and rows without a gradient apart from the others, so that they may go without a backward
+    pass. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones, because sharded weights
+    come together only where all ranks take part."""
+    lengths, has_gradient = batch.attention.sum(1).tolist(), batch.has_gradient.tolist()
+    order = sorted(range(len(batch)), key=lambda row: (not has_gradient[row], -lengths[row]))
+    pieces = _pieces(order[rank::world], lengths, has_gradient, limits)
     for rows in pieces:
         yield rows, batch[rows]
     if as_many_on_every_rank:
-        most = max(len(_pieces(order[other::world], lengths, limits)) for other in range(world))
+        most = max(len(_pieces(order[other::world], lengths, has_gradient, limits)) for other in range(world))
         masked = batch[order[-1:]]
         masked.mask = torch.zeros_like(masked.mask)
         for _ in range(most - len(pieces)):
             yield order[-1:], masked
 
 
-def _pieces(rows: list[int], lengths: list[int], limits: Limits) -> list[list[int]]:
+def _pieces(rows: list[int], lengths: list[int], has_gradient: list[bool], limits: Limits) -> list[list[int]]:
     pieces: list[list[int]] = []
     for row in rows:
-        if pieces and limits.allow(len(pieces[-1]) + 1, lengths[pieces[-1][0]]):
+        first = pieces[-1][0] if pieces else row
+        if pieces and has_gradient[first] == has_gradient[row] and limits.allow(len(pieces[-1]) + 1, lengths[first]):
             pieces[-1].append(row)
         else:
             pieces.append([row])

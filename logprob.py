@@ -2,10 +2,13 @@
 
     logp_t = z_t[y_t] - logsumexp(z_t),    H_t = -sum_v p_t[v] log p_t[v],    z_t = head(h_t) / temperature
 
+or, of a token that was sampled from a part of the vocabulary, with the logsumexp over that set.
+
 8 completions of 1024 tokens over a vocabulary of 150k make logits of 5 GB in fp32, held several times over for the
 softmax and the gradients. Two things avoid that: only positions that predict a completion token go through the output
 head, and they go through it a chunk at a time, in the forward pass and again in the backward pass. The model's own
-forward runs as ever; for this one call its output head returns (logp, H) where it would return logits.
+forward runs as ever; for this one call its output head returns (logp, H) where it would return logits. Of states and
+weights in bf16 the logits are made in fp32: rounded to bf16, one of 20 would be off by up to 0.06.
 
 That is right only if what the head returns is what the model returns: some models cap or scale the logits afterwards.
 The two are compared once, on a short input. If they differ, the log-probs come from the model's logits, one row at a
@@ -16,16 +19,18 @@ Left out: packing several completions in one row; a head split over devices.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
+Row = Sequence[Sequence[int] | None]  # of each position the ids of a set, or None: the whole vocabulary
 
 
 def chunk_tokens(on_gpu: bool) -> int:
@@ -42,11 +47,13 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    kept: Sequence[Row] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """input_ids, attention_mask, completion_mask (B, T) -> logp (B, T), entropy (B, T) or None.
 
     Position t scores token t, both at this temperature; 0 where completion_mask is 0. Padding may stand on either
-    side. The entropy carries a gradient only with entropy_grad.
+    side. The entropy carries a gradient only with entropy_grad. kept[b][t] are the ids that logp[b, t] is over; None
+    there: all, as the entropy always is.
     """
     real = attention_mask.bool()
     # Real tokens move to the left, in order. All padding then stands behind what is scored, so a causal model needs
@@ -57,73 +64,59 @@ def token_logprobs(
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
 
+    chunk, sets = chunk_tokens(ids.is_cuda), None
+    if kept is not None:  # found when their turn comes: a set may be as large as the logits, and its ids larger
+        places = zip(scored.nonzero()[:, 0].tolist(), order[scored].tolist())
+        chunk, sets = max(1, chunk // 2), [(kept[row], t) for row, t in places]
     with_entropy = with_entropy or entropy_grad
-    if head_returns_logits(model, ids):
-        logp, entropy = _through_head(model, ids, scored, temperature, with_entropy, entropy_grad)
-    else:
-        logp, entropy = _through_logits(model, ids, scored, temperature, with_entropy)
 
+    def score(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
+        """States of this part of what is scored (n, H), a head's weights -> log-probs and entropies (n, 2)"""
+        settings = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
+        return _LogProb.apply(hidden, weight, bias, targets, *settings)
+
+    through = _through_head if head_returns_logits(model, ids) else _through_logits
+    logp, entropy = through(model, ids, scored, score).unbind(-1)
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in (logp, entropy))
     if not with_entropy:
         return logp, None
     return logp, entropy if entropy_grad else entropy.detach()
 
 
-def _through_head(
-    model: nn.Module,
-    ids: Tensor,
-    scored: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    entropy_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def _through_head(model: nn.Module, ids: Tensor, scored: Tensor, score: Callable) -> Tensor:
     """The fast way: inside the model's forward the output head returns (B, T, 2) instead of (B, T, V)."""
     head = model.get_output_embeddings()
     targets = ids[:, 1:][scored[:, 1:]]  # (n,)
 
-    def score(hidden: Tensor) -> Tensor:
+    def forward(hidden: Tensor) -> Tensor:
         hidden = hidden[:, :-1][scored[:, 1:]]  # (n, H), the states that predict them
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        chunk = chunk_tokens(hidden.is_cuda)
-        values = _HeadLogProb.apply(
-            hidden, head.weight, head.bias, targets, temperature, chunk, with_entropy, entropy_grad
-        )
+        values = score(hidden, head.weight, head.bias, targets, slice(None))
         return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
-    with forward_replaced(head, score):
-        return model(input_ids=ids, use_cache=False).logits.unbind(-1)
+    with forward_replaced(head, forward):
+        return model(input_ids=ids, use_cache=False).logits
 
 
-def _through_logits(
-    model: nn.Module,
-    ids: Tensor,
-    scored: Tensor,
-    temperature: float,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
+def _through_logits(model: nn.Module, ids: Tensor, scored: Tensor, score: Callable) -> Tensor:
     """The way for every other model: its own logits, one row at a time."""
     can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def score(row: Tensor, at: Tensor) -> Tensor:  # (T,), positions (n,) -> (n, 2)
+    def of_row(row: Tensor, at: Tensor, part: slice) -> Tensor:  # (T,), positions (n,) -> (n, 2)
         keep = {"logits_to_keep": at - 1} if can_select else {}
         logits = model(input_ids=row[None], use_cache=False, **keep).logits[0]
-        logits = logits if can_select else logits[at - 1]
-        log_p = torch.log_softmax(logits.to(_at_least_fp32(logits.dtype)) / temperature, dim=-1)
-        entropy = _entropy(log_p.exp(), log_p) if with_entropy else log_p.new_zeros(len(at))
-        return torch.stack([log_p.gather(1, row[at, None]).squeeze(1), entropy], dim=1)
+        return score(logits if can_select else logits[at - 1], None, None, row[at], part)
 
-    values = []
+    values, n = [], 0
     for row, mask in zip(ids, scored):
         at = mask.nonzero().squeeze(1)
         end = int(at[-1]) + 1 if len(at) else 1
-        if len(ids) == 1:
-            values.append(score(row[:end], at))
-        else:
-            values.append(checkpoint(score, row[:end], at, use_reentrant=False))
+        inputs = row[:end], at, slice(n, n + len(at))
+        values.append(of_row(*inputs) if len(ids) == 1 else checkpoint(of_row, *inputs, use_reentrant=False))
+        n += len(at)
     values = torch.cat(values)
-    out = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
-    return out.unbind(-1)
+    return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
 
 
 _returns_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -163,6 +156,16 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
         del module.forward
 
 
+def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The factors as they are; product and sum in fp32, or in fp64 where they are."""
+    dtype = _at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda and x.dtype != dtype:  # about ten times as fast as casting
+            y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=dtype).unflatten(0, x.shape[:-1])
+            return y if bias is None else y + bias
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
     with torch.autocast(p.device.type, enabled=False):  # einsum is among what autocast computes in bf16
         return -torch.einsum("nv,nv->n", p, log_p)
@@ -175,32 +178,37 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 # ---- The head's own backward pass: nothing of the size of the logits outlives its chunk ----
 
 
-class _HeadLogProb(torch.autograd.Function):
-    """States (n, H), a linear head and targets (n,) -> (n, 2): log-prob of each target, and entropy.
+class _LogProb(torch.autograd.Function):
+    """States (n, H), a linear head and targets (n,) -> (n, 2): log-prob of each target, and entropy. Without a
+    head the states are the logits (n, V) themselves.
 
     The head is taken in the dtype of the states, and its gradient given back in its own, which under autocast is fp32.
-    The forward pass saves its inputs alone and the backward pass computes the logits z again. With p = softmax(z):
-        d logp / dz = onehot(target) - p,      d H / dz = -p (log p + H)
+    The forward pass saves its inputs alone and the backward pass computes the logits z again. With p = softmax(z), and
+    q the same over the target's set:
+        d logp / dz = onehot(target) - q,      d H / dz = -p (log p + H)
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy, entropy_grad):
+    def forward(ctx, hidden, weight, bias, targets, sets, temperature, chunk, with_entropy, entropy_grad):
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = temperature, chunk, entropy_grad
+        ctx.settings = sets, temperature, chunk, entropy_grad
         weight, bias = _to(weight, hidden), _to(bias, hidden)
         values = torch.zeros(len(hidden), 2, dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
-        for out, h, y in zip(values.split(chunk), hidden.split(chunk), targets.split(chunk)):
-            log_p = _head_log_p(h, weight, bias, temperature)  # (chunk, V)
-            out[:, 0] = log_p.gather(1, y[:, None]).squeeze(1)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            log_p = _log_p(hidden[rows], weight, bias, temperature)  # (chunk, V)
+            values[rows, 0] = log_p.gather(1, targets[rows, None]).squeeze(1)
+            if sets is not None:
+                values[rows, 0] -= _over_sets(log_p, sets[rows])[1].logsumexp(1)
             if with_entropy:
-                out[:, 1] = _entropy(log_p.exp(), log_p)
+                values[rows, 1] = _entropy(log_p.exp(), log_p)
             del log_p  # before the next chunk makes its own
         return values
 
     @staticmethod
     def backward(ctx, grad):
         hidden, own_weight, own_bias, targets = ctx.saved_tensors
-        temperature, chunk, entropy_grad = ctx.settings
+        sets, temperature, chunk, entropy_grad = ctx.settings
         weight, bias = _to(own_weight, hidden), _to(own_bias, hidden)
         dtype = _at_least_fp32(hidden.dtype)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -210,34 +218,50 @@ class _HeadLogProb(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = hidden[rows], grad[rows, :1], grad[rows, 1:]  # (chunk, 1) each
-            log_p = _head_log_p(h, weight, bias, temperature)
+            log_p, g_p = _log_p(h, weight, bias, temperature), g_logp
+            if sets is not None:
+                ids, log_q = _over_sets(log_p, sets[rows])
+                d_set, g_p = log_q.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:
                 p = log_p.exp()
                 H = _entropy(p, log_p)[:, None]
-                d_z = log_p.add_(H).mul_(-g_entropy).sub_(g_logp).mul_(p)
+                d_z = log_p.add_(H).mul_(-g_entropy).sub_(g_p).mul_(p)
                 del p
             else:
-                d_z = log_p.exp_().mul_(-g_logp)
+                d_z = log_p.exp_().mul_(-g_p)
+            if sets is not None:
+                d_z.scatter_add_(1, ids, d_set)
+                del ids, log_q, d_set
             d_z.scatter_add_(1, targets[rows, None], g_logp)
             if temperature != 1.0:
                 d_z.div_(temperature)
             if d_bias is not None:
                 d_bias += d_z.sum(0)
-            d_z = d_z.to(weight.dtype)
+            d_z = d_z.to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(d_z, weight, out=d_hidden[rows])
+                d_hidden[rows] = d_z if weight is None else d_z @ weight
             if d_weight is not None and d_weight.dtype == d_z.dtype:
                 d_weight.addmm_(d_z.T, h)
             elif d_weight is not None:
-                d_weight += d_z.T @ h  # the sum over chunks stays in fp32
+                d_weight += linear_in_fp32(d_z.T, h.T)
             del log_p, d_z  # before the next chunk makes its own
-        return d_hidden, _to(d_weight, own_weight), _to(d_bias, own_bias), None, None, None, None, None
+        return d_hidden, _to(d_weight, own_weight), _to(d_bias, own_bias), *6 * [None]
 
 
-def _head_log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    z = F.linear(hidden, weight, bias)
-    z = z.to(_at_least_fp32(z.dtype))
-    return torch.log_softmax(z if temperature == 1.0 else z.div_(temperature), dim=-1)
+def _log_p(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+    z = hidden.to(_at_least_fp32(hidden.dtype)) if weight is None else linear_in_fp32(hidden, weight, bias)
+    if temperature != 1.0:
+        z = z / temperature
+    return torch.log_softmax(z, dim=-1)
+
+
+def _over_sets(log_p: Tensor, sets: list[tuple[Row, int]]) -> tuple[Tensor, Tensor]:
+    """(n, V) -> ids (n, K), as many as the widest set has, and log_p of them; behind a set's last 0 and -inf"""
+    found, whole = [row[t] for row, t in sets], torch.arange(log_p.shape[1])
+    ids = [torch.as_tensor(whole if of_one is None else of_one, dtype=torch.int32) for of_one in found]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
+    at = ids.clamp(min=0).long()
+    return at, log_p.gather(1, at).masked_fill_(ids < 0, -torch.inf)
 
 
 def _to(x: Tensor | None, like: Tensor | None) -> Tensor | None:

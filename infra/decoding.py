@@ -1,18 +1,33 @@
 """A model made ready for decoding, and back: its weights in the dtype of the computation, and whole where they are
-sharded."""
+sharded; logits in fp32."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from infra.shard import is_sharded, unsharded
+from logprob import forward_replaced, head_returns_logits, linear_in_fp32
 
 
-def decoding(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
-    return unsharded(model) if is_sharded(model) else weights_in(model, dtype)
+@contextmanager
+def decoding(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    weights_at_hand = unsharded(model) if is_sharded(model) else weights_in(model, dtype)
+    with weights_at_hand, logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
+        yield
+
+
+@contextmanager
+def logits_in_fp32(model: PreTrainedModel) -> Iterator[None]:
+    """As in scoring: of the states and weights of the computation, not rounded to their dtype."""
+    if not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
+        yield
+        return
+    head = model.get_output_embeddings()
+    with forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias)):
+        yield
 
 
 @contextmanager
