@@ -71,7 +71,7 @@ def token_logprobs(
     with_entropy = with_entropy or entropy_grad
 
     def score(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
-        """States of this part of what is scored (n, H), a head's weights -> log-probs and entropies (n, 2)"""
+        """This part of what is scored, as states (n, H) and a head's weights, or as logits (n, V) and None -> (n, 2)"""
         settings = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
         return _LogProb.apply(hidden, weight, bias, targets, *settings)
 
