@@ -26,6 +26,7 @@ class Group:
     rewards: Tensor | None = None  # (G,), NaN: no reward
     reward_parts: Tensor | None = None  # (G, K), of each reward function
     right: Tensor | None = None  # (G,), bool; None: nothing says what is right
+    has_signal: bool = True  # its completions tell better from worse: dynamic_sampling rejects others
     extras: list[dict] | None = None  # of each completion, logged by its rewards
     advantages: Tensor | None = None  # (G,)
 

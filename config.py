@@ -98,6 +98,8 @@ class Config:
     temperature: float = setting(1.0, "of sampling and of every log-prob", above=0)
     top_p: float = setting(1.0, "sample from the likeliest tokens of this mass; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
+    min_p: float = setting(0.0, "least probability of a token, as a share of the likeliest's", at_least=0, at_most=1)
+    keep_set: bool | None = setting(None, "where these cut: log-probs are over the tokens that are left; true")
 
     heading("The objective")
     algorithm: str = setting("grpo", "preset of the switches", names=ALGORITHMS)
@@ -121,6 +123,7 @@ class Config:
     tis_cap: float | None = setting(None, "upper bound of that ratio; none: there is no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
     off_policy_mask: float | None = setting(None, "mask A < 0 with mean log(pi_sampler / pi) above this", at_least=0)
+    sampler_coef: float = setting(0.0, "tau, weight of (log pi - log pi_sampler)^2", at_least=0)
     top_entropy: float = setting(1.0, "train this share of tokens, of the highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
-from batch import Batch, Group, Limits, collate, micro_batches, minibatches, trained_lengths
+from batch import Batch, Group, Limits, collate, is_trained_on, micro_batches, minibatches, trained_lengths
 from config import Config
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
@@ -40,7 +40,7 @@ from tasks._prompts import check_prompts, encode_prompt, notes
 
 LOSS_SWITCHES = (  # settings that policy_loss reads
     "objective", "ratio", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator", "kl_importance", "tis_mode",
-    "tis_cap", "tis_floor", "off_policy_mask", "sapo_tau_pos", "sapo_tau_neg",
+    "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos", "sapo_tau_neg",
 )  # fmt: skip
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
 
@@ -79,7 +79,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     for group, of_group in zip(groups, advantages, strict=True):
-        group.advantages = of_group
+        rejected = cfg.dynamic_sampling and not group.has_signal  # where further rounds brought no other group
+        group.advantages = torch.zeros_like(of_group) if rejected else of_group
     batch = collate(groups, cfg.mask_truncated, run.device)
     sampled = time.perf_counter()
 
@@ -122,7 +123,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(cfg.out, step, batch, loss, grad_norm)
-    run.optimizer.step()
+    if batch.mask.any():  # else momentum alone would move the weights
+        run.optimizer.step()
     run.optimizer.zero_grad()  # frees the gradients' memory for the next rollout
     return loss, grad_norm, totals
 
@@ -134,8 +136,12 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
     run.optimizer.zero_grad()
+    # A completion of advantage 0 gets a gradient from these alone; with shards all ranks go back together.
+    every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), as_many_on_every_rank=cfg.shard):
-        logp, entropy = logprobs(run, part, run.model, with_entropy=True)
+        learns = every_row or bool(part.has_gradient.any())
+        with torch.set_grad_enabled(learns):
+            logp, entropy = logprobs(run, part, run.model, with_entropy=True)
         partial, stats = policy_loss(
             logp,
             logp.detach() if part.old_logp is None else part.old_logp,
@@ -148,7 +154,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
         )
         if cfg.entropy_coef:
             partial = partial - cfg.entropy_coef * (part.weights * entropy).sum()
-        partial.backward()
+        if learns:
+            partial.backward()
 
         loss += partial.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
@@ -179,6 +186,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
             part.attention,
             part.mask,
             temperature=cfg.temperature,
+            kept=part.kept,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and cfg.entropy_coef != 0.0,
         )
@@ -201,16 +209,10 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tup
         groups = sample(run, rows, cfg.num_generations, step, first=len(drawn))
         logged += judge(run, groups, step)
         drawn += groups
-        alive = [group for group in drawn if not cfg.dynamic_sampling or has_signal(group)]
+        alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
     return alive or drawn[: cfg.prompts_per_step], drawn, logged
-
-
-def has_signal(group: Group) -> bool:
-    """0 < #correct < G; where nothing says what is correct, rewards that differ."""
-    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
-    return not bool(all_equal(values[None]))
 
 
 def sample(run: Run, rows: list[dict], n: int, step: int, first: int = 0, greedy: bool = False) -> list[Group]:
@@ -240,7 +242,16 @@ def judge(run: Run, groups: list[Group], step: int) -> list[tuple[str, float]]:
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K), of K reward functions
         group.rewards = combine_rewards(group.reward_parts, run.task.weights)  # (G,), as reported
         group.right, group.extras = run.task.right(group.reward_parts), extras
+        group.has_signal = has_signal(group, run.config.mask_truncated)
     return ranks.gather(logged)
+
+
+def has_signal(group: Group, mask_truncated: bool) -> bool:
+    """0 < #correct < G; where nothing says what is correct, rewards that differ. Two completions at least are trained
+    on."""
+    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
+    trained = sum(is_trained_on(group, i, mask_truncated) for i in range(len(group.completions)))
+    return trained >= 2 and not bool(all_equal(values[None]))
 
 
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
@@ -282,6 +293,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        keep_set=cfg.keep_set,
         with_entropy=cfg.top_entropy < 1.0,
         tokens_at_once=cfg.rollout_tokens,
     )

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from advantage import compares_in_group
-from config import Config, UserError, resolve, task_of
+from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra import run_folder
 from infra.faults import say
+from loss import SWITCHES_READ
 from tasks import task_defaults, task_file, task_names
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
@@ -122,7 +123,11 @@ def ready(config: Config, on_gpu: bool) -> Config:
     wrong = mistakes(config, on_gpu)
     if wrong:
         raise UserError("\nerror: ".join(wrong))
-    return resolve(config, task_defaults(task_of(config), config.model), on_gpu)
+    config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
+    if config.keep_set is None:  # a run that was begun without it goes on without it
+        there = run_folder.settings_of(Path(config.out))
+        config.keep_set = there is None or there.keep_set
+    return config
 
 
 def mistakes(config: Config, on_gpu: bool) -> list[str]:
@@ -179,23 +184,42 @@ def contradictions(config: Config) -> Iterator[str]:
 
     # The objective.
     updates = config.num_iterations * config.minibatches
+    preset, read = vars(Config()) | ALGORITHMS[config.algorithm], SWITCHES_READ[config.objective]
+    for name in sorted({name for names in SWITCHES_READ.values() for name in names} - {*read}):
+        if getattr(config, name) not in (preset[name], getattr(Config, name)):
+            yield f"--{name} {getattr(config, name)}: is not read by --objective {config.objective}; leave it out"
     if config.objective == "reinforce" and updates > 1:
         yield f"--objective reinforce: has no ratio, so it is right for one update a rollout, not for {updates}"
-    if config.objective == "clip" and config.epsilon_low > 1.0:
+    if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
+        yield "--old_policy sampler: is not read by --objective reinforce, which has no ratio; leave it out"
+    if config.objective == "clip" and config.ratio != "geometric" and config.epsilon_low > 1.0:
         yield f"--epsilon_low {config.epsilon_low:g}: 1 - epsilon_low must not be negative; use at most 1"
+    if config.objective == "cispo" and config.epsilon_high < 1.0:
+        yield f"--epsilon_high {config.epsilon_high:g}: is the cap itself under cispo, below every ratio; use 5, say"
     if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high = {1 + config.epsilon_high:g}"
-    if config.delta is not None and config.objective != "clip":
-        yield f"--delta {config.delta:g}: is part of --objective clip, not of {config.objective}; leave it out"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
-    if config.tis_cap and config.tis_floor and config.tis_floor > config.tis_cap:
+    if config.ratio == "geometric" and config.delta is not None:
+        yield f"--delta {config.delta:g}: bounds a ratio, and --ratio geometric clips its logarithm; leave it out"
+    bounds = [f"--{name}" for name in ("tis_cap", "tis_floor") if getattr(config, name) is not None]
+    if config.tis_mode != Config.tis_mode and not bounds:
+        yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
+    if bounds and config.old_policy == "sampler":
+        yield f"{bounds[0]} with --old_policy sampler: the ratio that it bounds is 1 by construction"
+    if len(bounds) == 2 and config.tis_floor > config.tis_cap:
         yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
-    of_sampler = ["tis_cap", "tis_floor", "off_policy_mask"]
-    of_sampler = [f"--{name}" for name in of_sampler if getattr(config, name) is not None]
+    of_sampler = [*bounds, *(["--off_policy_mask"] if config.off_policy_mask is not None else [])]
+    of_sampler += ["--sampler_coef"] if config.sampler_coef else []
     of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
-    if of_sampler and (config.top_p < 1.0 or config.top_k > 0):
-        yield f"{of_sampler[0]} with --top_p or --top_k: the sampler's log-probs are of the whole distribution"
+    if of_sampler and truncates(config) and config.keep_set is False:
+        yield f"{of_sampler[0]} with --keep_set false: the sampler's log-probs are not of what it sampled from"
+    if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
+        yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
+    if config.normalization == "prompt" and config.minibatches > 1:
+        yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
+    if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
+        yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
     if config.ref_sync_every and config.beta == 0.0:
         yield "--ref_sync_every: there is no reference model without --beta above 0"
     if config.kl_importance and config.beta == 0.0:
@@ -205,7 +229,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.steps == 0 and config.eval_every == 0:
         yield "--steps 0: evaluates, which --eval_every 0 says never to do; give --eval_every 1"
     completions = config.prompts_per_step * config.num_generations
-    in_group = compares_in_group(config.scale_rewards, config.baseline)
+    in_group = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and in_group:
         yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline, scale"
     if config.minibatches > completions:
@@ -218,17 +242,27 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--shard_size {config.shard_size}: is part of --shard; give both or neither"
 
 
+def truncates(config: Config) -> bool:
+    return config.top_p < 1.0 or config.top_k > 0 or config.min_p > 0.0
+
+
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
-    if config.top_p < 1.0 or config.top_k > 0:
-        yield "top_p or top_k: completions come from a truncated distribution, log-probs are of the whole one"
+    if truncates(config) and not config.keep_set:
+        yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     if config.ratio != "token" and config.normalization != "sequence":
         yield f"ratio {config.ratio} with normalization {config.normalization}: long ones weigh more, as in LUSPO"
+    chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))
+    if config.ratio != "token" and chosen:
+        yield f"ratio {config.ratio} is of a whole completion: all its tokens get a gradient, not the chosen ones alone"
     if config.objective == "dppo" and config.ratio == "sequence":
         yield "objective dppo with ratio sequence: dppo drops tokens by their own probability"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3"
+    if config.scale_rewards == "mean":
+        yield "scale_rewards mean: is for rewards of 0 or more; a mean near 0 makes advantages large"
     if any(weight < 0 for weight in config.reward_weights):
         yield "reward_weights below 0: the run learns to make those rewards small"
-    if config.temperature != 1.0 and config.eval_every:
-        yield f"pass@k is sampled at temperature {config.temperature:g}"
+    if config.eval_every and (config.temperature != 1.0 or truncates(config)):
+        sampling = ("temperature", "top_p", "top_k", "min_p")
+        yield "pass@k is sampled with " + ", ".join(f"{name} {getattr(config, name):g}" for name in sampling)

@@ -43,6 +43,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
+        "rejected_groups": mean(not group.has_signal for group in groups),  # by dynamic_sampling, or would be
         "groups_replaced": sum(group.advantages is None for group in groups),  # by dynamic_sampling
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
@@ -268,7 +269,7 @@ def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tenso
     """Ends the run with the likely cause. The completions of the update go into a file."""
     file = Path(out) / "not_finite.safetensors"
     if ranks.rank() == 0:
-        save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if x is not None}, file)
+        save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if isinstance(x, Tensor)}, file)
     part = "the backward pass" if loss.isfinite() else "a reward, a log-prob or a ratio"
     with ranks.fail_together():  # told once, when the file is there
         raise UserError(

@@ -174,7 +174,7 @@ def settings_of(out: Path) -> Config | None:
     if not isinstance(settings, dict):
         return None  # not written by a run
     known = {name: x for name, x in from_json(settings).items() if name in vars(Config())}
-    return resolve(Config(**known), {}, on_gpu=False)
+    return resolve(Config(**{"keep_set": False} | known), {}, on_gpu=False)  # earlier runs had none
 
 
 def given_in(file: Path) -> dict:
