@@ -85,7 +85,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         if completion.entropy is not None:
             sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
-        kept.append([None] * start + (completion.kept or [None] * len(completion.ids)) + [None] * (T - end))
+        kept.append(completion.kept.between(start, T - end) if completion.kept else [None] * T)
         mask[n, start:end] = int(is_trained_on(group, i, mask_truncated))
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])

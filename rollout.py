@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass
 class KeptSets:
-    """kept[t]: the ids that token t was sampled from; None: the whole vocabulary. Lists of None can be added to it.
+    """kept[t]: the ids that token t was sampled from; None: the whole vocabulary.
 
     One flat int32 array with offsets. A set of more than V / 32 ids is -1 and a bit for each id of the vocabulary: with
     V = 152k no token takes more than 19 kB, where its ids might take 600.
@@ -78,11 +78,9 @@ class KeptSets:
             return None
         return words if words[0] >= 0 else np.unpackbits(words[1:].view(np.uint8)).nonzero()[0].astype(np.int32)
 
-    def __radd__(self, before: list[None]) -> "KeptSets":
-        return KeptSets(self.words, array("q", [0] * len(before)) + self.offsets)
-
-    def __add__(self, after: list[None]) -> "KeptSets":
-        return KeptSets(self.words, self.offsets + array("q", [len(self.words)] * len(after)))
+    def between(self, before: int, after: int) -> "KeptSets":
+        """With so many None on either side."""
+        return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
 @dataclass
