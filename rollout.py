@@ -164,7 +164,7 @@ def _decode(
     progress: Progress | None,
     **kwargs,
 ) -> tuple[Tensor, Tensor, Tensor, list[KeptSets]]:
-    """The loop: prompts (P, T), left-padded, rows (N,) -> tokens, log-probs, entropies, (N, L) each, and N kept sets."""
+    """Prompts (P, T), left-padded, and rows (N,) -> tokens, log-probs, entropies, (N, L) each, and N kept sets."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     logps, entropies = (torch.zeros(N, L, device=rows.device) for _ in range(2))
