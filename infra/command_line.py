@@ -123,9 +123,13 @@ def ready(config: Config, on_gpu: bool) -> Config:
     wrong = mistakes(config, on_gpu)
     if wrong:
         raise UserError("\nerror: ".join(wrong))
+    return filled_in(config, on_gpu)
+
+
+def filled_in(config: Config, on_gpu: bool) -> Config:
     config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
     if config.keep_set is None:  # a run that was begun without it goes on without it
-        there = run_folder.settings_of(Path(config.out))
+        there = None if run_folder.starts_over(config) else run_folder.settings_of(Path(config.out))
         config.keep_set = there is None or there.keep_set
     return config
 
@@ -133,8 +137,7 @@ def ready(config: Config, on_gpu: bool) -> Config:
 def mistakes(config: Config, on_gpu: bool) -> list[str]:
     """A line for each. The default stands in for a value that cannot be, so that the rest can be judged."""
     wrong = wrong_values(config)
-    config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in wrong})
-    config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
+    config = filled_in(dataclasses.replace(config, **{name: getattr(Config(), name) for name in wrong}), on_gpu)
     of_task = wrong_values(config)
     return [*wrong.values(), *of_task.values()] + ([] if of_task else [*contradictions(config)])
 
@@ -212,7 +215,7 @@ def contradictions(config: Config) -> Iterator[str]:
     of_sampler = [*bounds, *(["--off_policy_mask"] if config.off_policy_mask is not None else [])]
     of_sampler += ["--sampler_coef"] if config.sampler_coef else []
     of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
-    if of_sampler and truncates(config) and config.keep_set is False:
+    if of_sampler and truncates(config) and not config.keep_set:
         yield f"{of_sampler[0]} with --keep_set false: the sampler's log-probs are not of what it sampled from"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
