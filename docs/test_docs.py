@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import itertools
 import json
 import re
@@ -17,12 +18,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
 import train
 from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config, settings_that_may_change
 from infra.command_line import parse, ready
+from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from tasks._characters import small_config
 from tools import ablate, evidence, plot
@@ -31,8 +33,8 @@ HERE = Path(__file__).parent.parent
 PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md")]
 PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
-EDITS = EXTENDING.partition("## Another optimizer\n")[2]  # of train.py, in the place of a flag
-ADDITIONS = EXTENDING.removesuffix(EDITS)
+ADDITIONS, _, EDITS = EXTENDING.partition("## Another optimizer\n")  # these are of train.py, in the place of a flag
+EDITS, _, DISTILLATION = EDITS.partition("## On-policy distillation\n")
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -309,7 +311,38 @@ def test_the_functions_it_adds(fork):
     rewards, how = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0]]), dict(scale="none", baseline="median")
     assert own(fork, "advantage").group_advantages(rewards, **how).tolist() == [[-1.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
     rollout = own(fork, "rollout")
-    sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], min_p=0.5)
-    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
-    tokens, logp = rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
-    assert set(tokens.tolist()) == {0, 1} and logp.exp().min() == pytest.approx(0.3)
+    for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # of 0.5 and 0.3; of the likeliest
+        sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
+        logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
+        tokens, logp, sets = rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
+        assert all(one.tolist() == kept for one in sets)
+
+
+def test_distillation_has_the_gradient_of_the_kl(tmp_path, monkeypatch):
+    """Two steps as printed; the teacher is the student with noise. Their gradients are those of k2 alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_pretrained(HERE / "models" / "addition")
+    for weights in teacher.parameters():
+        weights.data += 0.02 * torch.randn_like(weights)
+    teacher.save_pretrained("teacher")
+    Path("distilled.py").write_text(patched(*blocks(DISTILLATION, "diff"), HERE)["train.py"])
+    distilled, pairs = importlib.import_module("distilled"), []
+    accumulate = distilled.accumulate
+
+    def compared(run, batch):
+        figures = accumulate(run, batch)
+        logp, _ = token_logprobs(run.model, batch.ids, batch.attention, batch.mask)
+        fixed = logp.detach(), torch.zeros(len(batch)), batch.weights, batch.mask
+        loss, _ = policy_loss(logp, *fixed, ref_logp=batch.ref_logp, beta=1.0, kl_estimator="k2")
+        parameters = list(run.model.parameters())
+        pairs.extend(zip([p.grad.clone() for p in parameters], torch.autograd.grad(loss, parameters), strict=True))
+        return figures
+
+    monkeypatch.setattr(distilled, "accumulate", compared)
+    (words,) = commands(DISTILLATION, "python train.py")
+    assert distilled.main([*words, "--steps", "2", "--eval_every", "0", "--out", "run"]) == 0
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # fp32, in other micro-batches
