@@ -119,6 +119,7 @@ def policy_loss(
     It computes and does not judge: which switches make sense together is settled in infra/command_line.py.
     """
     mask = mask.bool()
+    sampler_is_old = old_logp is sampler_logp  # not by value: a part of a batch may be equal by chance
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
     A = _clean(advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask), mask).to(logp.dtype)
     w = _clean(weights, mask).to(logp.dtype)
@@ -164,7 +165,7 @@ def policy_loss(
     # Corrections for a sampler that was not the old policy: constant factors.
     stats, tokens = {}, mask.sum()
     if sampler_logp is not None:
-        scored = torch.where((old_logp == sampler_logp).all(), logp, old_logp)  # is the sampler itself the old policy?
+        scored = logp if sampler_is_old else old_logp  # else the gap would be 0 by construction
         stats["sampler_gap"] = ((scored - sampler_logp).detach().abs().sum(), tokens)
         if tis_cap is not None or tis_floor is not None:
             log_w = (old_logp - sampler_logp).detach()

@@ -85,10 +85,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     sampled = time.perf_counter()
 
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
-    # log-probs come with the gradient's: no second forward pass.
-    if cfg.old_policy == "sampler":
-        batch.old_logp = batch.sampler_logp
-    elif cfg.num_iterations * cfg.minibatches > 1:
+    # log-probs come with the gradient's: no second forward pass. Nor does the sampler as the old policy need one.
+    if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = fixed_logprobs(run, batch, run.model)
     if run.reference is not None:
         batch.ref_logp = fixed_logprobs(run, batch, run.reference)
@@ -142,9 +140,10 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
         learns = every_row or bool(part.has_gradient.any())
         with torch.set_grad_enabled(learns):
             logp, entropy = logprobs(run, part, run.model, with_entropy=True)
+        old_logp = logp.detach() if part.old_logp is None else part.old_logp
         partial, stats = policy_loss(
             logp,
-            logp.detach() if part.old_logp is None else part.old_logp,
+            part.sampler_logp if cfg.old_policy == "sampler" else old_logp,
             part.advantages,
             part.weights,
             part.mask,

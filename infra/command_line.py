@@ -129,8 +129,9 @@ def ready(config: Config, on_gpu: bool) -> Config:
 def filled_in(config: Config, on_gpu: bool) -> Config:
     config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
     if config.keep_set is None:  # a run that was begun without it goes on without it
-        there = None if run_folder.starts_over(config) else run_folder.settings_of(Path(config.out))
-        config.keep_set = there is None or there.keep_set
+        out = Path(config.out)
+        goes_on = not run_folder.starts_over(config) and run_folder.made_steps(out) is not None
+        config.keep_set = run_folder.settings_of(out).keep_set if goes_on else True
     return config
 
 
