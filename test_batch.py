@@ -17,7 +17,7 @@ from config import ALGORITHMS, GRPO, Config
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra import ranks
 from loss import token_weights
-from rollout import Completion
+from rollout import Completion, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
@@ -98,7 +98,7 @@ def test_micro_batches(n, world, rows, tokens):
     lengths = np.random.default_rng(n).integers(1, 30, n).tolist()
     attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     number, zeros = torch.arange(n), torch.zeros(attention.shape)  # a row is known by its number
-    batch = Batch(attention * number[:, None], attention, attention.clone(), number.float(), number, zeros, zeros)
+    batch = Batch(attention * number[:, None], attention, attention.clone(), 1.0 + number, number, zeros, zeros)
     limits = Limits(rows, tokens)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
 
@@ -144,16 +144,19 @@ def make_run(normalization: str, limits: Limits, shard: bool = False, **switches
     return train.Run(cfg, CPU, None, None, model, None, optimizer, None, limits, None)
 
 
-def accumulated(monkeypatch, normalization: str, limits: Limits, world: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
+def accumulated(
+    monkeypatch, normalization: str, limits: Limits, world: int = 1, batch: Batch | None = None, **switches
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """-> the gradient, the loss and the statistics of each rank's part of a step; ranks come one after the other"""
-    run, batch = make_run(normalization, limits, shard=True), make_batch()
+    run, batch = make_run(normalization, limits, **{"shard": True} | switches), batch or make_batch()
     batch.weights = token_weights(batch.mask, normalization, run.config.max_completion_length, batch.prompts)
     monkeypatch.setattr(ranks, "world", lambda: world)
     parts = []
     for rank in range(world):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         loss, totals = train.accumulate(run, batch)
-        assert all(p.grad is not None for p in run.model.parameters()), "every rank takes part in the backward pass"
+        takes_part = all(p.grad is not None for p in run.model.parameters())
+        assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
         parts.append((flat_gradient(run.model), loss, totals))
     return parts
 
@@ -183,3 +186,59 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         steps.append([*figures, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
     for step in steps[1:]:
         same_up_to_rounding(step, steps[0])
+
+
+# ---- Kept sets, and rows without a gradient ----
+
+
+def sampled_groups() -> list[Group]:
+    """4 x 3 completions of a tiny model under top-p; one group has equal rewards, one completion has none."""
+    prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
+    samples = [(p, i) for p in range(4) for i in range(3)]
+    sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9)
+    model = tiny_model("gpt2", spread=1.0).float()
+    completions = rollout(model, [prompts[p] for p, _ in samples], uniforms(0, 1, samples, 8), sampling)
+    of_prompt = [dict(prompt_ids=prompts[p], completions=completions[3 * p : 3 * p + 3]) for p in range(4)]
+    return [Group(**of_prompt[p], rewards=rewards[p], advantages=group_advantages(rewards)[p]) for p in range(4)]
+
+
+def test_a_batch_has_the_sets_of_its_rows():
+    groups = sampled_groups()
+    batch = collate(groups, mask_truncated=False, device=CPU)
+    for n, row in enumerate(batch.kept):
+        start, completion = len(groups[n // 3].prompt_ids), groups[n // 3].completions[n % 3]
+        end = start + len(completion.ids)
+        assert all(map(np.array_equal, list(row)[start:end], completion.kept))
+        assert [ids is None for ids in row] == [not start <= t < end for t in range(batch.ids.shape[1])]
+    part = batch[[7, 2]]
+    assert part.kept == [batch.kept[7], batch.kept[2]] and part[[1]].kept == [batch.kept[2]]
+    groups[0].completions[0].kept = None  # of one that was sampled otherwise
+    assert list(collate(groups, mask_truncated=False, device=CPU).kept[0]) == [None] * batch.ids.shape[1]
+    assert make_batch().kept is None
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_rows_without_a_gradient_need_no_backward_pass(monkeypatch, of_tokens):
+    batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
+    if of_tokens:
+        batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
+        batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # on the prompt and behind the end alone
+    learnt, logprobs = [], train.logprobs
+
+    def noting(run: train.Run, part: Batch, *rest, **more) -> tuple:
+        learnt.append(len(part) * torch.is_grad_enabled())
+        return logprobs(run, part, *rest, **more)
+
+    monkeypatch.setattr(train, "logprobs", noting)
+    once = partial(accumulated, monkeypatch, "global", batch=batch, beta=0.0, entropy_coef=0.0)
+    [(gradient, loss, totals)] = once(WHOLE)  # with shards every row has a backward pass
+    assert sum(learnt) == 12 and gradient.norm() > 1e-3
+    assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
+    for world, rows, tokens in ((1, None, None), (1, 1, None), (2, 3, 40), (13, None, None)):
+        learnt.clear()
+        split = [sum(of_ranks) for of_ranks in zip(*once(Limits(rows, tokens), world, shard=False))]
+        # Not row 1, whose reward is its group's mean; not 3 to 5, whose rewards are equal; not 11, which has none.
+        assert sum(learnt) == (6 if of_tokens else 7)
+        assert distance(split[0], gradient) < 1e-12
+        same_up_to_rounding(split[1:], [loss, totals])

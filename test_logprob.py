@@ -3,9 +3,11 @@
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import logprob
 from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, rounding, tiny_model
-from logprob import head_returns_logits, token_logprobs
+from logprob import forward_replaced, head_returns_logits, token_logprobs
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # after the head: caps or scales them
 ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # a float64 model of any other family computes parts in float32
@@ -111,14 +113,22 @@ def test_a_model_as_it_may_be_trained(name: str, prepare: Callable):
     assert model.training
 
 
+def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Of states and weights in bf16 the exact logits."""
+    with torch.autocast("cpu", enabled=False):
+        weight, bias = (None if x is None else x.bfloat16().double() for x in (head.weight, head.bias))
+        return F.linear(hidden.bfloat16().double(), weight, bias)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Each logit is rounded to bfloat16, here or there differently, and so is each state's gradient."""
+    """What is rounded to bfloat16, here or there differently: each state's gradient, and each logit of gemma2."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         logp, entropy = score(model, temperature=0.7, entropy_grad=True)
-        expected_logp, expected_entropy = reference(model, temperature=0.7)
+        with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)) if name == "qwen2" else nullcontext():
+            expected_logp, expected_entropy = reference(model, temperature=0.7)
         largest = float(model(input_ids=IDS).logits.detach().abs().max()) / 0.7
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -126,6 +136,19 @@ def test_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
     assert (logp - expected_logp).abs().max() < eps * largest
     assert (entropy - expected_entropy).abs().max() < eps * largest
     assert distance(gradient(model, logp, entropy), gradient(model, expected_logp, expected_entropy)) < eps
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("all_in_bf16", [False, True])
+def test_log_probs_in_bf16_are_of_unrounded_logits(all_in_bf16: bool, bias: bool):
+    model = tiny_model("qwen2", torch.bfloat16 if all_in_bf16 else torch.float32)
+    model.lm_head.bias = nn.Parameter(3 * torch.randn(VOCAB).to(model.dtype)) if bias else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=not all_in_bf16):
+        logp, _ = score(model)
+        rounded, _ = reference(model)
+        with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)):
+            expected, _ = reference(model)
+    assert (logp - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
 
 
 def test_entropy_under_autocast_is_summed_in_float32():
@@ -184,6 +207,44 @@ def test_entropy_only_when_asked_for(name: str):
     assert none is None and logp.requires_grad and not detached.requires_grad and entropy.requires_grad
     assert torch.equal(detached, entropy) and torch.equal(plain, logp)
     assert torch.equal(gradient(model, plain, None), gradient(model, logp, None))
+
+
+# Over sets of ids
+
+
+def some_sets() -> list[list]:
+    """For each position None or ids, its own among them, one to all: as a list, an array or a tensor."""
+    r, kinds = np.random.default_rng(0), (list, np.asarray, torch.as_tensor, lambda ids: None)
+
+    def of(token: int) -> object:
+        others = r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])]
+        return kinds[r.integers(4)](np.unique([token, *others]).astype(np.int32))
+
+    return [[of(token) for token in row] for row in IDS.tolist()]
+
+
+def over_sets(model: nn.Module, kept: list, temperature: float) -> tuple[Tensor, Tensor]:
+    logp, entropy = reference(model, temperature=temperature)
+    for b, t in COMPLETION.nonzero().tolist():
+        if kept[b][t] is not None:
+            before = IDS[b, :t][ATTENTION[b, :t] == 1]
+            log_p = (model(input_ids=before[None]).logits[0, -1] / temperature).log_softmax(0)
+            logp[b, t] = logp[b, t] - log_p[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
+    return logp, entropy
+
+
+@pytest.mark.parametrize("temperature, chunk", [(1.0, 1000), (0.7, 1), (0.7, 5)])
+@pytest.mark.parametrize("returns_logits", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
+    model, kept = tiny_model("gpt2"), some_sets()
+    monkeypatch.setitem(logprob._returns_logits, model, returns_logits)
+    expected = over_sets(model, kept, temperature)[: 1 + entropy_grad]
+    values = score(model, temperature=temperature, entropy_grad=entropy_grad, kept=kept)[: 1 + entropy_grad]
+    torch.testing.assert_close(values, expected, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))
+    grads = [gradient(model, *each, *[None] * (not entropy_grad)) for each in (values, expected)]
+    assert distance(*grads) < rounding(torch.float64)
 
 
 # Which way, and that the model stays as it was
@@ -256,7 +317,7 @@ LARGE_VOCAB, CHUNK = 40_000, 8
 CHUNK_BYTES = WEIGHT_BYTES = CHUNK * LARGE_VOCAB * 4  # a chunk's logits; the head's weight, hidden size 8
 
 
-def memory(name: str, entropy_grad: bool, *lengths: int) -> tuple[int, int]:
+def memory(name: str, entropy_grad: bool, *lengths: int, kept: list | None = None) -> tuple[int, int]:
     """Bytes of the largest tensor that forward and backward pass make, and of all that live at the same time. The
     vocabulary outweighs all else."""
     sizes = dict(vocab_size=LARGE_VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8)
@@ -265,8 +326,9 @@ def memory(name: str, entropy_grad: bool, *lengths: int) -> tuple[int, int]:
     completion = F.pad((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(), (2, 0))
     attention = F.pad(completion[:, 2:], (2, 0), value=1)
     gc.collect()  # so that what is freed was made here
+    how = dict(temperature=0.7, entropy_grad=entropy_grad, kept=kept)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        logp, entropy = token_logprobs(model, ids, attention, completion, temperature=0.7, entropy_grad=entropy_grad)
+        logp, entropy = token_logprobs(model, ids, attention, completion, **how)
         (logp.sum() + entropy.sum() if entropy_grad else logp.sum()).backward()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -288,3 +350,13 @@ def test_the_slower_way_holds_one_rows_logits(entropy_grad: bool):
     assert largest == largest_of_three == 20 * LARGE_VOCAB * 4
     # Two more: gradients of the head and of the embedding, to which the next row's are added.
     assert one < three < 1.02 * (one + 2 * WEIGHT_BYTES)  # all else is small, but there
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("share, more", [(0.95, 1.0), (0.0001, 0.0)])
+def test_memory_of_sets(name: str, share: float, more: float, monkeypatch: pytest.MonkeyPatch):
+    """In chunks of half the size, with ids of 8 bytes beside numbers of 4: one more chunk's bytes at most."""
+    monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
+    row = 99 * [np.arange(int(LARGE_VOCAB * share), dtype=np.int32)]
+    (_, without), (_, with_sets) = (memory(name, True, 40, 25, 1, 13, kept=kept) for kept in (None, 4 * [row]))
+    assert with_sets < 1.01 * without + more * CHUNK_BYTES

@@ -1,5 +1,6 @@
 """Rollouts: what is sampled depends on the prompt and its stream alone, and is what is scored afterwards."""
 
+import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,9 +11,9 @@ import torch
 from transformers import GenerationConfig
 
 from config import UserError
-from conftest import rounding, tiny_model
+from conftest import VOCAB, rounding, tiny_model
 from logprob import token_logprobs
-from rollout import Completion, Sampling, rollout, sample, uniforms
+from rollout import Completion, KeptSets, Sampling, rollout, sample, uniforms
 
 KINDS = ["qwen2", "gemma2", "gpt2", "bloom", "qwen3_moe", "mamba"]
 DISTINCT = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 20], [3]]
@@ -34,7 +35,8 @@ def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + completion.ids])
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)
-        scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, temperature=temperature, with_entropy=True))
+        how = dict(temperature=temperature, kept=completion.kept and [completion.kept.between(len(prompt), 0)])
+        scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, with_entropy=True, **how))
         close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :])
 
 
@@ -52,13 +54,17 @@ def test_a_completion_depends_on_its_prompt_and_stream_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
-    model, sampling = build(kind), Sampling(12, [2, 4, 8], temperature)
+@pytest.mark.parametrize("temperature, cut", [(0.7, {}), (1.3, {}), (0.9, dict(top_k=9, top_p=0.9, min_p=0.05))])
+def test_the_sampled_distribution_is_the_scored_one(kind, temperature, cut):
+    model, sampling = build(kind), Sampling(12, [2, 4, 8], temperature, **cut)
     completions = rollout(model, PROMPTS, streams(), replace(sampling, with_entropy=True))
     assert_scored_as_sampled(model, PROMPTS, completions, temperature)
     plain = rollout(model, PROMPTS, streams(), sampling)
     assert plain == [replace(completion, entropy=None) for completion in completions]
+    of_whole = rollout(model, PROMPTS, streams(), replace(sampling, with_entropy=True, keep_set=False))
+    assert_scored_as_sampled(model, PROMPTS, of_whole, temperature)
+    assert [c.ids for c in of_whole] == [c.ids for c in plain] and all(c.kept is None for c in of_whole)
+    assert not cut or max(a - b for x, y in zip(plain, of_whole) for a, b in zip(x.logp, y.logp)) > 0.01
 
 
 @torch.no_grad()
@@ -94,8 +100,9 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
-    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0))
+    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0, top_k=3))
     for prompt, completion in zip(DISTINCT, completions, strict=True):
+        assert completion.kept is None
         assert prompt + completion.ids == model.generate(torch.tensor([prompt]), generation_config=config)[0].tolist()
 
 
@@ -112,10 +119,61 @@ def test_top_k_and_top_p():
     cases = {(0, 1.0): {0, 1, 2, 3, 4}, (2, 1.0): {1, 3}, (0, 0.69): {1, 3}, (0, 0.71): {1, 3, 4}, (0, 0.01): {1}}
     cases[2, 0.55] = {1}  # 0.4 of the 0.7 that top_k has left
     for (top_k, top_p), expected in cases.items():
-        token, logp = sample(logits, u, Sampling(1, [0], top_k=top_k, top_p=top_p))
+        token, logp, _ = sample(logits, u, Sampling(1, [0], top_k=top_k, top_p=top_p, keep_set=False))
         assert set(token.tolist()) == expected
         close(logp, logits[0][token])  # of the whole distribution
     assert sample(logits, u, Sampling(1, [0], top_k=2))[0].bincount().tolist() == [0, 572, 0, 428]  # 4 to 3
+
+
+CUT = dict(top_k=dict(top_k=5), top_p=dict(top_p=0.8), min_p=dict(min_p=0.1), all=dict(top_k=9, top_p=0.9, min_p=0.05))
+
+
+def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """(V,) -> ids, one after the other"""
+    ids = p.argsort(descending=True).tolist()[: top_k or None]
+    mass, left = float(p[ids].sum()), []
+    while not left or float(p[left].sum()) < top_p * mass:
+        left.append(ids[len(left)])
+    return sorted(v for v in left if p[v] >= min_p * p.max())
+
+
+@pytest.mark.parametrize("cut", CUT)
+@torch.no_grad()
+def test_kept_are_the_ids_that_were_left_and_log_probs_are_over_them(cut):
+    model, sizes = build(), []
+    for prompt, completion in zip(PROMPTS, rollout(model, PROMPTS, streams(), replace(SAMPLING, **CUT[cut]))):
+        logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1].double()
+        for z, token, logp, kept in zip(logits, completion.ids, completion.logp, completion.kept, strict=True):
+            p = (z / SAMPLING.temperature).softmax(-1)
+            expected = left_of(p, **CUT[cut])
+            assert sorted(kept) == expected and token in kept
+            close(torch.tensor(logp), (p[token] / p[expected].sum()).log().float())
+            sizes.append(len(expected))
+    assert max(sizes) < VOCAB / 2 and (cut == "top_k" or min(sizes) < max(sizes))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1000])
+def test_kept_sets(vocabulary):
+    r, kept = np.random.default_rng(0), KeptSets()
+    sizes = [n for n in (1, 2, vocabulary // 32, vocabulary // 32 + 1, vocabulary) if 0 < n <= vocabulary]
+    sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
+    for ids in sets:
+        kept.append(ids, vocabulary)
+    padded = pickle.loads(pickle.dumps(kept.between(2, 1)))
+    assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]
+    assert all(map(np.array_equal, sets, list(padded)[2:-1])) and np.array_equal(padded[-2], sets[-1])
+    whole_words = 1 + -(-vocabulary // 32)  # a mark, and a bit for each id
+    assert np.diff(kept.offsets).tolist() == [n if 32 * n <= vocabulary else whole_words for n in sizes]
+
+
+@pytest.mark.parametrize("spread, bytes_of_a_token", [(0.1, 19_500), (30.0, 100)])  # 140k ids each, or a handful
+def test_sets_of_a_large_vocabulary_stay_small(spread, bytes_of_a_token):
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    model = tiny_model("qwen2", torch.float32, spread, vocab_size=152_000, **sizes)
+    (completion,) = rollout(model, [[5, 6, 7]], streams([(0, 0)]), Sampling(12, [2], top_p=0.95))
+    widest = max(map(len, completion.kept))
+    assert widest > 130_000 if spread < 1 else widest < 100
+    assert len(pickle.dumps(completion.kept)) < bytes_of_a_token * len(completion.ids)
 
 
 def test_logits_in_bfloat16_are_sampled_from_in_float32():

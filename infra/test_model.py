@@ -1,4 +1,4 @@
-"""A model in bf16: its weights while it decodes, and its experts in an update, under autocast."""
+"""A model in bf16: its weights and logits while it decodes, and its experts in an update, under autocast."""
 
 from contextlib import nullcontext
 
@@ -54,3 +54,20 @@ def test_decoding_has_weights_in_the_dtype_of_the_computation_and_gives_the_very
         raise KeyboardInterrupt
     after = model.state_dict()
     assert all(after[name].dtype == x.dtype and after[name].equal(x) for name, x in before.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, exact", [("qwen2", True), ("gemma2", False)])
+def test_logits_while_decoding_in_bf16_are_not_rounded_to_it(name, exact):
+    """But where a model changes what its head returns, which it does in bf16."""
+    model, ids, states = tiny_model(name, torch.float32).eval(), torch.arange(3, 15)[None], []
+    model.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
+    with decoding(model, torch.bfloat16):
+        logits = model(ids).logits
+        expected = states[-1].double() @ model.lm_head.weight.double().T
+    assert states[-1].dtype == torch.bfloat16
+    assert logits.dtype == (torch.float32 if exact else torch.bfloat16)
+    assert not exact or (logits - expected).abs().max() < 1e-5  # 32 terms, logits of up to about 16, in fp32
+    assert "forward" not in vars(model.lm_head) and model(ids).logits.dtype == torch.float32
+    with decoding(model, torch.float32):
+        assert "forward" not in vars(model.lm_head), "nothing is rounded there"
