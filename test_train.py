@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import train
 from advantage import combine_rewards, group_advantages
-from batch import minibatches
+from batch import Batch, minibatches
 from config import ALGORITHMS, Config
-from conftest import ROOT, TIMINGS, assert_same_run, distance, flags, lines, metrics, run, samples
+from conftest import ROOT, TIMINGS, assert_same_files, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
+from loss import SWITCHES_READ
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
 from tasks.sorting import model as sorting_model
@@ -39,6 +40,15 @@ def sometimes(completions, completion_ids, **columns):
 
 def never(prompts, **columns):
     return [None] * len(prompts)
+
+
+def wrong(prompts, **columns):
+    return [0.0] * len(prompts)
+
+
+def at_first(completions, trainer_state, **columns):
+    """In the first step alone."""
+    return [None if trainer_state.global_step else float(len(text)) for text in completions]
 
 
 def letters(prompts, completions, **columns):
@@ -304,11 +314,12 @@ def test_gradients_are_clipped_to_a_norm(go, updates):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_switch_of_an_algorithm_reaches_the_step(go, watch, algorithm):
     calls = watch(train, "policy_loss")
-    others = dict(beta=0.1, kl_estimator="k2", kl_importance=True, tis_cap=3.0, tis_floor=0.5, tis_mode="token_mask")
-    others |= dict(off_policy_mask=2.5, sapo_tau_pos=1.5, sapo_tau_neg=2.0)
-    if ALGORITHMS[algorithm]["objective"] == "clip":
-        others["delta"] = 7.0
-    out, given = go(steps=1, algorithm=algorithm, **others), calls[0][1]
+    others = dict(beta=0.1, kl_estimator="k1", kl_importance=True, tis_cap=3.0, tis_floor=0.5, tis_mode="token_mask")
+    others |= dict(off_policy_mask=2.5, sampler_coef=0.2)
+    own_switches = dict(delta=7.0, sapo_tau_pos=1.5, sapo_tau_neg=2.0) if algorithm != "gmpo" else {}
+    read = SWITCHES_READ[ALGORITHMS[algorithm]["objective"]]
+    others |= {name: x for name, x in own_switches.items() if name in read}
+    out, given = go(steps=1, algorithm=algorithm, reward=own("letters"), **others), calls[0][1]
     settings = json.loads((out / "config.json").read_text())["settings"]
     in_the_loss = {"objective", "ratio", "epsilon_low", "epsilon_high", *others}
     assert {name: given[name] for name in in_the_loss} == {name: settings[name] for name in in_the_loss}
@@ -342,6 +353,96 @@ def test_metrics_are_of_the_whole_step(go):
     }
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     assert figures["sampler_gap"] < 1e-5
+
+
+# ---- Tokens from a part of the vocabulary ----
+
+CUTS = {"top_p": dict(top_p=0.9), "top_k": dict(top_k=9), "min_p": dict(min_p=0.05)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_where_the_vocabulary_is_cut_the_step_is_the_same_however_it_is_computed(go, sorting, tmp_path, cut):
+    settings = OFF_POLICY | CUTS[cut]
+    whole = go("whole", micro_batch_tokens=10**6, **settings)
+    assert_same_run(go("part", micro_batch_size=3, micro_batch_tokens=30, **settings), whole)
+    run(sorting | settings, tmp_path / "two", world=2)
+    assert_same_run(tmp_path / "two", whole)  # with a sampler_gap of rounding alone
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, cut):
+    """The reference is the policy at first: a KL of 0. Nothing differs from the sampler: a correction by 1 alone."""
+    plain = go("plain", beta=0.1, **CUTS[cut])
+    corrected = go("tis", beta=0.1, tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, **CUTS[cut])
+    assert_same_run(corrected, plain)
+    first, second = metrics(plain)
+    assert max(first["sampler_gap"], second["sampler_gap"]) < 1e-5
+    assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
+
+
+def test_with_the_sampler_as_the_old_policy_the_gap_is_that_of_the_policy(go):
+    """Of rounding alone while the policy has not moved, but not 0, as between the old policy and the sampler."""
+    assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(go(old_policy="sampler", top_p=0.9)))
+
+
+def test_a_run_that_began_without_kept_sets_goes_on_without_them(go):
+    settings = dict(top_p=0.5, lr_schedule="constant")
+    whole = go("whole", steps=3, keep_set="no", **settings)
+    out = go(steps=1, keep_set="no", **settings)
+    about = json.loads((out / "config.json").read_text())
+    assert about["settings"].pop("keep_set") is about["given"].pop("keep_set") is False
+    (out / "config.json").write_text(json.dumps(about))  # as of a version that had no such setting
+    go(steps=2, **settings)
+    assert train.main(["--out", str(out), "--steps", "3"]) == 0
+    assert_same_files(out, whole)
+
+
+# ---- Nothing to learn from ----
+
+
+@pytest.mark.parametrize("also", [{}, dict(beta=0.1), dict(entropy_coef=0.1), dict(sampler_coef=0.1)], ids=str)
+def test_what_has_no_gradient_gets_no_backward_pass(go, updates, watch, monkeypatch, also):
+    """Completions of advantage 0, in the first of two updates and the second, where no other term has a gradient."""
+    calls = watch(train, "logprobs")
+
+    def backward() -> list[bool]:
+        return [result[0].requires_grad for _, more, result in calls if "with_entropy" in more]
+
+    settings = dict(steps=1, prompts_per_step=8, num_iterations=2, learning_rate=0.02, micro_batch_size=1) | also
+    some = go("some", reward=own("letters"), **settings)
+    n, learnt = 2 * 8 * G, 2 * sum(line["advantage"] != 0 for line in samples(some))
+    assert learnt < n == len(backward()) and sum(backward()) == (n if also else learnt)
+    monkeypatch.setattr(Batch, "has_gradient", property(lambda batch: torch.ones(len(batch), dtype=torch.bool)))
+    every = go("every", reward=own("letters"), **settings)
+    assert all(backward()[n:])
+    assert distance(updates[0][0], updates[2][0]) < 1e-6
+    assert distance(updates[1][0], updates[3][0]) < (1e-4 if also else 1e-6)
+    assert_same_run(some, every)
+
+
+def test_where_no_token_is_trained_on_momentum_moves_no_weight(go):
+    one, three = (go(f"{n}", steps=n, reward=own("at_first"), weight_decay=0.1) for n in (1, 3))
+    assert metrics(three)[0]["grad_norm"] > 0.01 and [line["grad_norm"] for line in metrics(three)[1:]] == [0.0, 0.0]
+    assert torch.equal(trained(three), trained(one)) and not torch.equal(trained(one), untrained())
+
+
+def test_where_every_group_was_rejected_a_penalty_teaches_nothing(go):
+    out = go(reward=own("letters", "wrong"), correct="wrong", dynamic_sampling=1)
+    assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
+    assert all(line["rejected_groups"] == 1.0 > line["dead_groups"] for line in metrics(out))
+    assert torch.equal(trained(out), untrained())
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_rejected_groups_against_counting(go, mask_truncated):
+    settings = dict(reward=own("letters", "lucky"), correct="lucky", mask_truncated=mask_truncated)
+    out = go(steps=1, prompts_per_step=9, num_generations=3, **settings)
+    (figures,), rows = metrics(out), samples(out)
+    groups = [rows[i : i + 3] for i in range(0, len(rows), 3)]
+    alike = [len({line["rewards"]["lucky"] for line in group}) == 1 for group in groups]
+    cut = [mask_truncated and sum(not line["truncated"] for line in group) < 2 for group in groups]
+    assert figures["rejected_groups"] == pytest.approx(statistics.mean(a or b for a, b in zip(alike, cut)))
+    assert figures["dead_groups"] < figures["rejected_groups"] < 1.0 and any(cut) == mask_truncated
 
 
 # ---- Several steps ----

@@ -57,7 +57,15 @@ RESOLVED = [
     ("--num_generations 1 --baseline none --scale_rewards none --prompts_per_step 7", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --ratio sequence", {}),
     ("--epsilon_high inf --tis_cap 2 --tis_floor 2 --num_iterations 2 --minibatches 128", {}),
-    ("--algorithm cispo --num_iterations 4 --epsilon_low 1.5 --eval_every 0 --warmup_steps 1000 --steps 5", {}),
+    ("--algorithm cispo --num_iterations 4 --eval_every 0 --warmup_steps 1000 --steps 5", {}),
+    ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # not read, but as the preset has it
+    ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
+    ("--objective cispo --epsilon_high 1 --tis_mode geometric_mask --tis_floor 0.5", {}),
+    ("--algorithm gmpo --epsilon_low 1.5 --normalization prompt --num_iterations 2", {}),
+    ("--tis_cap 2 --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --top_k 9 --min_p 0.1", dict(keep_set=True)),
+    ("--old_policy sampler --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --keep_set", {}),
+    ("--tis_cap 2 --keep_set no", dict(keep_set=False)),
+    ("--algorithm gdpo --dynamic_sampling 2", {}),
 ]
 
 
@@ -65,6 +73,23 @@ RESOLVED = [
 def test_what_is_left_open_is_the_tasks_the_algorithms_or_the_machines(line, settings):
     config = vars(ready(read(line), on_gpu=False))
     assert {name: config[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(("began_with", "more", "kept"), [
+    (None, "", False), (None, "--overwrite", True), (True, "", True), (False, "", False),
+])  # fmt: skip
+def test_a_run_goes_on_with_the_log_probs_that_it_began_with(tmp_path, began_with, more, kept):
+    """One without the setting, of an earlier version, had log-probs of the whole vocabulary."""
+    line, file = f"--top_p 0.9 --out {tmp_path}", tmp_path / "config.json"
+    run_folder.begin(ready(read(line), on_gpu=False), read(line), 0)
+    content = json.loads(file.read_text())
+    assert content["settings"].pop("keep_set") is True
+    content["settings"] |= {} if began_with is None else {"keep_set": began_with}
+    in_a_file(file, content)
+    assert ready(read(line), on_gpu=False).keep_set, "nothing was made"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for words in (line, f"--out {tmp_path}"):
+        assert ready(read(f"{words} {more}"), on_gpu=False).keep_set is kept
 
 
 @pytest.mark.parametrize("task", task_names())
@@ -121,11 +146,29 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not for 8"),
     ("--epsilon_low 1.5 --tis_cap 2 --tis_floor 3", "--epsilon_low 1.5: ", "--tis_floor 3: ... above --tis_cap 2"),
     ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high = 1.2"),
-    ("--algorithm gmpo --objective cispo --delta 3", "--delta 3: ... not of cispo", "--ratio geometric: ... of cispo"),
-    ("--off_policy_mask 1 --top_p 0.9", "--off_policy_mask with --top_p or --top_k"),
-    ("--old_policy sampler --top_k 9", "--old_policy sampler with --top_p or --top_k"),
-    ("--tis_cap 2 --top_p 0.9", "--tis_cap with --top_p or --top_k"),
-    ("--tis_floor 0.2 --top_k 9", "--tis_floor with --top_p or --top_k"),
+    ("--algorithm gmpo --delta 3", "--delta 3: bounds a ratio"),
+    ("--algorithm gmpo --objective cispo --epsilon_high 5", "--ratio geometric: ... of --objective clip, not of cispo"),
+    ("--sapo_tau_pos 2 --sapo_tau_neg 2", "--sapo_tau_neg 2.0: is not read by --objective clip", "--sapo_tau_pos 2.0"),
+    ("--algorithm cispo --epsilon_low 1.5 --delta 3", "--delta 3.0: ... by --objective cispo", "--epsilon_low 1.5"),
+    ("--algorithm sapo --epsilon_low 0.1 --epsilon_high 0.3", "--epsilon_high 0.3: ... sapo", "--epsilon_low 0.1"),
+    ("--algorithm dppo --delta 3", "--delta 3.0: is not read by --objective dppo"),
+    ("--algorithm rloo --ratio sequence --epsilon_low 0.1", "--epsilon_low 0.1: ... reinforce", "--ratio sequence"),
+    ("--algorithm rloo --old_policy sampler", "--old_policy sampler: is not read by --objective reinforce"),
+    ("--objective cispo", "--epsilon_high 0.2: is the cap itself under cispo"),
+    ("--tis_mode geometric_mask", "--tis_mode geometric_mask: corrects nothing without --tis_cap"),
+    ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... 1 by construction"),
+    ("--off_policy_mask 1 --top_p 0.9 --keep_set no", "--off_policy_mask with --keep_set false"),
+    ("--old_policy sampler --top_k 9 --keep_set no", "--old_policy sampler with --keep_set false"),
+    ("--tis_cap 2 --min_p 0.1 --keep_set no", "--tis_cap with --keep_set false"),
+    ("--tis_floor 0.2 --top_p 0.9 --keep_set no", "--tis_floor with --keep_set false"),
+    ("--sampler_coef 1 --top_k 9 --keep_set no", "--sampler_coef with --keep_set false"),
+    ("--algorithm maxrl --combine_rewards gdpo", "--scale_rewards mean: ... gdpo has made 0"),
+    ("--algorithm gdpo --num_generations 1", "--num_generations 1: a group of one"),
+    ("--normalization prompt --minibatches 2", "--normalization prompt with --minibatches"),
+    *[
+        (f"--beta 1 --kl_importance --kl_estimator {x}", f"k1 and k3 exact, not {x}")
+        for x in ("k2", "abs", "k1+", "k3+")
+    ],
     ("--algorithm reinforce++ --dynamic_sampling 2", "--dynamic_sampling: groups of equal rewards"),
     ("--algorithm dapo --prompts_per_step 1", "--dynamic_sampling with --prompts_per_step 1: ... at least 2"),
     ("--ref_sync_every 5 --kl_importance", "--ref_sync_every: ", "--kl_importance: ... --beta above 0"),
@@ -163,12 +206,12 @@ BOUNDS = [  # a value that is refused, one that is taken, by these numbers
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
     (0, 1e-9, "sapo_tau_pos sapo_tau_neg"),
     (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
-    (-1e-9, 0, "off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
+    (-1e-9, 0, "min_p sampler_coef off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
-    (1.001, 1, "top_p top_entropy"),
+    (1.001, 1, "top_p min_p top_entropy"),
     (math.inf, 1e9, "reward_timeout temperature tis_cap delta max_grad_norm learning_rate beta entropy_coef"),
-    (math.inf, 1e9, "weight_decay tis_floor sapo_tau_pos sapo_tau_neg off_policy_mask"),
+    (math.inf, 1e9, "weight_decay tis_floor sapo_tau_pos sapo_tau_neg off_policy_mask sampler_coef"),
     (math.nan, math.inf, "epsilon_low epsilon_high"),
     ([-math.inf], [-1e9], "reward_weights"),
 ]
@@ -183,10 +226,20 @@ def test_every_number_has_bounds():
 
 
 def test_what_is_allowed_but_worth_a_line():
-    odd = dict(top_k=5, objective="dppo", ratio="sequence", normalization="constant", beta=0.1, kl_estimator="k1")
-    odd |= dict(reward=["exact_sum"], reward_weights=[-1.0], temperature=0.7)
-    told = ["truncated", "long ones weigh more", "own probability", "adds noise", "rewards small", "temperature 0.7"]
-    for settings, notes in ((odd, told), (dict(top_p=0.9), told[:1]), (dict(ratio="sequence", beta=0.1), [])):
+    odd = dict(top_k=5, keep_set=False, objective="dppo", ratio="sequence", normalization="constant", top_entropy=0.5)
+    odd |= dict(beta=0.1, kl_estimator="k1", scale_rewards="mean", reward=["exact_sum"], reward_weights=[-1.0])
+    told = ["log-probs are of the whole", "long ones weigh more", "not the chosen ones alone", "own probability"]
+    told += ["adds noise", "a mean near 0", "rewards small", "temperature 1, top_p 1, top_k 5, min_p 0"]
+    for settings, notes in (
+        (odd, told),
+        (dict(min_p=0.1, keep_set=False, eval_every=0), ["keep_set false"]),
+        (dict(top_p=0.9), ["top_p 0.9"]),
+        (dict(temperature=0.7), ["temperature 0.7"]),
+        (dict(ratio="geometric", tis_mode="token_mask", tis_floor=0.5), ["geometric ... not the chosen"]),
+        (dict(top_p=0.9, eval_every=0), []),
+        (dict(ratio="sequence", beta=0.1, tis_cap=2.0), []),
+        (dict(top_entropy=0.5), []),
+    ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 
 
