@@ -199,8 +199,8 @@ def sampled_groups() -> list[Group]:
     sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9)
     model = tiny_model("gpt2", spread=1.0).float()
     completions = rollout(model, [prompts[p] for p, _ in samples], uniforms(0, 1, samples, 8), sampling)
-    of_prompt = [dict(prompt_ids=prompts[p], completions=completions[3 * p : 3 * p + 3]) for p in range(4)]
-    return [Group(**of_prompt[p], rewards=rewards[p], advantages=group_advantages(rewards)[p]) for p in range(4)]
+    judged = zip(prompts, rewards, group_advantages(rewards))
+    return [Group(ids, {}, completions[3 * p : 3 * p + 3], r, advantages=A) for p, (ids, r, A) in enumerate(judged)]
 
 
 def test_a_batch_has_the_sets_of_its_rows():

@@ -35,7 +35,7 @@ def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
     return token_logprobs(model, IDS, ATTENTION, COMPLETION, **settings)
 
 
-def reference(model: nn.Module, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = None) -> tuple[Tensor, Tensor]:
     logp, entropy = (torch.zeros(IDS.shape, dtype=torch.float64) for _ in range(2))
     for b, attention in enumerate(ATTENTION):
         at = attention.nonzero()[:, 0]
@@ -43,6 +43,9 @@ def reference(model: nn.Module, temperature: float = 1.0) -> tuple[Tensor, Tenso
         log_p = torch.log_softmax(logits.double() / temperature, -1)
         logp[b, at[1:]] = log_p.gather(1, IDS[b, at[1:], None])[:, 0]
         entropy[b, at[1:]] = -(log_p.exp() * log_p).sum(-1)
+        for t, over_all in zip(at[1:].tolist(), log_p):
+            if kept is not None and kept[b][t] is not None:
+                logp[b, t] -= over_all[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
     return logp * COMPLETION, entropy * COMPLETION
 
 
@@ -223,16 +226,6 @@ def some_sets() -> list[list]:
     return [[of(token) for token in row] for row in IDS.tolist()]
 
 
-def over_sets(model: nn.Module, kept: list, temperature: float) -> tuple[Tensor, Tensor]:
-    logp, entropy = reference(model, temperature=temperature)
-    for b, t in COMPLETION.nonzero().tolist():
-        if kept[b][t] is not None:
-            before = IDS[b, :t][ATTENTION[b, :t] == 1]
-            log_p = (model(input_ids=before[None]).logits[0, -1] / temperature).log_softmax(0)
-            logp[b, t] = logp[b, t] - log_p[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
-    return logp, entropy
-
-
 @pytest.mark.parametrize("temperature, chunk", [(1.0, 1000), (0.7, 1), (0.7, 5)])
 @pytest.mark.parametrize("returns_logits", [True, False])
 @pytest.mark.parametrize("entropy_grad", [True, False])
@@ -240,7 +233,7 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
     model, kept = tiny_model("gpt2"), some_sets()
     monkeypatch.setitem(logprob._returns_logits, model, returns_logits)
-    expected = over_sets(model, kept, temperature)[: 1 + entropy_grad]
+    expected = reference(model, temperature=temperature, kept=kept)[: 1 + entropy_grad]
     values = score(model, temperature=temperature, entropy_grad=entropy_grad, kept=kept)[: 1 + entropy_grad]
     torch.testing.assert_close(values, expected, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))
     grads = [gradient(model, *each, *[None] * (not entropy_grad)) for each in (values, expected)]
