@@ -217,13 +217,10 @@ def test_entropy_only_when_asked_for(name: str):
 
 def some_sets() -> list[list]:
     """For each position None or ids, its own among them, one to all: as a list, an array or a tensor."""
-    r, kinds = np.random.default_rng(0), (list, np.asarray, torch.as_tensor, lambda ids: None)
-
-    def of(token: int) -> object:
-        others = r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])]
-        return kinds[r.integers(4)](np.unique([token, *others]).astype(np.int32))
-
-    return [[of(token) for token in row] for row in IDS.tolist()]
+    r, kinds = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
+    others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
+    sets = iter([np.unique([token, *of_one]) for token, of_one in zip(IDS.flatten().tolist(), others)])
+    return [[kinds[r.integers(4)](next(sets)) for _ in row] for row in IDS]
 
 
 @pytest.mark.parametrize("temperature, chunk", [(1.0, 1000), (0.7, 1), (0.7, 5)])
