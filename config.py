@@ -163,6 +163,11 @@ class Config:
     out: str | None = setting(None, "folder of the run, where the same command continues it", may_change=True)
     overwrite: bool = setting(False, "start over there; the run that was there is moved aside", may_change=True)
 
+    @property
+    def truncates(self) -> bool:
+        """Tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
 
 def settings_that_may_change() -> list[str]:
     """Those that may be others when a run is continued."""

@@ -216,7 +216,7 @@ def contradictions(config: Config) -> Iterator[str]:
     of_sampler = [*bounds, *(["--off_policy_mask"] if config.off_policy_mask is not None else [])]
     of_sampler += ["--sampler_coef"] if config.sampler_coef else []
     of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
-    if of_sampler and truncates(config) and not config.keep_set:
+    if of_sampler and config.truncates and not config.keep_set:
         yield f"{of_sampler[0]} with --keep_set false: the sampler's log-probs are not of what it sampled from"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
@@ -246,13 +246,9 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--shard_size {config.shard_size}: is part of --shard; give both or neither"
 
 
-def truncates(config: Config) -> bool:
-    return config.top_p < 1.0 or config.top_k > 0 or config.min_p > 0.0
-
-
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
-    if truncates(config) and not config.keep_set:
+    if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     if config.ratio != "token" and config.normalization != "sequence":
         yield f"ratio {config.ratio} with normalization {config.normalization}: long ones weigh more, as in LUSPO"
@@ -267,6 +263,6 @@ def warnings(config: Config) -> Iterator[str]:
         yield "scale_rewards mean: is for rewards of 0 or more; a mean near 0 makes advantages large"
     if any(weight < 0 for weight in config.reward_weights):
         yield "reward_weights below 0: the run learns to make those rewards small"
-    if config.eval_every and (config.temperature != 1.0 or truncates(config)):
+    if config.eval_every and (config.temperature != 1.0 or config.truncates):
         sampling = ("temperature", "top_p", "top_k", "min_p")
         yield "pass@k is sampled with " + ", ".join(f"{name} {getattr(config, name):g}" for name in sampling)

@@ -81,7 +81,8 @@ def made_steps(out: Path) -> int | None:
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """What makes another run of it."""
-    fixed = [name for name in vars(here) if name not in settings_that_may_change()]
+    no_matter = settings_that_may_change() if here.truncates else [*settings_that_may_change(), "keep_set"]
+    fixed = [name for name in vars(here) if name not in no_matter]
     meant = {name: (words_of(there, name), words_of(here, name)) for name in fixed if name in PATHS}
     same_files = [name for name, (a, b) in meant.items() if [*map(os.path.realpath, a)] == [*map(os.path.realpath, b)]]
     return [name for name in fixed if getattr(there, name) != getattr(here, name) and name not in same_files]
