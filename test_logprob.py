@@ -147,11 +147,13 @@ def test_log_probs_in_bf16_are_of_unrounded_logits(all_in_bf16: bool, bias: bool
     model = tiny_model("qwen2", torch.bfloat16 if all_in_bf16 else torch.float32)
     model.lm_head.bias = nn.Parameter(3 * torch.randn(VOCAB).to(model.dtype)) if bias else None
     with torch.autocast("cpu", torch.bfloat16, enabled=not all_in_bf16):
-        logp, _ = score(model)
-        rounded, _ = reference(model)
+        logp, _ = token_logprobs(model, IDS, torch.ones_like(IDS), COMPLETION)  # no padding: the very same states
+        logits = [model(input_ids=IDS).logits]
         with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)):
-            expected, _ = reference(model)
-    assert (logp - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
+            logits.append(model(input_ids=IDS).logits)
+    log_p = torch.stack([x[:, :-1].double() for x in logits]).log_softmax(-1)
+    rounded, expected = log_p[:, SCORED[:, 1:]].gather(2, IDS[SCORED].expand(2, -1)[..., None])[..., 0]
+    assert (logp[SCORED] - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
 
 
 def test_entropy_under_autocast_is_summed_in_float32():

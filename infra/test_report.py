@@ -26,7 +26,7 @@ def group(parts: list[list[float]], right: list[bool] | None, lengths: list[int]
     made.reward_parts = torch.tensor(parts, dtype=torch.float64)  # (G, K)
     made.rewards = made.reward_parts.nansum(1).where(made.reward_parts.isfinite().any(1), math.nan)
     made.right = None if right is None else torch.tensor(right)
-    made.advantages = torch.zeros(len(parts)) if advantages else None
+    made.advantages, made.has_signal = torch.zeros(len(parts)) if advantages else None, advantages
     return made
 
 
@@ -46,6 +46,7 @@ def test_the_figures_of_a_step():
         "length_incorrect": pytest.approx((2 + 3 + 3 + 3) / 4),
         "truncated": pytest.approx(1 / 7),
         "dead_groups": pytest.approx(2 / 3),  # of one reward there is no spread
+        "rejected_groups": pytest.approx(1 / 3),
         "groups_replaced": 1,
         "without_reward": 1,
         "tokens": 18,
