@@ -239,3 +239,13 @@ def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
     assert len(seen) == max(len(c.ids) for c in completions)
     rows = [rows for rows, _ in seen[1:]]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
+
+
+def test_kept_sets_stand_in_a_row_beside_plain_lists():
+    model, prompt, sampling = build(), PROMPTS[0], replace(SAMPLING, top_p=0.8)
+    (completion,) = rollout(model, [prompt], streams(SAMPLES[:1]), sampling)
+    ids = torch.tensor([prompt + completion.ids + [0]])
+    mask = torch.tensor([[0] * len(prompt) + [1] * len(completion.ids) + [0]])
+    row = [None] * len(prompt) + completion.kept + [None]
+    logp, _ = token_logprobs(model, ids, torch.ones_like(ids), mask, temperature=sampling.temperature, kept=[row])
+    close(logp[mask.bool()], torch.tensor(completion.logp))
