@@ -2,12 +2,13 @@
 goes through the model at once).
 
 Which completions form a minibatch is a function of (seed, step, pass). Micro-batches depend on ranks and memory, and no
-result depends on them. Left out: packing several completions in a row.
+result depends on them; nor on which completions of a prompt go through the model as one row, that reads it once.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,12 +41,14 @@ class Batch:
     mask: Tensor  # (N, T), the completion tokens that are trained on
     advantages: Tensor  # (N,) or (N, T)
     prompts: Tensor  # (N,), the number of the prompt that each row answers
+    prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     sampler_entropy: Tensor  # (N, T), 0 where it was not asked for
     old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
     kept: list[KeptSets] | None = None  # N rows of T sets, which every log-prob is over; None: nothing was cut
+    together: list[int] | None = None  # so many rows, one after the other, are read as one
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,11 +66,12 @@ class Batch:
 class Limits:
     """Of a micro-batch: it is full when either is reached."""
 
-    rows: int | None
+    rows: int | None  # completions
     tokens: int | None  # padding included; halved where memory runs out
+    hidden_size: int | None = None  # of a model that can read several completions as one row; None: it cannot
 
-    def allow(self, rows: int, length: int) -> bool:
-        return rows <= (self.rows or math.inf) and rows * length <= (self.tokens or math.inf)
+    def allow(self, rows: int, tokens: int) -> bool:
+        return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
 
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
@@ -89,7 +93,8 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         mask[n, start:end] = int(is_trained_on(group, i, mask_truncated))
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
-    tensors = ids, attention, mask, advantages, prompts, sampler_logp, sampler_entropy
+    prompt_lengths = torch.tensor([len(group.prompt_ids) for _, group, _ in rows])
+    tensors = ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp, sampler_entropy
     something_cut = any(group.completions[i].kept for _, group, i in rows)
     return Batch(*(x.to(device) for x in tensors), kept=kept if something_cut else None)
 
@@ -115,32 +120,71 @@ def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int
     return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 
 
+class Pack(NamedTuple):
+    """Completions of one prompt that are read as one row: the prompt, then one behind another."""
+
+    has_gradient: bool
+    length: int
+    rows: list[int]
+
+
 def micro_batches(
     batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
 ) -> Iterator[tuple[list[int], Batch]]:
-    """This rank's rows and the part of the batch that they are, piece by piece: every n-th row in the order of length,
+    """This rank's rows and the part of the batch that they are, piece by piece: every n-th pack in the order of length,
     so that little is padding, and rows without a gradient apart from the others, so that they may go without a backward
     pass. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones, because sharded weights
     come together only where all ranks take part."""
-    lengths, has_gradient = batch.attention.sum(1).tolist(), batch.has_gradient.tolist()
-    order = sorted(range(len(batch)), key=lambda row: (not has_gradient[row], -lengths[row]))
-    pieces = _pieces(order[rank::world], lengths, has_gradient, limits)
-    for rows in pieces:
-        yield rows, batch[rows]
+    packs = sorted(_packs(batch, limits, world), reverse=True)
+    pieces = _pieces(packs[rank::world], limits)
+    for piece in pieces:
+        rows = [row for pack in piece for row in pack.rows]
+        part = batch[rows]
+        part.together = [len(pack.rows) for pack in piece]
+        yield rows, part
     if as_many_on_every_rank:
-        most = max(len(_pieces(order[other::world], lengths, has_gradient, limits)) for other in range(world))
-        masked = batch[order[-1:]]
+        most = max(len(_pieces(packs[other::world], limits)) for other in range(world))
+        rows = packs[-1].rows[:1]
+        masked = batch[rows]
         masked.mask = torch.zeros_like(masked.mask)
         for _ in range(most - len(pieces)):
-            yield order[-1:], masked
+            yield rows, masked
 
 
-def _pieces(rows: list[int], lengths: list[int], has_gradient: list[bool], limits: Limits) -> list[list[int]]:
-    pieces: list[list[int]] = []
-    for row in rows:
-        first = pieces[-1][0] if pieces else row
-        if pieces and has_gradient[first] == has_gradient[row] and limits.allow(len(pieces[-1]) + 1, lengths[first]):
-            pieces[-1].append(row)
+def _packs(batch: Batch, limits: Limits, world: int) -> Iterator[Pack]:
+    """The cheapest way to read the completions of each prompt: all as one row, or as two, and so on, up to each in a
+    row of its own. What is read as one fits into a micro-batch and into a rank's share."""
+    h, lengths, starts = limits.hidden_size, batch.attention.sum(1).tolist(), batch.prompt_lengths.tolist()
+
+    def length(rows: list[int]) -> int:
+        return starts[rows[0]] + sum(lengths[row] - starts[row] for row in rows)
+
+    def cost(rows: list[int]) -> float:
+        # Multiplications in a layer, over 12 h^2. A token takes these, and 2 h for each that it is compared with: all
+        # of its row, or the half that is before it where a kernel need not look behind, in a row of one completion.
+        L = length(rows)
+        if len(rows) == 1:
+            return L * (1 + L / (12 * h))
+        fits = limits.allow(len(rows), L) and len(rows) <= math.ceil(len(batch) / world)
+        return L * (1 + L / (6 * h)) if fits else math.inf
+
+    of_prompts: dict[tuple[bool, int], list[int]] = {}
+    for row, prompt in enumerate(zip(batch.has_gradient.tolist(), batch.prompts.tolist())):
+        of_prompts.setdefault(prompt, []).append(row)
+    for (has_gradient, _), rows in of_prompts.items():
+        rows.sort(key=lambda row: -lengths[row])
+        ways = [[rows[i::n] for i in range(n)] for n in range(1, len(rows) + 1)]
+        way = min(ways, key=lambda way: sum(map(cost, way))) if h else ways[-1]
+        yield from (Pack(has_gradient, length(rows), rows) for rows in way)
+
+
+def _pieces(packs: list[Pack], limits: Limits) -> list[list[Pack]]:
+    pieces: list[list[Pack]] = []
+    for pack in packs:
+        piece = [*pieces[-1], pack] if pieces else [pack]
+        fits = limits.allow(sum(len(pack.rows) for pack in piece), len(piece) * piece[0].length)
+        if pieces and fits and piece[0].has_gradient == pack.has_gradient:
+            pieces[-1].append(pack)
         else:
-            pieces.append([row])
+            pieces.append([pack])
     return pieces

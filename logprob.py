@@ -14,7 +14,9 @@ That is right only if what the head returns is what the model returns: some mode
 The two are compared once, on a short input. If they differ, the log-probs come from the model's logits, one row at a
 time, computed again in the backward pass: correct, slower, one row's logits held.
 
-Left out: packing several completions in one row; a head split over devices.
+Completions of one prompt may go through the model as one row, so that the prompt is read once.
+
+Left out: a head split over devices.
 """
 
 import inspect
@@ -48,12 +50,14 @@ def token_logprobs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     kept: Sequence[Row] | None = None,
+    together: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """input_ids, attention_mask, completion_mask (B, T) -> logp (B, T), entropy (B, T) or None.
 
     Position t scores token t, both at this temperature; 0 where completion_mask is 0. Padding may stand on either
     side. The entropy carries a gradient only with entropy_grad. kept[b][t] are the ids that logp[b, t] is over; None
-    there: all, as the entropy always is.
+    there: all, as the entropy always is. together: so many rows, one after the other, are read as one, what they begin
+    with once: the same values, from models that do as the mask and the positions of such a row say.
     """
     real = attention_mask.bool()
     # Real tokens move to the left, in order. All padding then stands behind what is scored, so a causal model needs
@@ -69,54 +73,82 @@ def token_logprobs(
         places = zip(scored.nonzero()[:, 0].tolist(), order[scored].tolist())
         chunk, sets = max(1, chunk // 2), [(kept[row], t) for row, t in places]
     with_entropy = with_entropy or entropy_grad
+    inputs, places = inputs_of(ids, real.sum(1), together)
+    before, targets = places[:, :-1][scored[:, 1:]], ids[scored]  # (n,), where the states are that predict them
 
-    def score(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
+    def score(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, part: slice) -> Tensor:
         """This part of what is scored, as states (n, H) and a head's weights, or as logits (n, V) and None -> (n, 2)"""
         settings = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
-        return _LogProb.apply(hidden, weight, bias, targets, *settings)
+        return _LogProb.apply(hidden, weight, bias, targets[part], *settings)
 
     through = _through_head if head_returns_logits(model, ids) else _through_logits
-    logp, entropy = through(model, ids, scored, score).unbind(-1)
+    values = through(model, inputs, before, score)  # (n, 2)
+    logp, entropy = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values).unbind(-1)
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in (logp, entropy))
     if not with_entropy:
         return logp, None
     return logp, entropy if entropy_grad else entropy.detach()
 
 
-def _through_head(model: nn.Module, ids: Tensor, scored: Tensor, score: Callable) -> Tensor:
-    """The fast way: inside the model's forward the output head returns (B, T, 2) instead of (B, T, V)."""
+def inputs_of(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows of tokens (B, T), of these lengths (B,) -> what the model reads, as rows (R, L), and where in it, flattened,
+    each token stands: (B, T).
+
+    Rows that are read together begin alike. That beginning comes once, then what is left of each, one behind another:
+    each sees the beginning and itself, at the positions that it has in a row of its own."""
+    (B, T), device = ids.shape, ids.device
+    number, t = torch.arange(B, device=device)[:, None], torch.arange(T, device=device)  # (B, 1), (T,)
+    if together is None or max(together) == 1:
+        return {"input_ids": ids}, t + T * number
+    real, packed, begin, shift = t < lengths[:, None], *torch.empty(3, B, 1, dtype=torch.long, device=device)
+    for r, rows in enumerate(number[:, 0].split(list(together))):
+        alike = ((ids[rows] == ids[rows[0]]) & real[rows]).all(0)
+        begin[rows, 0] = alike.long().cumprod(0).sum()
+        left = lengths[rows] - begin[rows, 0]
+        packed[rows, 0], shift[rows, 0] = r, left.cumsum(0) - left
+    own = t >= begin  # (B, T)
+    column = t + shift * own
+    L = int(column[real].max()) + 1
+    places = column + L * packed
+
+    def as_read(x: Tensor) -> Tensor:
+        return x.new_zeros(len(together) * L).scatter(0, places[real], x.expand(B, T)[real]).view(-1, L)
+
+    of = as_read(own * (number + 1))  # 0: the beginning
+    seen = (of[:, None] == 0) | (of[:, None] == of[..., None])  # (R, L, L)
+    return {"input_ids": as_read(ids), "position_ids": as_read(t), "attention_mask": seen.tril()[:, None]}, places
+
+
+def _through_head(model: nn.Module, inputs: dict[str, Tensor], before: Tensor, score: Callable) -> Tensor:
+    """The fast way: inside the model's forward the output head returns (1, n, 2) instead of (R, L, V)."""
     head = model.get_output_embeddings()
-    targets = ids[:, 1:][scored[:, 1:]]  # (n,)
 
     def forward(hidden: Tensor) -> Tensor:
-        hidden = hidden[:, :-1][scored[:, 1:]]  # (n, H), the states that predict them
+        hidden = hidden.flatten(0, 1)[before]  # (n, H)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        values = score(hidden, head.weight, head.bias, targets, slice(None))
-        return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
+        return score(hidden, head.weight, head.bias, slice(None))[None]
 
     with forward_replaced(head, forward):
-        return model(input_ids=ids, use_cache=False).logits
+        return model(**inputs, use_cache=False).logits[0]
 
 
-def _through_logits(model: nn.Module, ids: Tensor, scored: Tensor, score: Callable) -> Tensor:
+def _through_logits(model: nn.Module, inputs: dict[str, Tensor], before: Tensor, score: Callable) -> Tensor:
     """The way for every other model: its own logits, one row at a time."""
     can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
+    R, L = inputs["input_ids"].shape
 
-    def of_row(row: Tensor, at: Tensor, part: slice) -> Tensor:  # (T,), positions (n,) -> (n, 2)
-        keep = {"logits_to_keep": at - 1} if can_select else {}
-        logits = model(input_ids=row[None], use_cache=False, **keep).logits[0]
-        return score(logits if can_select else logits[at - 1], None, None, row[at], part)
+    def of_row(row: dict[str, Tensor], at: Tensor, part: slice) -> Tensor:  # (n,) -> (n, 2)
+        logits = model(**row, use_cache=False, **({"logits_to_keep": at} if can_select else {})).logits[0]
+        return score(logits if can_select else logits[at], None, None, part)
 
     values, n = [], 0
-    for row, mask in zip(ids, scored):
-        at = mask.nonzero().squeeze(1)
-        end = int(at[-1]) + 1 if len(at) else 1
-        inputs = row[:end], at, slice(n, n + len(at))
-        values.append(of_row(*inputs) if len(ids) == 1 else checkpoint(of_row, *inputs, use_reentrant=False))
+    for r in range(R):
+        at = before[before // L == r] - r * L
+        given = {name: x[r : r + 1] for name, x in inputs.items()}, at, slice(n, n + len(at))
+        values.append(of_row(*given) if R == 1 else checkpoint(of_row, *given, use_reentrant=False))
         n += len(at)
-    values = torch.cat(values)
-    return values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
+    return torch.cat(values)
 
 
 _returns_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

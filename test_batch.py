@@ -3,7 +3,7 @@ same step, in loss, gradient, statistics and weights afterwards."""
 
 import math
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from rollout import Completion, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
+TOGETHER = partial(Limits, hidden_size=1000)  # completions of a prompt share a row as far as the limits allow
 
 # ---- Completions as tensors ----
 
@@ -94,27 +95,44 @@ def test_minibatches():
 @pytest.mark.parametrize("n", [1, 5, 40])
 @pytest.mark.parametrize("world", [1, 2, 7])
 @pytest.mark.parametrize("rows, tokens", [(None, None), (1, None), (3, None), (None, 1), (None, 60), (4, 60)])
-def test_micro_batches(n, world, rows, tokens):
-    lengths = np.random.default_rng(n).integers(1, 30, n).tolist()
+@pytest.mark.parametrize("hidden_size", [None, 4, 1000])
+def test_micro_batches(n, world, rows, tokens, hidden_size):
+    r = np.random.default_rng(n)
+    prompts = torch.arange(n) // 6
+    starts = torch.tensor([7, 2, 1, 12, 3, 5, 5])[prompts]
+    lengths = (starts + torch.tensor(r.integers(1, 30, n))).tolist()
     attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     number, zeros = torch.arange(n), torch.zeros(attention.shape)  # a row is known by its number
-    batch = Batch(attention * number[:, None], attention, attention.clone(), 1.0 + number, number, zeros, zeros)
-    limits = Limits(rows, tokens)
+    batch = Batch(
+        attention * number[:, None], attention, attention.clone(), 1.0 + number, prompts, starts, zeros, zeros
+    )
+    limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
 
-    def fits(piece: list[int]) -> bool:
-        padded = len(piece) * max(lengths[row] for row in piece)
-        return (rows is None or len(piece) <= rows) and (tokens is None or padded <= tokens)
+    def packs(piece: list[int], part: Batch) -> list[list[int]]:
+        return [pack.tolist() for pack in torch.tensor(piece).split(part.together)]
 
-    shares = [[row for piece, _ in pieces for row in piece] for pieces in by_rank]
-    assert sorted(row for share in shares for row in share) == list(range(n)), "every row once"
-    work = [sum(lengths[row] for row in share) for share in shares]
-    assert max(work) - min(work) <= max(lengths), "no rank has much more to do than another"
+    def read(pack: list[int]) -> int:
+        return starts[pack[0]].item() + sum(lengths[row] - starts[row].item() for row in pack)
+
+    def fits(piece: list[list[int]]) -> bool:
+        padded = len(piece) * max(map(read, piece))
+        return (rows is None or len([*chain(*piece)]) <= rows) and (tokens is None or padded <= tokens)
+
+    shares = [[pack for piece in pieces for pack in packs(*piece)] for pieces in by_rank]
+    assert sorted(row for share in shares for pack in share for row in pack) == list(range(n)), "every row once"
+    work = [sum(map(read, share)) for share in shares]
+    assert max(work) - min(work) <= max(map(read, chain(*shares))), "no rank has much more to do than another"
+    assert all(prompts[row] == prompts[pack[0]] for share in shares for pack in share for row in pack)
+    most = max(len(pack) for share in shares for pack in share)
+    assert most == 1 if hidden_size is None or rows == 1 or tokens == 1 else most <= math.ceil(n / world)
+    assert hidden_size != 1000 or (rows, tokens) != (None, None) or most == min(6, n, math.ceil(n / world))
     for share, pieces in zip(shares, by_rank):
-        assert [lengths[row] for row in share] == sorted((lengths[row] for row in share), reverse=True)
-        assert all(len(piece) == 1 or fits(piece) for piece, _ in pieces), "the limits are kept"
-        assert not any(fits([*piece, after[0]]) for (piece, _), (after, _) in pairwise(pieces)), "and made use of"
-        for piece, part in pieces:
+        assert [*map(read, share)] == sorted(map(read, share), reverse=True)
+        pieces = [(packs(*piece), *piece) for piece in pieces]
+        assert all(len(rows) == 1 or fits(piece) for piece, rows, _ in pieces), "the limits are kept"
+        assert not any(fits([*piece, after[0]]) for (piece, *_), (after, *_) in pairwise(pieces)), "and made use of"
+        for _, piece, part in pieces:
             given = {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
             assert all(torch.equal(getattr(part, name), tensor[piece]) for name, tensor in given.items())
 
@@ -124,6 +142,21 @@ def test_micro_batches(n, world, rows, tokens):
         assert len(filled) == most and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
     assert torch.equal(batch.mask, batch.attention), "rows of others are not masked with them"
+
+
+@pytest.mark.parametrize("completion, together", [(30, [8]), (300, [3, 3, 2]), (350, [2] * 4), (2000, [1] * 8)])
+def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int, together: list[int]):
+    prompt, h, N = 150, 576, 8
+
+    def multiplications(sizes: list[int]) -> float:  # in a layer
+        rows = [(prompt + size * completion, 1 if size > 1 else 0.5) for size in sizes]
+        return sum(12 * h**2 * L + 2 * h * L**2 * share for L, share in rows)
+
+    ones, zeros = torch.ones(N, prompt + completion), torch.zeros(N, prompt + completion)
+    batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
+    [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=h))
+    ways = [[len(rows) for rows in np.array_split(range(N), n)] for n in range(1, N + 1)]
+    assert part.together == together == min(ways, key=multiplications)
 
 
 # ---- The same step however it is split ----
@@ -165,8 +198,10 @@ def accumulated(
 def test_any_split_gives_the_same_loss_and_gradient(monkeypatch, normalization):
     [(gradient, loss, totals)] = accumulated(monkeypatch, normalization, WHOLE)
     assert gradient.norm() > 1e-3 and (totals[:4, 0] > 0).all()
-    for world, rows, tokens in ((1, 1, None), (1, None, 30), (2, None, None), (3, 3, 40), (13, None, None)):
-        parts = accumulated(monkeypatch, normalization, Limits(rows, tokens), world)
+    alone = [(world, Limits(*of)) for world, *of in ((1, 1, None), (1, None, 30), (2, None, None), (3, 3, 40))]
+    together = [(world, TOGETHER(*of)) for world, *of in ((1, None, None), (1, None, 30), (2, None, 60), (3, 2, 40))]
+    for world, limits in [*alone, *together, (13, WHOLE)]:
+        parts = accumulated(monkeypatch, normalization, limits, world)
         split = [sum(of_ranks) for of_ranks in zip(*parts)]
         assert distance(split[0], gradient) < 1e-10
         same_up_to_rounding(split[1:], [loss, totals])
@@ -179,7 +214,7 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
     Loss, gradient norm, statistics, and the weights after it: clipped, then AdamW."""
     chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
     steps = []
-    for limits in (WHOLE, Limits(1, None), Limits(5, 40)):
+    for limits in (WHOLE, Limits(1, None), Limits(5, 40), TOGETHER(None, None), TOGETHER(3, 40)):
         run = make_run(limits=limits, **ALGORITHMS[algorithm] | chosen)
         figures = train.update(run, make_batch(), step=1)
         assert figures[1] > run.config.max_grad_norm
@@ -235,9 +270,10 @@ def test_rows_without_a_gradient_need_no_backward_pass(monkeypatch, of_tokens):
     [(gradient, loss, totals)] = once(WHOLE)  # with shards every row has a backward pass
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
-    for world, rows, tokens in ((1, None, None), (1, 1, None), (2, 3, 40), (13, None, None)):
+    splits = (1, WHOLE), (1, Limits(1, None)), (2, Limits(3, 40)), (13, WHOLE), (1, TOGETHER(None, None))
+    for world, limits in (*splits, (2, TOGETHER(3, 40))):
         learnt.clear()
-        split = [sum(of_ranks) for of_ranks in zip(*once(Limits(rows, tokens), world, shard=False))]
+        split = [sum(of_ranks) for of_ranks in zip(*once(limits, world, shard=False))]
         # Not row 1, whose reward is its group's mean; not 3 to 5, whose rewards are equal; not 11, which has none.
         assert sum(learnt) == (6 if of_tokens else 7)
         assert distance(split[0], gradient) < 1e-12

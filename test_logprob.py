@@ -17,18 +17,24 @@ from torch.profiler import ProfilerActivity, profile
 
 import logprob
 from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, rounding, tiny_model
+from infra.model import reads_together
 from logprob import forward_replaced, head_returns_logits, token_logprobs
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # after the head: caps or scales them
+# A window, no position ids, scores that are capped, a state: what is behind a beginning would be read otherwise.
+READ_ALONE = ("mistral", "gemma2", "gemma3", "gptj", "gpt_oss", "bloom", "mpt", "mamba", "falcon_h1")
 ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # a float64 model of any other family computes parts in float32
 
 
-ROWS = ["...pppcccccc", "ppppccc.....", "ppppp.......", "..pc........", "pppp..cccc.."]  # prompt, completion, padding
+ROWS = ["...pppcccccc", "..pc........", "ppppccc.....", "ppppp.......", "pppp..cccc.."]  # prompt, completion, padding
 ATTENTION, COMPLETION = (torch.tensor([[int(c in of) for c in row] for row in ROWS]) for of in ("pc", "c"))
 SCORED = COMPLETION.bool()
 IDS = torch.randint(3, VOCAB, ATTENTION.shape, generator=torch.Generator().manual_seed(1)).where(ATTENTION == 1, PAD)
 IDS[0, [4, 8, 11]] = EOS  # in the prompt, in the middle of the completion and at its end
-IDS[1, 6] = EOS
+IDS[2, 6] = EOS
+IDS[3:, :4] = IDS[2, :4]  # some rows begin alike: as far as their prompts do,
+IDS[4, 6] = IDS[2, 4]  # or further
+IDS[1, 2] = IDS[0, 3]
 
 
 def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
@@ -57,10 +63,12 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
     return flat_gradient(model)
 
 
-def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, temperature: float = 0.7) -> None:
+def assert_equals_reference(
+    model: nn.Module, dtype: torch.dtype = torch.float32, temperature: float = 0.7, together: list[int] | None = None
+) -> None:
     """Up to a hundred roundings in this dtype, the coarsest that the model computes in: by how much such a part rounds
     depends on the CPU and on the shape of the batch."""
-    logp, entropy = score(model, temperature=temperature, entropy_grad=True)
+    logp, entropy = score(model, temperature=temperature, entropy_grad=True, together=together)
     grad = gradient(model, logp, entropy)
     expected_logp, expected_entropy = reference(model, temperature=temperature)
     expected_grad = gradient(model, expected_logp, expected_entropy)
@@ -82,8 +90,28 @@ def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
     coarsest = torch.float64 if name in ALL_IN_FLOAT64 else torch.float32
     assert_equals_reference(model, coarsest)
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
+    assert reads_together(model, 12) == (name not in READ_ALONE)
+    if name not in READ_ALONE:
+        assert_equals_reference(model, coarsest, together=[2, 3])
     monkeypatch.setitem(logprob._returns_logits, model, False)
     assert_equals_reference(model, coarsest)
+    if name not in READ_ALONE:
+        assert_equals_reference(model, coarsest, together=[1, 1, 3])
+
+
+def test_what_is_read_together_is_read_once():
+    model, lengths = tiny_model("gpt2"), ATTENTION.sum(1).tolist()
+    read = []
+    model.transformer.h[0].register_forward_hook(lambda _, args, out: read.append(args[0].shape[:2]))
+    for together in (None, [2, 3], [1, 1, 3]):
+        score(model, together=together)
+    alone, two, three = read[-3:]
+    assert alone == (5, max(lengths)) and two == (2, max(9 + 2 - 1, 7 + 5 + 8 - 2 * 4)) and three == (3, 12)
+
+
+@pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
+def test_a_window_that_is_shorter_than_a_row_is_found_though_it_is_not_tried(size: int | None, together: bool):
+    assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
 
 
 @pytest.mark.parametrize("head_bias", [False, True])

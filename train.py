@@ -186,6 +186,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
             part.mask,
             temperature=cfg.temperature,
             kept=part.kept,
+            together=part.together,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and cfg.entropy_coef != 0.0,
         )
@@ -304,7 +305,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         weight_decay=cfg.weight_decay,
         fused=True,
     )
-    limits, time_limit = memory.limits(cfg, model, device), partial(faults.time_limit, cfg.reward_timeout)
+    limits, time_limit = memory.limits(cfg, model, longest), partial(faults.time_limit, cfg.reward_timeout)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, time_limit)
     run.progress = log.generating
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]

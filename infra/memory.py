@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from batch import Batch, Limits, micro_batches
 from config import Config, UserError, with_budgets
 from infra import faults, ranks
-from infra.model import empty_model
+from infra.model import empty_model, reads_together
 from infra.shard import ranks_of_a_copy
 from logprob import chunk_tokens, head_returns_logits
 
@@ -59,12 +59,14 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) ->
         return config, check(config, cost, free)
 
 
-def limits(config: Config, model: PreTrainedModel, device: torch.device) -> Limits:
+def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
     """Of a micro-batch. Where log-probs come from logits, the model is called once for each row, which must be as often
     on every rank that shares a sharded one."""
-    if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=device)):
+    if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
-    return Limits(rows=config.micro_batch_size, tokens=config.micro_batch_tokens)
+    packs = reads_together(model, longest_prompt + config.max_completion_length)
+    hidden_size = model.config.get_text_config().hidden_size if packs else None
+    return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)
 
 
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from config import Config, UserError
 from infra import checkpoint, ranks, run_folder
 from infra.shard import make_mesh, shard
+from logprob import forward_replaced, inputs_of
 from tasks import task_file
 
 
@@ -182,3 +183,22 @@ def compute_experts_in_bf16() -> torch.library.Library:
     for device in ("CPU", "CUDA"):
         rules.impl("_grouped_mm", grouped_mm, f"Autocast{device}")
     return rules
+
+
+def reads_together(model: PreTrainedModel, length: int) -> bool:
+    """Whether completions of one prompt may be read as one row, each of up to this length: tried on a short input,
+    which cannot show where a window ends."""
+    config = model.config.get_text_config()
+    sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
+    if any(type(size) is int and size < length for size in sizes):
+        return False
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
+    inputs, places = inputs_of(ids, torch.tensor([5, 5], device=model.device), together=[2])
+    try:
+        with torch.no_grad(), forward_replaced(model.get_output_embeddings(), lambda hidden: hidden):
+            alone = model(input_ids=ids, use_cache=False).logits
+            together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes no such mask
+        return False
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above roundings, far below what another token changes
+    return bool((together - alone).abs().max() <= tolerance * alone.abs().max())
