@@ -6,8 +6,9 @@ result depends on them; nor on which completions of a prompt go through the mode
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -135,15 +136,19 @@ def micro_batches(
     so that little is padding, and rows without a gradient apart from the others, so that they may go without a backward
     pass. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones, because sharded weights
     come together only where all ranks take part."""
-    packs = sorted(_packs(batch, limits, world), reverse=True)
-    pieces = _pieces(packs[rank::world], limits)
+    share = Limits(math.ceil(len(batch) / world), None, limits.hidden_size)  # the same on all ranks; limits may not be
+    packs = _packs(batch, range(len(batch)), share)
+
+    def pieces_of(rank: int) -> list[list[Pack]]:
+        rows = [row for pack in packs[rank::world] for row in pack.rows]
+        return _pieces(_packs(batch, rows, limits), limits)
+
+    pieces = pieces_of(rank)
     for piece in pieces:
         rows = [row for pack in piece for row in pack.rows]
-        part = batch[rows]
-        part.together = [len(pack.rows) for pack in piece]
-        yield rows, part
+        yield rows, replace(batch[rows], together=[len(pack.rows) for pack in piece])
     if as_many_on_every_rank:
-        most = max(len(_pieces(packs[other::world], limits)) for other in range(world))
+        most = max(len(pieces_of(other)) for other in range(world))
         rows = packs[-1].rows[:1]
         masked = batch[rows]
         masked.mask = torch.zeros_like(masked.mask)
@@ -151,31 +156,30 @@ def micro_batches(
             yield rows, masked
 
 
-def _packs(batch: Batch, limits: Limits, world: int) -> Iterator[Pack]:
-    """The cheapest way to read the completions of each prompt: all as one row, or as two, and so on, up to each in a
-    row of its own. What is read as one fits into a micro-batch and into a rank's share."""
+def _packs(batch: Batch, rows: Iterable[int], limits: Limits) -> list[Pack]:
+    """The cheapest way to read the completions of each prompt: as one row, as two, and so on, up to a row for each.
+    What is read as one is within the limits. The longest come first, and those with a gradient before them."""
     h, lengths, starts = limits.hidden_size, batch.attention.sum(1).tolist(), batch.prompt_lengths.tolist()
+    of = list(zip(batch.has_gradient.tolist(), batch.prompts.tolist()))
 
     def length(rows: list[int]) -> int:
         return starts[rows[0]] + sum(lengths[row] - starts[row] for row in rows)
 
     def cost(rows: list[int]) -> float:
-        # Multiplications in a layer, over 12 h^2. A token takes these, and 2 h for each that it is compared with: all
-        # of its row, or the half that is before it where a kernel need not look behind, in a row of one completion.
+        """Multiplications of a layer, over 12 h^2: so many take a token's weights, and 2 h each token that it is
+        compared with. In a row of one completion the kernel leaves out those behind it, half of all."""
         L = length(rows)
         if len(rows) == 1:
             return L * (1 + L / (12 * h))
-        fits = limits.allow(len(rows), L) and len(rows) <= math.ceil(len(batch) / world)
-        return L * (1 + L / (6 * h)) if fits else math.inf
+        return L * (1 + L / (6 * h)) if limits.allow(len(rows), L) else math.inf
 
-    of_prompts: dict[tuple[bool, int], list[int]] = {}
-    for row, prompt in enumerate(zip(batch.has_gradient.tolist(), batch.prompts.tolist())):
-        of_prompts.setdefault(prompt, []).append(row)
-    for (has_gradient, _), rows in of_prompts.items():
-        rows.sort(key=lambda row: -lengths[row])
+    packs = []
+    for (has_gradient, _), alike in groupby(sorted(rows, key=lambda row: (of[row], -lengths[row])), key=of.__getitem__):
+        rows = list(alike)
         ways = [[rows[i::n] for i in range(n)] for n in range(1, len(rows) + 1)]
         way = min(ways, key=lambda way: sum(map(cost, way))) if h else ways[-1]
-        yield from (Pack(has_gradient, length(rows), rows) for rows in way)
+        packs += [Pack(has_gradient, length(rows), rows) for rows in way]
+    return sorted(packs, reverse=True)
 
 
 def _pieces(packs: list[Pack], limits: Limits) -> list[list[Pack]]:

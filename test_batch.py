@@ -122,7 +122,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     shares = [[pack for piece in pieces for pack in packs(*piece)] for pieces in by_rank]
     assert sorted(row for share in shares for pack in share for row in pack) == list(range(n)), "every row once"
     work = [sum(map(read, share)) for share in shares]
-    assert max(work) - min(work) <= max(map(read, chain(*shares))), "no rank has much more to do than another"
+    largest = max(sum(lengths[row] for row in range(n) if prompts[row] == prompt) for prompt in prompts)
+    assert max(work) - min(work) <= largest, "no rank has much more to do than another"
     assert all(prompts[row] == prompts[pack[0]] for share in shares for pack in share for row in pack)
     most = max(len(pack) for share in shares for pack in share)
     assert most == 1 if hidden_size is None or rows == 1 or tokens == 1 else most <= math.ceil(n / world)
@@ -136,6 +137,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
             given = {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
             assert all(torch.equal(getattr(part, name), tensor[piece]) for name, tensor in given.items())
 
+    smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
+    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also where memory ran out on one rank"
     most = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, as_many_on_every_rank=True))

@@ -197,11 +197,16 @@ def test_micro_batches_are_as_large_as_asked_for(go, watch, rows, tokens):
     calls = watch(train, "logprobs")
     limits = dict(micro_batch_size=rows, micro_batch_tokens=tokens)
     out = go(steps=1, **{name: limit for name, limit in limits.items() if limit})
-    pieces = [args[1].attention.sum(1).tolist() for args, _, _ in calls]
-    assert max(map(len, pieces)) <= (rows or 12) and max(len(piece) * max(piece) for piece in pieces) <= (tokens or 999)
-    assert [*map(len, pieces)] == [5, 5, 2] if tokens is None else 3 < len(pieces) < 12
+    pieces = [args[1] for args, _, _ in calls]
+
+    def read(part: Batch) -> int:
+        of_rows = zip(part.attention.sum(1).split(part.together), part.prompt_lengths.split(part.together))
+        return len(part.together) * max(int((lengths - starts).sum() + starts[0]) for lengths, starts in of_rows)
+
+    assert max(map(len, pieces)) <= (rows or 12) and max(map(read, pieces)) <= (tokens or 999)
+    assert [*map(len, pieces)] == [4, 4, 4] if tokens is None else 3 < len(pieces) < 12  # groups stay together
     whole = sorted(len(line["prompt"]) + line["length"] for line in samples(out))
-    assert sorted(itertools.chain(*pieces)) == whole, "every completion once"
+    assert sorted(torch.cat([part.attention.sum(1) for part in pieces]).tolist()) == whole, "every completion once"
 
 
 # ---- The step against the equation, completion by completion, in float64 ----

@@ -214,5 +214,5 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
-    run.limits.tokens = max(len(part) * int(part.attention.sum(1).max()) for part in tried) // 2
+    run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory; going on with micro-batches of up to {run.limits.tokens} padded tokens")
