@@ -1,11 +1,9 @@
 """Reward functions of the user's own: found by their names, called with copies of what they take, and their values
-checked. Left out: any further sandbox.
-"""
+checked. Left out: any further sandbox."""
 
 import asyncio
 import copy
 import functools
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -20,8 +18,7 @@ from typing import Any
 from config import UserError
 from tasks._files import excerpt
 
-logger = logging.getLogger(__name__)
-warn_once = functools.cache(logger.warning)
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 event_loop = functools.cache(asyncio.Runner)  # one for all calls: a client that is made once stays usable
 LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
@@ -31,14 +28,13 @@ def load_reward(name: str, own: dict[str, Callable]) -> Callable:
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
-    if not path:
-        raise UserError(f"--reward {name}: must be {', '.join([*own, 'file.py:function or package.module:function'])}")
-    if path.endswith(".py") and not Path(path).is_file():
-        raise UserError(f"--reward {name}: there is no file {path}")
+    if not path or (path.endswith(".py") and not Path(path).is_file()):
+        known = ", ".join([*own, "file.py:function (of a file that is there) or package.module:function"])
+        raise UserError(f"--reward {name}: must be {known}")
     try:
         module = _run_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):  # one that the user's code needs
+        if not f"{path}.".startswith(f"{error.name}."):  # one that the user's code needs
             raise
         raise UserError(f"--reward {name}: {error}") from None
     found = getattr(module, function, None)
@@ -106,28 +102,24 @@ def as_list(values: Any) -> Any:
 
 def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[float]:
     """What the function gave, checked: a number for each completion, and NaN where it gave None."""
-    name, prompts, completions = reward.__name__, columns["prompts"], columns["completions"]
+    told, prompts = f"reward function {reward.__name__} returned", columns["prompts"]
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-        raise UserError(
-            f"reward function {name} returned {got} where {len(prompts)} were due, in a list, one for each completion; "
-            f"the call began with prompt {excerpt(prompts[0])}"
-        )
-    numbers = [math.nan if value is None else to_number(value) for value in values]
-    for value, number, prompt, completion in zip(values, numbers, prompts, completions, strict=True):
-        if number is None or abs(number) > LARGEST:
-            raise UserError(
-                f"reward function {name} returned {excerpt(value)} where a number up to {LARGEST:g} or None was due, "
-                f"for prompt {excerpt(prompt)} and completion {excerpt(completion)}"
-            )
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else excerpt(values)
+        due = f"a list of {len(prompts)} was due, for prompt {excerpt(prompts[0])} and those after it"
+        raise UserError(f"{told} {got} where {due}")
+    numbers = [to_number(value) for value in values]
+    for value, number, prompt in zip(values, numbers, prompts, strict=True):
+        if abs(number) > LARGEST:
+            due = f"a number up to {LARGEST:g} or None was due, for prompt {excerpt(prompt)}"
+            raise UserError(f"{told} {excerpt(value)} where {due}")
         if value is not None and math.isnan(number):
-            warn_once(f"reward function {name} returned nan, which counts as None")
+            warn_once(f"{told} nan, which counts as None")
     return numbers
 
 
-def to_number(value: Any) -> float | None:
-    """None for what is no number."""
+def to_number(value: Any) -> float:
+    """NaN for None; infinity for what is no number."""
     try:
-        return None if isinstance(value, str | bytes) else float(value)
+        return math.nan if value is None else math.inf if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return None
+        return math.inf
