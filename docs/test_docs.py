@@ -142,10 +142,9 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
 def test_the_findings_come_from_runs_of_their_commands():
     commits = set()  # one, and the settings are those that the command has today
     for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
-        for variant, seed in itertools.product(args.variants, args.seeds):
-            folder = ablate.folder_of(HERE / "results" / args.out.name, variant, seed)
-            made = json.loads((folder / "config.json").read_text())
-            meant = vars(settings_of([*args.flags, *ablate.flags_of(variant), "--seed", seed]))
+        args.out = HERE / "results" / args.out.name
+        for folder, words, _ in ablate.runs_of(args):
+            made, meant = json.loads((folder / "config.json").read_text()), vars(settings_of(words))
             names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()}
             assert {name: made["settings"][name] for name in names} == {name: meant[name] for name in names}
             commits.add(made["commit"])
@@ -247,7 +246,7 @@ def runs(fork) -> dict[str, Path]:
     """For each command its folder. In one process: to import PyTorch takes longer than the steps."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
-    lines += [["train", *ablation.flags, *ablate.flags_of(ablation.variants[-1])]]
+    lines += [["train", *ablation.flags, *(f"--{name}={x}" for name, x in ablation.variants[-1].items())]]
     lines += [["edited", *words] for words in commands(EDITS, "python train.py")]
     asked = []
     for i, line in enumerate(lines):

@@ -3,77 +3,50 @@
     python -m tools.ablate --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --out runs/clip --figures entropy:last -- --num_iterations 4
 
-Each run is `train.py` in a folder of its own, with what stands after `--`. The same command again continues what was
-stopped and repeats nothing. A figure is a metric of metrics.jsonl: its mean over the second half of a run (`entropy`),
-over some steps (`entropy:21-40`), or its last value (`entropy:last`).
-
-The others are compared with the first value of each switch, seed by seed: the mean of the paired differences, and its
-95 % interval (Student's t). One in twenty "differs" by chance alone: decide before the runs which figure counts.
-
-Left out: values with a comma in them, runs of several processes, the choice of a GPU for each run.
+Each run is `train.py` in a folder of its own, with what stands after `--` and its place in the grid, which wins.
+The same command again continues what was stopped and repeats nothing. A figure is a metric's mean over the second half
+of a run (`entropy`), its mean over some steps (`entropy:21-40`), or its last value (`entropy:last`). The others are
+compared with the first value of each switch, seed by seed: the mean of the paired differences, and its 95 % interval
+(Student's t). One in twenty "differs" by chance alone: decide before the runs which figure counts. Left out: values
+with a comma in them, runs of several processes, the choice of a GPU for each run.
 """
 
 import argparse
 import itertools
 import math
 import os
-import statistics
 import subprocess
 import sys
-import threading
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
-import torch
 
 from config import Config
 from infra import command_line, run_folder
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
-ALPHA = 0.05  # the share of differences by chance alone that are taken for real
-TRAIN = Path(__file__).parent.parent / "train.py"
 Lines = list[dict]  # of a run's metrics.jsonl
-Variant = dict[str, str]  # switch: value
-
-
-@dataclass
-class Run:
-    folder: Path
-    words: list[str]  # for train.py, without the folder
-    config: Config  # resolved, but for a dtype of "auto": a table may be made on another machine
-
-
-def folder_of(out: Path, variant: Variant, seed: str) -> Path:
-    """Inside `out` whatever the values are, and no other run's: no value has a comma, and a slash is quoted."""
-    return out / f"{quote(','.join(variant.values()), safe=',+:')}-{seed}"
-
-
-def flags_of(variant: Variant) -> list[str]:
-    return [f"--{name}={value}" for name, value in variant.items()]
+Run = namedtuple("Run", "folder words config")  # resolved, but for a dtype of "auto": it may be made elsewhere
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
     """Seed after seed, so that what is there early can be compared. What is wrong with any of them ends the program."""
-    runs, on_gpu = [], torch.cuda.is_available()
+    runs = []
     for seed, variant in itertools.product(args.seeds, args.variants):
-        words = [*flags_of(variant), "--seed", seed, *args.flags]
-        given = command_line.parse(words, on_gpu)
-        if given.out or given.overwrite or given.seed != int(seed):
-            sys.exit("error: the grid gives each run its seed and its folder: leave out --seed, --out, --overwrite")
-        config = replace(command_line.ready(given, on_gpu), dtype=given.dtype)
-        if any(run.config == config for run in runs):
-            sys.exit(f"error: {' '.join(words)}: this run is given twice")
-        runs.append(Run(folder_of(args.out, variant, seed), words, config))
+        words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
+        given = command_line.parse(words, on_gpu=False)
+        config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
+        name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # one folder, and no other run's
+        runs.append(Run(args.out / f"{name}-{seed}", words, config))
     return runs
 
 
 def check_settings(run: Run, made: Config) -> None:
     """Those that it was made with are those that are asked for. With fewer steps it can go on."""
-    steps = ["steps"] if made.steps > run.config.steps else []
-    for name in run_folder.other_settings(made, run.config) + steps:
+    for name in run_folder.other_settings(made, run.config) + ["steps"] * (made.steps > run.config.steps):
         if (meant := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {meant}")
 
@@ -87,25 +60,18 @@ def finished(run: Run) -> Lines:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Nothing starts if the settings of any run are wrong, or after one has failed."""
-    left, failed = [run for run in runs_of(args) if not finished(run)], threading.Event()
+    """Nothing starts if the settings of any run are wrong. Where one fails, the others go on."""
+    left = [run for run in runs_of(args) if not finished(run)]
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run_one, left, itertools.repeat(failed)))
+        for run, code in zip(left, pool.map(run_one, left), strict=True):
+            print(f"failed: see {run.folder}.log" if code else f"done: {run.folder}", flush=True)
 
 
-def run_one(run: Run, failed: threading.Event) -> None:
-    if failed.is_set():
-        return
-    log = Path(f"{run.folder}.log")
-    command = [sys.executable, TRAIN, *run.words, "--out", run.folder]
-    with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=file, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
-    if code:
-        failed.set()
-        last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        sys.exit(f"{last_line}\n{run.folder} ended with {code}; see {log}")
-    print(f"done: {run.folder}", flush=True)
+def run_one(run: Run) -> int:
+    command = [sys.executable, Path(__file__).parent.parent / "train.py", *run.words, "--out", run.folder]
+    with open(f"{run.folder}.log", "w") as log:
+        return subprocess.run(command, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
 
 
 def figure(lines: Lines, name: str) -> float:
@@ -113,10 +79,9 @@ def figure(lines: Lines, name: str) -> float:
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; there are {', '.join(lines[-1])}")
-    end = lines[-1]["step"]
-    first, last = map(int, when.split("-")) if "-" in when else (0 if when else end // 2 + 1, end)
+    first, last = map(int, when.split("-")) if "-" in when else (0 if when else lines[-1]["step"] // 2 + 1, math.inf)
     values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
-    return statistics.fmean(values[-1:] if when == "last" else values) if values else math.nan
+    return np.mean(values[-1:] if when == "last" else values) if values else math.nan
 
 
 def table(args: argparse.Namespace) -> str:
@@ -127,7 +92,7 @@ def table(args: argparse.Namespace) -> str:
     return markdown(["figure", *args.variants[0], seeds, f"minus {baseline}, 95 % interval", ""], *rows)
 
 
-def paired(name: str, variants: list[Variant], runs: list[list[Lines]]) -> list[list[str]]:
+def paired(name: str, variants: list[dict], runs: list[list[Lines]]) -> list[list[str]]:
     """A row for each variant: its mean, its difference from the first one, seed by seed, and what can be said of it."""
     values = np.array([[figure(lines, name) for lines in its] for its in runs])  # (variants, seeds)
     digits, rows = decimals(values[0].mean()), []
@@ -140,14 +105,13 @@ def paired(name: str, variants: list[Variant], runs: list[list[Lines]]) -> list[
     return rows
 
 
-def interval(differences: list[float], alpha: float = ALPHA) -> tuple[float, float]:
+def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, float]:
     """-> mean, half the width of its interval; NaN where a run has no value"""
     n = len(differences)
     if n < 2:
         return differences[0], math.inf
-    angles = np.linspace(0.0, math.pi / 2, 10001)  # atan(t / sqrt(n - 1)), where Student's density is a cosine's power
-    density = np.cos(angles) ** (n - 2)
-    within = np.cumsum([0.0, *(density[1:] + density[:-1])])
+    angles = np.linspace(0.0, math.pi / 2, 10001)[1:]  # atan(t / sqrt(n - 1)): Student's density is a cosine's power
+    within = np.cumsum(np.cos(angles - angles[0] / 2) ** (n - 2))
     t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles))
     return np.mean(differences), t * np.std(differences, ddof=1) / math.sqrt(n)
 
@@ -160,8 +124,7 @@ def with_interval(differences: list[float], digits: int) -> str:
 
 
 def decimals(value: float) -> int:
-    """Three significant digits, and two decimals at least."""
-    return max(2, 2 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 2
+    return max(2, 2 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 2  # three digits
 
 
 def markdown(*rows: list[str]) -> str:

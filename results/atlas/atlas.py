@@ -26,12 +26,13 @@ from matplotlib.figure import Figure
 
 from config import Config
 from tools import ablate, evidence, plot
-from tools.ablate import Lines, Variant
+from tools.ablate import Lines
 
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 PICTURE = HERE / "atlas.png"
 PASS = "eval/pass@1:last"  # decides
+ALPHA = 0.05  # the share of differences by chance alone that are taken for real
 TUNE_SEEDS = ["101", "102"]
 NOTE = """\
 small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, drawn from grpo's mean
@@ -94,9 +95,13 @@ def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
     return [lines[i :: len(args.variants)] for i in range(len(args.variants))]
 
 
+def finished(run: ablate.Run) -> Lines:
+    return ablate.finished(run) or sys.exit(f"error: {run.folder} is not finished")
+
+
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
     """Each objective with the learning rate that is best in the figure that decides, over TUNE_SEEDS."""
-    best: dict[str, tuple[float, Variant]] = {}
+    best: dict[str, tuple[float, dict]] = {}
     for variant, runs in zip(args.variants, read_all(with_(args, seeds=TUNE_SEEDS), read), strict=True):
         score = statistics.fmean(ablate.figure(lines, PASS) for lines in runs)
         name = variant["algorithm"]
@@ -109,7 +114,7 @@ def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
     """-> what is reported of it"""
     if name in TUNED:
         ablate.run_all(with_(args, seeds=TUNE_SEEDS))
-        args = tuned(args, ablate.finished)
+        args = tuned(args, finished)
     ablate.run_all(args)
     return args
 
@@ -183,7 +188,7 @@ def holm(comparisons: list[list[float]]) -> list[bool]:
     intervals = [ablate.interval(differences) for differences in comparisons]
     clear = [math.atan2(abs(mean), half) if half >= 0 else 0.0 for mean, half in intervals]  # half may be NaN, or 0
     for rank, i in enumerate(sorted(range(len(holds)), key=lambda i: -clear[i])):
-        mean, half = ablate.interval(comparisons[i], ablate.ALPHA / (len(holds) - rank))
+        mean, half = ablate.interval(comparisons[i], ALPHA / (len(holds) - rank))
         if len(comparisons[i]) < 3 or not abs(mean) > half:
             break
         holds[i] = True
@@ -343,7 +348,7 @@ def main(words: list[str]) -> int:
         grid = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
     if args.run:
         grid = run(name, grid)
-        print(table(grid, read_all(grid, ablate.finished)))
+        print(table(grid, read_all(grid, finished)))
     elif args.keep:
         keep(name, grid)
     elif args.check:

@@ -49,7 +49,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
     one."""
     made = []
 
-    def run_one(run: ablate.Run, failed: object) -> None:
+    def run_one(run: ablate.Run) -> None:
         made.append(run)
         (run.folder).mkdir()
         settings = vars(ready(parse([*run.words, "--out", str(run.folder)], on_gpu=False), on_gpu=False))
