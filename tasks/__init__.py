@@ -12,20 +12,17 @@ or a list of chat messages, and any columns that the rewards need. A reward is a
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
 one value for each completion, None where it has none to give. `columns` are the rows' other columns, repeated for each
-completion; `completion_ids` are the sampled ids with their end-of-sequence token. Completions of chat prompts come as
-chat messages. A call holds whole groups; which ones depends on the number of ranks, so a reward must not compare
-completions of different prompts.
-
-_files.py reads rows of your own (--data), _rewards.py finds and calls rewards of your own (--reward), _prompts.py makes
-prompts of rows. What code of yours raises is shown as Python shows it. Left out: tools, several turns, images.
+completion; `completion_ids` are the sampled ids with their end-of-sequence token; completions of chat prompts come as
+messages. A call holds whole groups; which ones depends on the number of ranks, so a reward must not compare completions
+of different prompts. Left out: tools, several turns, images.
 """
 
-import functools
 import importlib
+import itertools
 import json
 import pkgutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,11 +33,10 @@ from torch import Tensor
 from batch import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import excerpt, hold_out, read_rows
+from tasks._files import hold_out, read_rows
 from tasks._rewards import as_list, call_rewards, load_reward
 
 Prompt = str | list[dict]
-RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")  # no column's names
 REAL_MODEL_DEFAULTS = dict(
     num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
 )
@@ -55,15 +51,15 @@ class Task:
     correct: str | None = None  # the reward that says whether an answer is right; None: nothing does
     correct_at: float = 1.0  # its value, or more, for a right answer
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
-    notes: list[str] = field(default_factory=list)  # on what was found, to be told
+    notes: list[str] = field(default_factory=list)  # to be told
     max_steps: int | None = None  # of the run; 0: it evaluates
 
     @property
     def reward_names(self) -> list[str]:
         """Each its own: a second function of the same name gets a number."""
         names = [reward.__name__ for reward in self.rewards]
-        earlier = [names[:i].count(name) for i, name in enumerate(names)]
-        return [f"{name}_{n + 1}" if n else name for name, n in zip(names, earlier, strict=True)]
+        counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        return [f"{name}_{n}" if n > 1 else name for name, n in zip(names, counts, strict=True)]
 
     def right(self, reward_parts: Tensor) -> Tensor | None:
         """(..., K), the values of each reward -> (...), bool; None where nothing says what is right"""
@@ -73,41 +69,30 @@ class Task:
 
     def draw(self, first: int, n: int, seed: int) -> list[dict]:
         """n prompts of the run, from the first-th on: every row once an epoch, each epoch in an order of its own."""
-        places = [divmod(i, len(self.train)) for i in range(first, first + n)]
-        return [self.train[_order(len(self.train), seed, epoch)[place]] for epoch, place in places]
-
-
-@functools.lru_cache(maxsize=2)
-def _order(n: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-
-
-# ---- A task by its name ----
+        size, last = len(self.train), first + n - 1
+        epochs = range(first // size, last // size + 1)
+        orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
+        return [self.train[orders[i // size][i % size]] for i in range(first, last + 1)]
 
 
 def task_names() -> list[str]:
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    return sorted(name for name in names if not name.startswith(("_", "test_")))
+    return sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith(("_", "test_")))
 
 
 def task_file(name: str) -> ModuleType:
-    """The file of a task: a module with DEFAULTS, load and perhaps model."""
     if name not in task_names():
         raise UserError(f"--task {name}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    fixed = file.DEFAULTS.keys() - {setting.name for setting in fields(Config) if setting.default is None}
-    if fixed:  # a default for it would change nothing
-        raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}")
+    if fixed := file.DEFAULTS.keys() - {setting.name for setting in fields(Config) if setting.default is None}:
+        raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}, whose default is not None")
     return file
 
 
 def task_defaults(name: str, model: str | None) -> dict:
     """The settings that suit the task. What suits a task's own small model is too fast for another one."""
     file = task_file(name)
-    defaults = REAL_MODEL_DEFAULTS | file.DEFAULTS
-    if model and hasattr(file, "model"):
-        defaults["learning_rate"] = REAL_MODEL_DEFAULTS["learning_rate"]
-    return defaults
+    slower = {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]} if model and hasattr(file, "model") else {}
+    return REAL_MODEL_DEFAULTS | file.DEFAULTS | slower
 
 
 def load_task(config: Config) -> Task:
@@ -117,8 +102,6 @@ def load_task(config: Config) -> Task:
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0
         task.train, task.eval = hold_out(read_rows(config.data), count)
-        if len(task.eval) < count:
-            task.notes.append(f"{len(task.eval)} prompts, a fifth of {config.data}, are held out, not {count}")
     if config.eval_data:
         task.eval = read_rows(config.eval_data)
     if config.reward:
@@ -132,17 +115,7 @@ def load_task(config: Config) -> Task:
         task.correct, task.correct_at = config.correct, 1.0
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
-    if config.dynamic_sampling and task.correct is None:
-        task.notes.append(
-            "dynamic_sampling: nothing says which answers are right (--correct NAME), so groups are replaced where "
-            "their total rewards are all equal"
-        )
-    if config.eval_every and not task.eval:
-        raise UserError(f"--task {config.task} has no held-out prompts: give --eval_data, or set --eval_every 0")
     return task
-
-
-# ---- Completions and their rewards ----
 
 
 def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Prompt:
@@ -156,11 +129,7 @@ def text_of(completion: Prompt) -> str:
 
 
 def score(
-    task: Task,
-    groups: list[Group],
-    tokenizer: Any,
-    step: int,
-    time_limit: Callable[[str], AbstractContextManager] = nullcontext,
+    task: Task, groups: list[Group], tokenizer: Any, step: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
     """-> for each group the values of the K rewards (G, K), NaN where one gave none, and what log_extra was given of
     each completion; and all that log_metric was given. `time_limit` is entered with a reward's name around its call."""
@@ -168,31 +137,21 @@ def score(
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
     columns = {name: [row.get(name) for row, _ in pairs] for name in pairs[0][0] if name != "prompt"}
-    columns |= dict(
-        prompts=[row["prompt"] for row, _ in pairs],
-        completions=[as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs],
-        completion_ids=[completion.ids for _, completion in pairs],
-    )
-    metrics: list[tuple[str, float]] = []
-    extras: list[dict] = [{} for _ in pairs]
+    columns["prompts"] = [row["prompt"] for row, _ in pairs]
+    columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
+    columns["completion_ids"] = [completion.ids for _, completion in pairs]
+    metrics, extras = [], [{} for _ in pairs]
 
     def log_metric(name: str, value: Any) -> None:
         metrics.append((f"logged/{name}", float(value)))
 
     def log_extra(name: str, values: Any) -> None:
-        values = as_list(values)
-        if not isinstance(values, list | tuple) or len(values) != len(pairs):
-            raise UserError(f"log_extra({name!r}, {excerpt(values)}): {len(pairs)} values were due, in a list")
-        for extra, value in zip(extras, values, strict=True):
+        for extra, value in zip(extras, as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # as it will be written
 
     state = SimpleNamespace(global_step=max(0, step - 1), max_steps=task.max_steps or 1)  # rewards divide by it
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # a list for each reward
-    parts = [list(of_completion) for of_completion in zip(*values, strict=True)]
-    scores, start = [], 0
-    for group in groups:
-        end = start + len(group.completions)
-        scores.append((parts[start:end], extras[start:end]))
-        start = end
-    return scores, metrics
+    parts = [list(of_one) for of_one in zip(*call_rewards(task.rewards, columns, of_the_run, time_limit), strict=True)]
+    sizes = [len(group.completions) for group in groups]
+    of_groups = zip(sizes, itertools.accumulate(sizes), strict=True)
+    return [(parts[end - n : end], extras[end - n : end]) for n, end in of_groups], metrics

@@ -59,7 +59,6 @@ def small_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, intermedi
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=256,
         initializer_range=0.06,
         tie_word_embeddings=True,

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +14,48 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 def read_rows(source: str) -> list[dict]:
     """A file with a row in JSON on each line, another file that the package datasets can read, or the train split of a
     hub data set. Every row has all columns, so that calls of a reward do too."""
-    ending = Path(source.removesuffix(".gz")).suffix
-    if ending in FORMATS and not Path(source).is_file():
+    kind, is_file = FORMATS.get(Path(source.removesuffix(".gz")).suffix), Path(source).is_file()
+    if kind and not is_file:
         raise UserError(f"{source}: there is no such file")
-    if source.endswith(".jsonl") or (ending not in FORMATS and Path(source).is_file()):
-        rows = read_lines(source)
+    if is_file and (source.endswith(".jsonl") or not kind):
+        rows = dict(read_lines(source))
     else:
-        files = {"data_files": source} if ending in FORMATS else {}
-        rows = dict(enumerate(load_hub(FORMATS.get(ending, source), split="train", **files), start=1))
+        rows = dict(enumerate(load_hub(kind or source, "train", data_files=source if kind else None), start=1))
     for number, row in rows.items():
         if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
-            needs = 'an object with a "prompt", a string or a list of chat messages'
-            raise UserError(f"{source}:{number}: must be {needs}, not {excerpt(row)}")
-    if not rows:
-        raise UserError(f'{source}: holds no rows; each line must be like {{"prompt": "..."}}')
+            raise UserError(f'{source}:{number}: needs a "prompt", a string or chat messages: {row!r:.200}')
     columns = dict.fromkeys(name for row in rows.values() for name in row)
     return [{name: row.get(name) for name in columns} for row in rows.values()]
 
 
-def read_lines(source: str) -> dict[int, Any]:
-    """-> what stands on each line, by its number"""
-    rows = {}
+def read_lines(source: str) -> Iterator[tuple[int, Any]]:
+    """-> the number of each line, and what stands on it"""
     for number, line in enumerate(Path(source).read_bytes().split(b"\n"), start=1):
         try:
             if line.strip():
-                rows[number] = json.loads(line)
+                yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{source}:{number}: not JSON: {error}") from None
-    return rows
 
 
 def is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and prompt != [] and all(map(is_message, prompt)))
+    if not isinstance(prompt, list):
+        return isinstance(prompt, str)
+    texts = [message.get(key) for message in prompt if isinstance(message, dict) for key in ("role", "content")]
+    return len(texts) == 2 * len(prompt) > 0 and all(isinstance(text, str) for text in texts)
 
 
-def is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def load_hub(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
+    import datasets  # needed here alone
 
-
-def load_hub(name: str, split: str, subset: str | None = None, **files: str) -> list[dict]:
-    try:
-        import datasets
-    except ImportError:
-        source = files.get("data_files", name)
-        raise UserError(f"{source}: all but .jsonl needs the package datasets: pip install datasets") from None
-    return list(datasets.load_dataset(name, subset, split=split, **files))
+    return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:
     """Rows to train on and held-out ones; none where --data brings others."""
     if config.data:
         return [], []
-    return load_hub(name, split="train", subset=subset), load_hub(name, split="test", subset=subset)
+    return load_hub(name, "train", subset), load_hub(name, "test", subset)
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
@@ -76,9 +67,3 @@ def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     held = {key: row for row, key in zip(rows, keys, strict=True) if key in chosen}
     return train, list(held.values())
-
-
-def excerpt(x: Any) -> str:
-    """Enough to find it by."""
-    text = repr(x)
-    return text if len(text) <= 200 else text[:200] + "..."

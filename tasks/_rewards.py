@@ -10,13 +10,12 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from config import UserError
-from tasks._files import excerpt
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 event_loop = functools.cache(asyncio.Runner)  # one for all calls: a client that is made once stays usable
@@ -28,18 +27,14 @@ def load_reward(name: str, own: dict[str, Callable]) -> Callable:
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
-    if not path or (path.endswith(".py") and not Path(path).is_file()):
-        known = ", ".join([*own, "file.py:function (of a file that is there) or package.module:function"])
+    is_file = path.endswith(".py")
+    if not path or not (Path(path).is_file() if is_file else importlib.util.find_spec(path.partition(".")[0])):
+        known = ", ".join([*own, "file.py:function or package.module:function that is there"])
         raise UserError(f"--reward {name}: must be {known}")
-    try:
-        module = _run_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if not f"{path}.".startswith(f"{error.name}."):  # one that the user's code needs
-            raise
-        raise UserError(f"--reward {name}: {error}") from None
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"--reward {name}: {path} has no function {function}")
+    module = _run_file(Path(path)) if is_file else importlib.import_module(path)
+    if not hasattr(module, function):
+        raise UserError(f"--reward {name}: {path} has no {function}")
+    found = getattr(module, function)
     if not hasattr(found, "__name__"):  # an object that can be called
         found.__name__ = function
     return found
@@ -61,10 +56,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def call_rewards(
-    rewards: list[Callable],
-    columns: dict[str, list],
-    of_the_run: dict[str, Any],
-    time_limit: Callable[[str], AbstractContextManager] = nullcontext,
+    rewards: list[Callable], columns: dict[str, list], of_the_run: dict[str, Any], time_limit: Callable = nullcontext
 ) -> list[list[float]]:
     """A list for each function, with a number for each completion; NaN where it gave none. Those that are awaited run
     at the same time. A column is copied, value by value; what is `of_the_run` is given as it is."""
@@ -104,14 +96,14 @@ def numbers_of(reward: Callable, values: Any, columns: dict[str, list]) -> list[
     """What the function gave, checked: a number for each completion, and NaN where it gave None."""
     told, prompts = f"reward function {reward.__name__} returned", columns["prompts"]
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else excerpt(values)
-        due = f"a list of {len(prompts)} was due, for prompt {excerpt(prompts[0])} and those after it"
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.200}"
+        due = f"a list of {len(prompts)} was due, for prompt {prompts[0]!r:.200} and those after it"
         raise UserError(f"{told} {got} where {due}")
     numbers = [to_number(value) for value in values]
     for value, number, prompt in zip(values, numbers, prompts, strict=True):
         if abs(number) > LARGEST:
-            due = f"a number up to {LARGEST:g} or None was due, for prompt {excerpt(prompt)}"
-            raise UserError(f"{told} {excerpt(value)} where {due}")
+            due = f"a number up to {LARGEST:g} or None was due, for prompt {prompt!r:.200}"
+            raise UserError(f"{told} {value!r:.200} where {due}")
         if value is not None and math.isnan(number):
             warn_once(f"{told} nan, which counts as None")
     return numbers

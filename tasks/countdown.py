@@ -22,18 +22,7 @@ Think inside <think> </think>, then give the expression alone inside <answer> </
 <answer>(1 + 2) / 3</answer>"""
 ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 SHAPE = re.compile(r"(<think>)?((?!</?(think|answer)>).)*</think>\s*" + ANSWER.pattern, re.DOTALL)
-MAX_CHARACTERS = 200  # of an expression
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def problems(count: int) -> list[dict]:
-    """The same in every run; no two are alike."""
-    rng, rows = random.Random(0), {}
-    while len(rows) < count:
-        row = draw_problem(rng)
-        if 10 <= row["target"] <= 999:
-            rows.setdefault((*row["numbers"], row["target"]), row)
-    return list(rows.values())
 
 
 def draw_problem(rng: random.Random) -> dict:
@@ -45,8 +34,7 @@ def draw_problem(rng: random.Random) -> dict:
         sign = rng.choice("+-*/" if target % number == 0 else "+-*")
         target = {"+": target + number, "-": target - number, "*": target * number, "/": target // number}[sign]
         solution = f"({solution} {sign} {number})"
-    content = PROMPT.format(target=target, numbers=", ".join(map(str, numbers)))
-    prompt = [{"role": "user", "content": content}]
+    prompt = [{"role": "user", "content": PROMPT.format(target=target, numbers=", ".join(map(str, numbers)))}]
     return {"prompt": prompt, "numbers": numbers, "target": target, "solution": solution}
 
 
@@ -65,22 +53,26 @@ def well_formed(prompts, completions, completion_ids, **columns) -> list[float]:
 def value_of(text: str, numbers: list[int]) -> Fraction | None:
     """The exact value of an expression of + - * / and parentheses that uses every number once, or None."""
     given = sorted(map(str, numbers))
-    if len(text) > MAX_CHARACTERS or sorted(re.findall("[0-9]+", text)) != given or re.search(r"[^0-9+*/()\s-]", text):
+    if len(text) > 200 or sorted(re.findall("[0-9]+", text)) != given or re.search(r"[^0-9+*/()\s-]", text):
         return None
     try:
         return _value(ast.parse(" ".join(text.split()), mode="eval").body)
-    except (SyntaxError, KeyError, ZeroDivisionError):  # no expression, one with another operator, x / 0
+    except (SyntaxError, KeyError, AttributeError, ZeroDivisionError):  # no expression; another operator, a call; x / 0
         return None
 
 
 def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
-    if not isinstance(node, ast.BinOp):  # a sign, a call, a tuple
-        raise SyntaxError
     return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
 
 
 def load(config: Config) -> Task:
-    rows = [] if config.data else problems(TRAIN_ROWS + config.eval_prompts)
+    """The same problems in every run, no two alike; none where --data brings others."""
+    rng, problems = random.Random(0), {}
+    while not config.data and len(problems) < TRAIN_ROWS + config.eval_prompts:
+        row = draw_problem(rng)
+        if 10 <= row["target"] <= 999:
+            problems.setdefault((*row["numbers"], row["target"]), row)
+    rows = list(problems.values())
     return Task(rows[:TRAIN_ROWS], rows[TRAIN_ROWS:], [equation, well_formed], [1.0, 0.1], correct="equation")

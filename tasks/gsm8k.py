@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from config import Config, UserError
 from tasks import Task, text_of
-from tasks._files import excerpt, hub_splits
+from tasks._files import hub_splits
 
 DEFAULTS = {}  # all as for a real model
 
@@ -26,13 +26,11 @@ BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 def right_number(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
     """1 if the completion's final number is the answer's."""
-    rewards = []
-    for prompt, completion, wanted in zip(prompts, completions, answer, strict=True):
-        number = only_number(str(wanted).rpartition("####")[2])
+    numbers = [only_number(str(wanted).rpartition("####")[2]) for wanted in answer]
+    for number, wanted, prompt in zip(numbers, answer, prompts, strict=True):
         if number is None:
-            raise UserError(f"the answer {wanted!r} has no number, or several, for prompt {excerpt(prompt)}")
-        rewards.append(float(final_number(text_of(completion)) == number))
-    return rewards
+            raise UserError(f"the answer {wanted!r} has no number, or several, for prompt {prompt!r:.200}")
+    return [float(final_number(text_of(given)) == number) for given, number in zip(completions, numbers, strict=True)]
 
 
 def final_number(text: str) -> Decimal | None:

@@ -35,7 +35,7 @@ RETURNED = [  # a return value, what is told; an error, unless it is nothing or 
     ("abc", "'abc' where a list of 3 was due, for prompt 'p0' and those after it"),
     (torch.tensor([0.0, -torch.inf, 0.0]), "-inf where a number up to 1e+100 or None was due, for prompt 'p1'"),
     ([1.0, "1.0", 1.0], "'1.0' where a number up to 1e+100 or None was due, for prompt 'p1'"),
-    ([1.0, 10**400, 1.0], f"1{'0' * 199}... where a number up to 1e+100 or None was due, for prompt 'p1'"),
+    ([1.0, 10**400, 1.0], f"1{'0' * 199} where a number up to 1e+100 or None was due, for prompt 'p1'"),
     ([1.0, 1.0, -1.01e100], "-1.01e+100 where a number up to 1e+100 or None was due, for prompt 'p2'"),
     ([1.0, torch.zeros(2), 1.0], "tensor([0., 0.]) where a number up to 1e+100 or None was due, for prompt 'p1'"),
     (torch.zeros(3, 2), "[0.0, 0.0] where a number up to 1e+100 or None was due, for prompt 'p0'"),
@@ -146,16 +146,16 @@ def test_a_file_can_import_its_neighbours(folder):
     assert load_reward("min", {"min": max}) is max, "one of the task's own"
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [
-        ("good", UserError, "must be exact_sum, file.py:function .* or package.module:function$"),
-        ("nowhere.py:good", UserError, "must be exact_sum, file.py:function .of a file that is there. or "),
-        ("{}/afar.py:LIMIT", UserError, "has no function LIMIT$"),
-        ("needs.nowhere:good", ModuleNotFoundError, "^No module named 'no_such_module'$"),
-        ("json.nowhere:good", UserError, "^--reward json.nowhere:good: No module named 'json.nowhere'$"),
-    ],
-)
+NOT_THERE = [  # a name, the error, what is said
+    ("good", UserError, "must be exact_sum, file.py:function or package.module:function that is there"),
+    ("nowhere.py:good", UserError, "must be exact_sum, file.py:function or"),
+    ("nowhere.at.all:good", UserError, "must be exact_sum, file.py:function or"),
+    ("{}/afar.py:LIMIT", UserError, "has no LIMIT"),
+    ("needs:good", ModuleNotFoundError, "No module named 'no_such_module'"),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "words"), NOT_THERE)
 def test_a_reward_that_is_not_there(folder, name, error, words):
     sys.path.append(str(folder))
     with pytest.raises(error, match=words):
