@@ -11,34 +11,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import Config
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
-from tasks.addition import exact_sum
-from tasks.chain import exact_result
-from tasks.sorting import sorted_share
 
 END, CUT, HIDDEN = [EOS_ID], [], [PAD_ID, EOS_ID]  # a sampled PAD is not in the text
+REWARDS = [
+    *(
+        (addition.exact_sum, "132", *case)
+        for case in [
+            ("7+5+0=12,4+8+1=13.#132", END, 1.0),
+            ("#133#132", END, 1.0),  # the last "#" counts
+            ("#132#133", END, 0.0),
+            ("#0132", END, 0.0),
+            ("#132", CUT, 0.0),
+            ("#132", HIDDEN, 0.0),
+            ("132", END, 0.0),  # no "#" at all
+            ("", END, 0.0),
+        ]
+    ),
+    (chain.exact_result, "29", "+8=45*3=35-6=29", END, 1.0),
+    (chain.exact_result, "29", "+8=45*3=35", END, 0.0),  # not to the end
+    *(
+        (sorting.sorted_share, "abcc", *case)
+        for case in [
+            ("abcc", END, 1.0),
+            ("abcc", CUT, 0.5),
+            ("abcc", HIDDEN, 0.5),
+            ("accb", END, 0.75),  # all four kept, two in place
+            ("abccabcc", END, 0.5),  # four surplus letters
+            ("", CUT, 0.0),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("reward", "answer", "text", "end", "value"),
-    [
-        (exact_sum, "132", "7+5+0=12,4+8+1=13.#132", END, 1.0),
-        (exact_sum, "132", "#133#132", END, 1.0),  # the last "#" counts
-        (exact_sum, "132", "#132#133", END, 0.0),
-        (exact_sum, "132", "#0132", END, 0.0),
-        (exact_sum, "132", "#132", CUT, 0.0),
-        (exact_sum, "132", "#132", HIDDEN, 0.0),
-        (exact_sum, "132", "132", END, 0.0),  # no "#" at all
-        (exact_sum, "132", "", END, 0.0),
-        (exact_result, "29", "+8=45*3=35-6=29", END, 1.0),
-        (exact_result, "29", "+8=45*3=35", END, 0.0),  # not to the end
-        (sorted_share, "abcc", "abcc", END, 1.0),
-        (sorted_share, "abcc", "abcc", CUT, 0.5),
-        (sorted_share, "abcc", "abcc", HIDDEN, 0.5),
-        (sorted_share, "abcc", "accb", END, 0.75),  # all four kept, two in place
-        (sorted_share, "abcc", "abccabcc", END, 0.5),  # four surplus letters
-        (sorted_share, "abcc", "", CUT, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("reward", "answer", "text", "end", "value"), REWARDS)
 def test_rewards(reward, answer, text, end, value):
     """Each completion by its own answer: the others here are wrong."""
     ids = [PAD_ID + 2] * len(text) + end
@@ -48,10 +53,23 @@ def test_rewards(reward, answer, text, end, value):
         reward(**columns, answer=[answer])
 
 
-@pytest.mark.parametrize(
-    ("file", "digest"),
-    [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")],
-)
+def result_of(prompt: str) -> str:
+    """Of a chain, by Python's own arithmetic: each sign closes a bracket around all before it."""
+    text = prompt.removesuffix(":")
+    for sign in "+-*":
+        text = text.replace(sign, f"){sign}")
+    return str(eval("(" * text.count(")") + text) % 100)
+
+
+def test_chains_are_worked_out_from_left_to_right_and_can_be_short():
+    assert all(row["answer"] == result_of(row["prompt"]) for row in chain.load(Config()).train[:200])
+    assert chain.shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]
+
+
+DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")]
+
+
+@pytest.mark.parametrize(("file", "digest"), DIGESTS)
 def test_rows_are_those_that_kept_runs_were_made_with(file, digest):
     state = random.getstate()
     task = file.load(Config(seed=3))

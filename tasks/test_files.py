@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,82 +17,65 @@ ROWS = [
 READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "more": None, "level": 2}]
 
 
-def write(tmp_path: Path, text: str | bytes, name: str = "rows.jsonl") -> str:
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return str(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("name", "start", "newline"), [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
 )
 def test_read_rows(tmp_path, name, start, newline):
     """Every row has all columns: which rows share a call of a reward depends on the ranks."""
-    text = newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
-    assert read_rows(write(tmp_path, start + text, name)) == READ
+    text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
+    (tmp_path / name).write_bytes(text.encode())
+    assert read_rows(str(tmp_path / name)) == READ
 
 
-IS_NO_ROW = 'must be an object with a "prompt", a string or a list of chat messages, not '
+NO_ROW = 'needs a "prompt", a string or chat messages: '
+WRONG = [  # what is in a file, and what is said
+    (b'{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
+    (b'{"prompt": "a"}\n\n["a"]\n', f":3: {NO_ROW}['a']"),
+    (b'{"question": "a", "answer": 1}\n', f":1: {NO_ROW}{{'question': 'a', 'answer': 1}}"),
+    (b'{"prompt": [], "more": "' + b"a" * 10_000 + b'"}', f":1: {NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
+    (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
+    (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
+    (b"[" * 200_000, ":1: not JSON: "),
+    (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", ":1: not JSON: "),
+    (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: not JSON: 'utf-8' codec can't decode byte 0xe9"),
+    ('{"prompt": "a"}\n'.encode("utf-16"), ":2: not JSON: "),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ": holds no rows"),
-        ('{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
-        ('{"prompt": "a"}\n\n["a"]\n', f":3: {IS_NO_ROW}['a']"),
-        ('{"question": "a", "answer": 1}\n', f":1: {IS_NO_ROW}{{'question': 'a', 'answer': 1}}"),
-        ('{"prompt": [], "more": "' + "a" * 10_000 + '"}', f":1: {IS_NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
-        ('{"prompt": [{"role": "user", "content": null}]}\n', f":1: {IS_NO_ROW}"),
-        ("[" * 200_000, ":1: not JSON: "),
-        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", ":1: not JSON: "),
-        (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: not JSON: 'utf-8' codec can't decode byte 0xe9"),
-        ('{"prompt": "a"}\n'.encode("utf-16"), ":2: not JSON: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), WRONG)
 def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
-    source = write(tmp_path, text)
+    (tmp_path / "rows.jsonl").write_bytes(text)
     with pytest.raises(UserError) as told:
-        read_rows(source)
-    assert str(told.value).startswith(source + words) and len(str(told.value)) < 1000
+        read_rows(f"{tmp_path}/rows.jsonl")
+    assert str(told.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(told.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("source", "asked"),
-    [
-        ("them/theirs", ("them/theirs", None)),
-        ("rows.csv", ("csv", "rows.csv")),
-        ("rows.json", ("json", "rows.json")),
-        ("rows.v2.jsonl.gz", ("json", "rows.v2.jsonl.gz")),
-    ],
-)
-def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, asked):
-    found = {asked: ROWS}
-    library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files=None: found[name, data_files])
+ASKED = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
+
+
+@pytest.mark.parametrize(("source", "kind"), ASKED)
+def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
+    found = {(kind, None if kind == source else source): ROWS}
+    library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.chdir(tmp_path)
-    if source.startswith("rows"):
+    if kind != source:
         with pytest.raises(UserError, match=f"^{source}: there is no such file$"):
             read_rows(source)
-        write(tmp_path, "", source)
+        (tmp_path / source).touch()
     assert read_rows(source) == READ
-    found[asked] = [{"prompt": "a"}, {"question": "b"}]
-    with pytest.raises(UserError, match=f"^{source}:2: {IS_NO_ROW}"):
-        read_rows(source)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=f"^{source}: .*: pip install datasets$"):
+    found[next(iter(found))] = [{"prompt": "a"}, {"question": "b"}]
+    with pytest.raises(UserError, match=f"^{source}:2: {NO_ROW}"):
         read_rows(source)
 
 
 def test_hold_out_depends_on_the_prompts_alone():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
     train, held = hold_out(rows, 6)
-    held_prompts, train_prompts = {row["prompt"] for row in held}, {row["prompt"] for row in train}
-    assert len(held) == 6 and len(train) == 48 and not held_prompts & train_prompts
-    assert held_prompts == {"8", "9", "10", "11", "20", "21"}, "runs that were made are continued with the same"
-    mixed = random.Random(0).sample(rows, 60)
-    assert {row["prompt"] for row in hold_out(mixed, 6)[1]} == held_prompts
-    assert {row["prompt"] for row in hold_out(rows, 4)[1]} < held_prompts
-    for count, parts in (0, (60, 0)), (256, (48, 6)):  # no more than a fifth
-        assert tuple(map(len, hold_out(rows, count))) == parts
-    for few, parts in (1, (1, 0)), (2, (1, 1)):
-        assert tuple(map(len, hold_out(rows[:few], 256))) == parts
+    prompts = {row["prompt"] for row in held}
+    assert prompts == {"8", "9", "10", "11", "20", "21"}, "runs that were made are continued with the same"
+    assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
+    assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
+    assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
+    parts = {(60, 0): (60, 0), (60, 256): (48, 6), (1, 256): (1, 0), (2, 256): (1, 1)}  # no more than a fifth
+    assert {given: tuple(map(len, hold_out(rows[: given[0]], given[1]))) for given in parts} == parts

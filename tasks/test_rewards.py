@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import math
 import re
 import sys
@@ -12,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from config import UserError
+from batch import Group
+from config import Config, UserError
+from rollout import Completion
+from tasks import load_task, score
+from tasks._characters import EOS_ID, char_tokenizer
 from tasks._rewards import call_rewards, load_reward, warn_once
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
@@ -23,40 +28,45 @@ def call(reward, **columns) -> list[float]:
 
 
 NAN = "reward function mine returned nan, which counts as None"
-RETURNED = [  # a return value, what is told; an error, unless it is nothing or a note
-    ([1.0, None, -2.5], None),
-    ([True, None, np.float32(-2.5)], None),
-    ([torch.tensor(1.0), None, torch.tensor([-2.5])], None),
-    ((x for x in (1, None, Decimal("-2.5"))), None),
-    (map(float, ["1", "nan", "-2.5"]), NAN),
-    (torch.tensor([1.0, math.nan, -2.5]), NAN),
-    ([1.0, 2.0], "2 values where a list of 3 was due, for prompt 'p0' and those after it"),
-    (None, "None where a list of 3 was due, for prompt 'p0' and those after it"),
-    ("abc", "'abc' where a list of 3 was due, for prompt 'p0' and those after it"),
-    (torch.tensor([0.0, -torch.inf, 0.0]), "-inf where a number up to 1e+100 or None was due, for prompt 'p1'"),
-    ([1.0, "1.0", 1.0], "'1.0' where a number up to 1e+100 or None was due, for prompt 'p1'"),
-    ([1.0, 10**400, 1.0], f"1{'0' * 199} where a number up to 1e+100 or None was due, for prompt 'p1'"),
-    ([1.0, 1.0, -1.01e100], "-1.01e+100 where a number up to 1e+100 or None was due, for prompt 'p2'"),
-    ([1.0, torch.zeros(2), 1.0], "tensor([0., 0.]) where a number up to 1e+100 or None was due, for prompt 'p1'"),
-    (torch.zeros(3, 2), "[0.0, 0.0] where a number up to 1e+100 or None was due, for prompt 'p0'"),
+FINE = [  # a return value for 1, None and -2.5, and what is noted
+    ([1.0, None, -2.5], []),
+    ([True, None, np.float32(-2.5)], []),
+    ([torch.tensor(1.0), None, torch.tensor([-2.5])], []),
+    ((x for x in (1, None, Decimal("-2.5"))), []),
+    (map(float, ["1", "nan", "-2.5"]), [NAN]),
+    (torch.tensor([1.0, math.nan, -2.5]), [NAN]),
+]
+LIST, NUMBER = "where a list of 3 was due, for prompt", "where a number up to 1e+100 or None was due, for prompt"
+WRONG = [  # a return value, and the error
+    ([1.0, 2.0], f"2 values {LIST} 'p0' and those after it"),
+    (None, f"None {LIST} 'p0' and those after it"),
+    ("abc", f"'abc' {LIST} 'p0' and those after it"),
+    (torch.tensor([0.0, -torch.inf, 0.0]), f"-inf {NUMBER} 'p1'"),
+    ([1.0, "1.0", 1.0], f"'1.0' {NUMBER} 'p1'"),
+    ([1.0, 10**400, 1.0], f"1{'0' * 199} {NUMBER} 'p1'"),
+    ([1.0, 1.0, -1.01e100], f"-1.01e+100 {NUMBER} 'p2'"),
+    ([1.0, torch.zeros(2), 1.0], f"tensor([0., 0.]) {NUMBER} 'p1'"),
+    (torch.zeros(3, 2), f"[0.0, 0.0] {NUMBER} 'p0'"),
 ]
 
 
-@pytest.mark.parametrize(("values", "told"), RETURNED)
-def test_numbers_and_none_are_fine_and_all_else_names_function_and_prompt(caplog, values, told):
+def mine(values) -> list[float]:
+    """What comes of the values that a reward of this name returns."""
+    return call(functools.wraps(mine)(lambda **columns: values))
+
+
+@pytest.mark.parametrize(("values", "noted"), FINE)
+def test_numbers_and_none_are_fine(caplog, values, noted):
     warn_once.cache_clear()
+    got = mine(values)
+    assert got[0] == 1.0 and math.isnan(got[1]) and got[2] == -2.5 and {*map(type, got)} == {float}
+    assert mine([math.nan if noted else None] * 3) and caplog.messages == noted, "once"
 
-    def mine(completions):
-        return values
 
-    if told in (None, NAN):
-        got = call(mine)
-        assert got[0] == 1.0 and math.isnan(got[1]) and got[2] == -2.5 and {*map(type, got)} == {float}
-        values = [math.nan if told else None] * 3
-        assert call(mine) and caplog.messages == [told] * (told is not None), "once"
-    else:
-        with pytest.raises(UserError, match=f"^reward function mine returned {re.escape(told)}$"):
-            call(mine)
+@pytest.mark.parametrize(("values", "told"), WRONG)
+def test_anything_else_names_function_and_prompt(values, told):
+    with pytest.raises(UserError, match=f"^reward function mine returned {re.escape(told)}$"):
+        mine(values)
 
 
 def test_a_reward_gets_what_it_has_room_for():
@@ -94,9 +104,9 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
 
     @contextlib.contextmanager
     def time_limit(name: str):
-        events.append(f"{name} begins")
+        events.append(f"({name}")
         yield
-        events.append(f"{name} ends")
+        events.append(")")
 
     def read(completions):
         yield from [1.0] * len(completions)
@@ -115,48 +125,88 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     for _ in range(2):
         values = call_rewards([asked, read, own, asked], COLUMNS, {}, time_limit)
         assert values == [[1.0] * 3, [1.0] * 3, [5.0] * 3, [1.0] * 3]
-    apart = ["asked begins", "asked ends", "read begins", "read", "read ends", "own begins", "own ends"]
-    together = ["asked begins", "asked ends", "asked, asked begins", "read", "read", "asked, asked ends"]
-    assert events == [*apart, *together] * 2 and len(loops) == 4 and len(set(loops)) == 1
+    assert " ".join(events[:11]) == "(asked ) (read read ) (own ) (asked ) (asked, asked read" and len({*loops}) == 1
+    assert events[:13] == events[13:] and len(loops) == 4
+
+
+FILES = {
+    "nearby.py": "FACTOR = 3.0\n",
+    "config.py": "1 / 0  # there is one of this name already\n",
+    "afar.py": """
+import config, functools
+def mine(completions):
+    import nearby
+    return [nearby.FACTOR] * len(completions)
+bound = functools.partial(mine)
+""",
+    "needs.py": "import no_such_module\n",
+    "chat.py": """
+def correctness(prompts, completions, answer, **kwargs) -> list[float]:
+    question = prompts[0][-1]["content"]
+    answers = [completion[0]["content"].split("#")[-1] for completion in completions]
+    print("-" * 20, f"Question: {question}", f"Answer: {answer[0]}", f"Given: {answers[0]}")
+    return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
+""",
+    "r1/__init__.py": "",
+    "r1/helper.py": "SOFT = 2\n",
+    "r1/rewards.py": """
+from .helper import SOFT
+def get_soft_punishment(limit, soft):
+    def soft_punishment(completion_ids, **kwargs):
+        return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
+    return soft_punishment
+soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
+""",
+}
+OF_TRL = [  # a function, and its values for "1#46" and "46"
+    ("chat.py:correctness", [2.0, 2.0]),
+    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
+    ("afar.py:mine", [3.0, 3.0]),
+    ("afar.py:bound", [3.0, 3.0]),
+]
+NOT_THERE = [  # a name, the error, what is said
+    ("good", UserError, "must be exact_sum, file.py:function or package.module:function that is there"),
+    ("nowhere.py:good", UserError, "must be exact_sum, file.py:function or"),
+    ("nowhere.at.all:good", UserError, "must be exact_sum, file.py:function or"),
+    ("afar.py:LIMIT", UserError, "has no LIMIT"),
+    ("needs:good", ModuleNotFoundError, "No module named 'no_such_module'"),
+]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Files that find each other; what a test imports from here is gone afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
     before = {*sys.modules}
-    files = {
-        "nearby.py": "FACTOR = 3.0\n",
-        "config.py": "1 / 0  # there is one of this name already\n",
-        "afar.py": "import config\ndef mine(completions):\n    import nearby\n    return [nearby.FACTOR] * 3\n"
-        "import functools\nbound = functools.partial(mine)\n",
-        "needs.py": "import no_such_module\n",
-    }
-    for name, text in files.items():
+    (tmp_path / "r1").mkdir()
+    for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
 
 
-def test_a_file_can_import_its_neighbours(folder):
-    """Later too; and it can be imported, or be read again. What can be called may have no name of its own."""
-    names = [f"{folder}/afar.py:mine", "afar:mine", f"{folder}/afar.py:bound"]
+def test_a_reward_that_is_there(folder):
+    """A file can be imported, too, or be read again."""
+    names = ["afar.py:mine", "afar:mine", "afar.py:mine"]
     assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[3.0] * 3] * 3
     assert load_reward("min", {"min": max}) is max, "one of the task's own"
-
-
-NOT_THERE = [  # a name, the error, what is said
-    ("good", UserError, "must be exact_sum, file.py:function or package.module:function that is there"),
-    ("nowhere.py:good", UserError, "must be exact_sum, file.py:function or"),
-    ("nowhere.at.all:good", UserError, "must be exact_sum, file.py:function or"),
-    ("{}/afar.py:LIMIT", UserError, "has no LIMIT"),
-    ("needs:good", ModuleNotFoundError, "No module named 'no_such_module'"),
-]
 
 
 @pytest.mark.parametrize(("name", "error", "words"), NOT_THERE)
 def test_a_reward_that_is_not_there(folder, name, error, words):
     sys.path.append(str(folder))
     with pytest.raises(error, match=words):
-        load_reward(name.format(folder), {"exact_sum": len})
+        load_reward(name, {"exact_sum": len})
+
+
+@pytest.mark.parametrize(("reward", "values"), OF_TRL)
+def test_it_runs_as_it_is(folder, reward, values):
+    prompt = [{"role": "user", "content": "12+34="}] if "chat" in reward else "12+34="
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": "46", "answer": "46"}))
+    task = load_task(Config(task="data", data="rows.jsonl", reward=[reward], eval_every=0))
+    tokenizer = char_tokenizer("0123456789#+=")
+    ids = [[*tokenizer(text).input_ids, EOS_ID] for text in ("1#46", "46")]
+    group = Group([], task.train[0], [Completion(of_one, [0.0] * len(of_one), False) for of_one in ids])
+    assert score(task, [group], tokenizer, step=6) == ([([[value] for value in values], [{}, {}])], [])

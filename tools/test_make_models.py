@@ -7,7 +7,7 @@ import pytest
 from config import Config
 from tasks import task_file
 from tasks._characters import EOS, char_tokenizer, held_out
-from tasks.test_chain import result_of
+from tasks.test_characters import result_of
 from tools.make_models import RECIPES
 
 
