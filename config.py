@@ -99,7 +99,7 @@ class Config:
     top_p: float = setting(1.0, "sample from the likeliest tokens of this mass; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "least probability of a token, as a share of the likeliest's", at_least=0, at_most=1)
-    keep_set: bool | None = setting(None, "where these cut: log-probs are over the tokens that are left; true")
+    keep_set: bool = setting(True, "where these cut: log-probs are over the tokens that are left")
 
     heading("The objective")
     algorithm: str = setting("grpo", "preset of the switches", names=ALGORITHMS)

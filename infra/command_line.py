@@ -8,6 +8,7 @@ allowed and what to change. Left out: what only the rows, the model or the machi
 import argparse
 import dataclasses
 import difflib
+import itertools
 import math
 import operator
 import os
@@ -17,6 +18,8 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from transformers.hf_argparser import string_to_bool
+
 from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra import run_folder
@@ -25,7 +28,6 @@ from loss import SWITCHES_READ
 from tasks import task_defaults, task_file, task_names
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
-TRUTHS = dict.fromkeys("true t yes y 1".split(), True) | dict.fromkeys("false f no n 0".split(), False)
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
@@ -35,6 +37,7 @@ BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "
 def parse(words: list[str], on_gpu: bool) -> Config:
     """-> the settings that were given, the others left open; or what is wrong with them on stderr, and exit code 2."""
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
+    wrong: list[str] = []
     try:
         given, unknown = flags().parse_known_args(words)
         given = vars(given)
@@ -43,11 +46,12 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         out = Path(str(given.get("out") or ""))
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
             given = vars(run_folder.settings_of(out)) | given
-        wrong = [no_such_flag(word) for word in (*unknown, *(f"--{name}" for name in given.keys() - SETTINGS.keys()))]
+        unknown += [f"--{name}" for name in given.keys() - SETTINGS.keys()]
+        wrong += map(no_such_flag, unknown)
         config = Config(**{name: x for name, x in given.items() if name in SETTINGS})
-        wrong += mistakes(config, on_gpu)
-    except (UserError, argparse.ArgumentError) as error:
-        wrong = [str(error)]
+        ready(config, on_gpu)
+    except (UserError, argparse.ArgumentError, OSError) as error:
+        wrong.append(str(error))
     if wrong:
         if os.environ.get("RANK", "0") == "0":  # a mistake of all ranks is told once
             say("\n".join(f"error: {line}" for line in wrong))
@@ -64,21 +68,19 @@ def flags() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--config", metavar="FILE", help="settings, as a run's config.json; flags win over it")
-    groups: dict[str, Any] = {}
-    for name, setting in SETTINGS.items():
-        kind, heading = kind_of(setting), setting.metadata["heading"]
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        default = [] if is_list(setting) else setting.default
-        limits = "; ".join(filter(None, [", ".join(names_of(setting)) or limits_of(setting), f"default {default}"]))
-        groups[heading].add_argument(
-            f"--{name}",
-            type=as_truth if kind is bool else kind,
-            nargs="+" if is_list(setting) else "?" if kind is bool else None,
-            const=True if kind is bool else None,
-            metavar="NAME" if names_of(setting) else kind.__name__.upper(),
-            help=f"{setting.metadata['text']} ({limits})".replace("%", "%%"),
-        )
+    for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
+        group = parser.add_argument_group(heading)
+        for setting in settings:
+            kind = kind_of(setting)
+            about = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
+            group.add_argument(
+                f"--{setting.name}",
+                type=string_to_bool if kind is bool else kind,
+                nargs="+" if is_list(setting) else "?" if kind is bool else None,
+                const=True if kind is bool else None,
+                metavar=kind.__name__.upper(),
+                help=about.replace("%", "%%"),
+            )
     return parser
 
 
@@ -96,21 +98,16 @@ def names_of(setting: Field) -> list[str]:
     return task_names() if setting.name == "task" else list(setting.metadata["names"] or [])
 
 
-def limits_of(setting: Field) -> str:
-    """ "at least 0 and below 1" """
-    bounds = setting.metadata["bounds"].items()
-    return " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds if math.isfinite(bound))
-
-
-def as_truth(word: str) -> bool:
-    if word.lower() not in TRUTHS:
-        raise argparse.ArgumentTypeError(f"{word!r}: must be true or false")
-    return TRUTHS[word.lower()]
+def allowed(setting: Field) -> str:
+    """ "float at least 0 and below 1" """
+    if names := names_of(setting):
+        return f"one of {', '.join(names)}"
+    bounds = [f"{name.replace('_', ' ')} {x:g}" for name, x in setting.metadata["bounds"].items() if math.isfinite(x)]
+    of_each = " ".join([kind_of(setting).__name__, " and ".join(bounds)]).rstrip()
+    return f"list of {of_each}" if is_list(setting) else of_each
 
 
 def no_such_flag(word: str) -> str:
-    if not word.startswith("--"):
-        return f"{word}: belongs to no flag"
     close = difflib.get_close_matches(word.split("=")[0].removeprefix("--"), SETTINGS, n=1)
     return f"{word}: there is no such flag; {f'did you mean --{close[0]}?' if close else 'see --help'}"
 
@@ -119,28 +116,16 @@ def no_such_flag(word: str) -> str:
 
 
 def ready(config: Config, on_gpu: bool) -> Config:
-    """Resolved settings that a run can start with; or a UserError with a line for each mistake."""
-    wrong = mistakes(config, on_gpu)
-    if wrong:
-        raise UserError("\nerror: ".join(wrong))
-    return filled_in(config, on_gpu)
-
-
-def filled_in(config: Config, on_gpu: bool) -> Config:
-    config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
-    if config.keep_set is None:  # a run that was begun without it goes on without it
-        out = Path(config.out)
-        goes_on = not run_folder.starts_over(config) and run_folder.made_steps(out) is not None
-        config.keep_set = run_folder.settings_of(out).keep_set if goes_on else True
-    return config
-
-
-def mistakes(config: Config, on_gpu: bool) -> list[str]:
-    """A line for each. The default stands in for a value that cannot be, so that the rest can be judged."""
+    """Resolved settings that a run can start with; or a UserError with a line for each mistake. The default stands in
+    for a value that cannot be, so that the rest can be judged."""
     wrong = wrong_values(config)
-    config = filled_in(dataclasses.replace(config, **{name: getattr(Config(), name) for name in wrong}), on_gpu)
+    config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in wrong})
+    config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
     of_task = wrong_values(config)
-    return [*wrong.values(), *of_task.values()] + ([] if of_task else [*contradictions(config)])
+    lines = [*wrong.values(), *of_task.values()] + ([] if of_task else [*contradictions(config)])
+    if lines:
+        raise UserError("\nerror: ".join(lines))
+    return config
 
 
 def wrong_values(config: Config) -> dict[str, str]:
@@ -150,41 +135,29 @@ def wrong_values(config: Config) -> dict[str, str]:
         given = getattr(config, name)
         if given is None and setting.default is None:
             continue
-        if is_list(setting) and not isinstance(given, list):
-            lines[name] = f"--{name} {given}: must be a list"
-            continue
-        values = given if is_list(setting) else [given]
-        wrong = [value for value in values if not is_allowed(setting, value)]
-        if wrong:
-            kind, names = kind_of(setting), names_of(setting)
-            allowed = f"one of {', '.join(names)}" if names else " ".join([kind.__name__, limits_of(setting)]).rstrip()
-            lines[name] = f"--{name} {' '.join(map(str, wrong))}: must be {allowed}"
+        values = given if isinstance(given, list) else [given]
+        if is_list(setting) != isinstance(given, list) or not all(is_allowed(setting, value) for value in values):
+            lines[name] = f"--{name} {given}: must be {allowed(setting)}"
     return lines
 
 
 def is_allowed(setting: Field, value: Any) -> bool:
-    kind, bounds = kind_of(setting), setting.metadata["bounds"]
+    kind, names, bounds = kind_of(setting), names_of(setting), setting.metadata["bounds"]
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
         return False
-    if names_of(setting):
-        return value in names_of(setting)
     if kind in (str, bool):
-        return value != ""
-    is_finite = isinstance(value, int) or math.isfinite(value) or value == bounds.get("at_most")
+        return value in names if names else value != ""
+    is_finite = abs(value) < math.inf or value == bounds.get("at_most")
     return is_finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def contradictions(config: Config) -> Iterator[str]:
     # What is trained, and on what.
-    if config.model is None and not hasattr(task_file(config.task), "model"):
-        yield f"--task {config.task}: needs --model, a folder or a hub name"
-    if config.task == "data" and not config.data:
-        yield "--task data: needs --data, a .jsonl file or a hub data set"
-    if config.task == "data" and not config.reward:
-        yield "--data: needs --reward file.py:function, or a --task whose rewards it is for"
-    weights, rewards = len(config.reward_weights), len(config.reward)
-    if weights and weights != rewards:
-        yield f"--reward_weights: {weights} for {rewards} rewards; give one for each"
+    needed = [] if hasattr(task_file(config.task), "model") else ["model"]
+    needed += ["data", "reward"] if config.task == "data" else []
+    yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
+    if config.reward_weights and len(config.reward_weights) != len(config.reward):
+        yield f"--reward_weights {config.reward_weights}: give one for each of {len(config.reward)} rewards"
 
     # The objective.
     updates = config.num_iterations * config.minibatches
@@ -200,12 +173,11 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--epsilon_low {config.epsilon_low:g}: 1 - epsilon_low must not be negative; use at most 1"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: is the cap itself under cispo, below every ratio; use 5, say"
-    if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
-        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high = {1 + config.epsilon_high:g}"
+    least = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # it clips the logarithm alone
+    if config.delta is not None and config.objective == "clip" and config.delta <= least:
+        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and is not for --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
-    if config.ratio == "geometric" and config.delta is not None:
-        yield f"--delta {config.delta:g}: bounds a ratio, and --ratio geometric clips its logarithm; leave it out"
     bounds = [f"--{name}" for name in ("tis_cap", "tis_floor") if getattr(config, name) is not None]
     if config.tis_mode != Config.tis_mode and not bounds:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
@@ -213,56 +185,35 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"{bounds[0]} with --old_policy sampler: the ratio that it bounds is 1 by construction"
     if len(bounds) == 2 and config.tis_floor > config.tis_cap:
         yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
-    of_sampler = [*bounds, *(["--off_policy_mask"] if config.off_policy_mask is not None else [])]
-    of_sampler += ["--sampler_coef"] if config.sampler_coef else []
-    of_sampler += ["--old_policy sampler"] if config.old_policy == "sampler" else []
-    if of_sampler and config.truncates and not config.keep_set:
-        yield f"{of_sampler[0]} with --keep_set false: the sampler's log-probs are not of what it sampled from"
+    corrected = bounds or config.off_policy_mask is not None or config.sampler_coef
+    if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
+        yield "--keep_set false: --old_policy sampler, --tis_*, --off_policy_mask, --sampler_coef need the kept sets"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:
         yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
-    if config.ref_sync_every and config.beta == 0.0:
-        yield "--ref_sync_every: there is no reference model without --beta above 0"
-    if config.kl_importance and config.beta == 0.0:
-        yield "--kl_importance: there is no KL term without --beta above 0"
+    for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
+        if getattr(config, name) and not getattr(config, other):
+            yield f"--{name}: is not read without --{other}"
 
     # The step.
     if config.steps == 0 and config.eval_every == 0:
         yield "--steps 0: evaluates, which --eval_every 0 says never to do; give --eval_every 1"
     completions = config.prompts_per_step * config.num_generations
-    in_group = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
-    if config.num_generations == 1 and in_group:
+    if config.num_generations == 1 and compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards):
         yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline, scale"
     if config.minibatches > completions:
         yield f"--minibatches {config.minibatches}: more than the {completions} completions of a step"
-    if config.dynamic_sampling and not in_group:
-        yield "--dynamic_sampling: groups of equal rewards are no dead weight under a baseline of the batch"
-    if config.dynamic_sampling and config.prompts_per_step == 1:
-        yield "--dynamic_sampling with --prompts_per_step 1: use at least 2 prompts, or --dynamic_sampling 0"
-    if config.shard_size and not config.shard:
-        yield f"--shard_size {config.shard_size}: is part of --shard; give both or neither"
 
 
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
-    if config.ratio != "token" and config.normalization != "sequence":
-        yield f"ratio {config.ratio} with normalization {config.normalization}: long ones weigh more, as in LUSPO"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))
     if config.ratio != "token" and chosen:
         yield f"ratio {config.ratio} is of a whole completion: all its tokens get a gradient, not the chosen ones alone"
-    if config.objective == "dppo" and config.ratio == "sequence":
-        yield "objective dppo with ratio sequence: dppo drops tokens by their own probability"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3"
-    if config.scale_rewards == "mean":
-        yield "scale_rewards mean: is for rewards of 0 or more; a mean near 0 makes advantages large"
-    if any(weight < 0 for weight in config.reward_weights):
-        yield "reward_weights below 0: the run learns to make those rewards small"
-    if config.eval_every and (config.temperature != 1.0 or config.truncates):
-        sampling = ("temperature", "top_p", "top_k", "min_p")
-        yield "pass@k is sampled with " + ", ".join(f"{name} {getattr(config, name):g}" for name in sampling)

@@ -75,31 +75,14 @@ def test_what_is_left_open_is_the_tasks_the_algorithms_or_the_machines(line, set
     assert {name: config[name] for name in settings} == settings
 
 
-def test_a_run_goes_on_with_the_log_probs_that_it_began_with(tmp_path):
-    """One without the setting, of an earlier version, had log-probs of the whole vocabulary."""
-    line, file = f"--top_p 0.9 --out {tmp_path}", tmp_path / "config.json"
-    run_folder.begin(ready(read(line), on_gpu=False), read(line), 0)
-    content = json.loads(file.read_text())
-    assert content["settings"].pop("keep_set") is True
-    in_a_file(file, content)
-    assert ready(read(line), on_gpu=False).keep_set, "nothing was made"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for began_with, more, kept in (({}, "--overwrite", True), ({}, "", False), ({"keep_set": True}, "", True)):
-        in_a_file(file, content | {"settings": content["settings"] | began_with})
-        for words in (line, f"--out {tmp_path}"):
-            assert ready(read(f"{words} {more}"), on_gpu=False).keep_set is kept
-
-
 @pytest.mark.parametrize("task", task_names())
 def test_nothing_stays_open_and_what_is_resolved_can_be_given_as_flags(task):
     config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"], algorithm="dapo", seed=7), False)
     may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
     may_be_none |= {"chat_template_kwargs", "eval_data", "correct", "tis_cap", "tis_floor", "off_policy_mask"}
     assert {name for name, value in vars(config).items() if value is None} == may_be_none
-    words = []
-    for name, value in vars(config).items():
-        if value not in (None, []):
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    given = {name: x if isinstance(x, list) else [x] for name, x in vars(config).items() if x not in (None, [])}
+    words = [word for name, values in given.items() for word in (f"--{name}", *map(str, values))]
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
 
 
@@ -110,7 +93,7 @@ def in_a_file(path: Path, settings: object) -> Path:
 
 def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     """Of a run --config reads what was given by hand, but for its folder; --out alone goes on with all that the run
-    has, once it has made steps. Runs that did not note what was given have only what they had in all."""
+    has, once it has made steps. Runs of before have only what they had in all, and no kept sets."""
     out, file = tmp_path / "out", tmp_path / "out" / "config.json"
     words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --reward r.py:f --steps 7"
     given = read(f"{words} --out {out} --overwrite")
@@ -123,50 +106,49 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     assert vars(read(f"--out {out} --steps 9")) == vars(of_run) | dict(steps=9)
     assert read(f"--out {out} --overwrite") == Config(out=str(out), overwrite=True)
-    in_a_file(file, {"settings": json.loads(file.read_text())["settings"]})
+    settings = json.loads(file.read_text())["settings"]
+    in_a_file(file, {"settings": {name: x for name, x in settings.items() if name != "keep_set"}})
     assert vars(read(f"--config {file}")) == vars(of_run) | dict(out=None, overwrite=False)
+    assert vars(read(f"--out {out}")) == vars(of_run) | dict(keep_set=False)
 
 
 # ---- Mistakes ----
 
 MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--epsilon-hi=0.3", "--epsilon_hi=0.3: there is no such flag; did you mean --epsilon_high?"),
-    ("--zzz 1 --steps 3 oops", "--zzz: ... see --help", "1: belongs to no flag", "oops: belongs to no flag"),
+    ("--zzz 1 --steps 3 oops", "--zzz: ... see --help", "1: there is no", "oops: there is no such flag"),
     ("--steps many --beta -1", "--steps: ... 'many'"),  # argparse alone speaks
     ("--model= --data=", "--model : must be str", "--data : must be str"),  # an unset variable of the shell
     ("--steps 3 --reward", "--reward: expected at least one argument"),
-    ("--reward_weights 1 nan", "--reward_weights nan: must be float at least -1e+09 and at most 1e+09"),
+    ("--reward_weights 1 nan", "--reward_weights [1.0, nan]: ... list of float at least -1e+09 and at most 1e+09"),
     ("--a=1 --algorithm ppo --top_k -1 --minibatches 900", "--a=1", "--algorithm ppo", "--top_k -1", "--minibatches"),
     # Contradictions.
-    ("--task data", "--task data: needs --model", "--task data: needs --data", "--data: needs --reward"),
-    ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "2 for 1 rewards"),
+    ("--task data", "--task data: needs --model", "--task data: needs --data", "--task data: needs --reward"),
+    ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "give one for each of 1 rewards"),
     ("--num_generations 1 --minibatches 17", "--num_generations 1: ", "--minibatches 17: ... 16 completions"),
     ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not for 8"),
     ("--epsilon_low 1.5 --tis_cap 2 --tis_floor 3", "--epsilon_low 1.5: ", "--tis_floor 3: ... above --tis_cap 2"),
-    ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high = 1.2"),
-    ("--algorithm gmpo --objective dppo --delta 3", "--delta 3.0: ", "geometric: ... of dppo", "bounds a ratio"),
+    ("--delta 1.1", "--delta 1.1: must be above 1 + epsilon_high"),
+    ("--algorithm gmpo --delta 3", "--delta 3: ... not for --ratio geometric"),
+    ("--algorithm gmpo --objective dppo --delta 3", "--delta 3.0: ", "geometric: ... of dppo"),
     ("--sapo_tau_pos 2 --sapo_tau_neg 2", "--sapo_tau_neg 2.0: is not read by --objective clip", "--sapo_tau_pos 2.0"),
     ("--algorithm cispo --epsilon_low 1.5 --delta 3", "--delta 3.0: ... by --objective cispo", "--epsilon_low 1.5"),
     ("--algorithm sapo --epsilon_low 0.1 --epsilon_high 0.3", "--epsilon_high 0.3: ... sapo", "--epsilon_low 0.1"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: is not read", "sampler: is not read"),
     ("--objective cispo --tis_mode geometric_mask", "0.2: is the cap itself", "mask: corrects nothing without --tis"),
     ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... 1 by construction"),
-    ("--off_policy_mask 1 --top_p 0.9 --keep_set no", "--off_policy_mask with --keep_set false"),
-    ("--old_policy sampler --top_k 9 --keep_set no", "--old_policy sampler with --keep_set false"),
-    ("--tis_cap 2 --min_p 0.1 --keep_set no", "--tis_cap with --keep_set false"),
-    ("--tis_floor 0.2 --top_p 0.9 --keep_set no", "--tis_floor with --keep_set false"),
-    ("--sampler_coef 1 --top_k 9 --keep_set no", "--sampler_coef with --keep_set false"),
+    *[(f"--{x} 1 --top_p 0.9 --keep_set no", "--keep_set") for x in ("off_policy_mask", "tis_cap", "sampler_coef")],
+    ("--old_policy sampler --top_k 9 --keep_set no", "--keep_set false"),
+    ("--tis_floor 0.2 --min_p 0.1 --keep_set no", "--keep_set false"),
     ("--algorithm maxrl --combine_rewards gdpo", "--scale_rewards mean: ... gdpo has made 0"),
     ("--algorithm gdpo --num_generations 1", "a group of one"),
     ("--normalization prompt --minibatches 2", "--normalization prompt with --minibatches"),
     *[(f"--beta 1 --kl_importance --kl_estimator {x}", f"not {x}") for x in ("k2", "abs", "k1+", "k3+")],
-    ("--algorithm reinforce++ --dynamic_sampling 2", "--dynamic_sampling: groups of equal rewards"),
-    ("--algorithm dapo --prompts_per_step 1", "--dynamic_sampling with --prompts_per_step 1: ... at least 2"),
-    ("--ref_sync_every 5 --kl_importance", "--ref_sync_every: ", "--kl_importance: ... --beta above 0"),
-    ("--shard_size 2 --steps 0 --eval_every 0", "--shard_size 2: ", "--steps 0: evaluates, which --eval_every 0"),
+    ("--ref_sync_every 5 --kl_importance", "--ref_sync_every: ", "--kl_importance: ... without --beta"),
+    ("--shard_size 2 --steps 0 --eval_every 0", "--shard_size: ", "--steps 0: evaluates, which --eval_every 0"),
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
-    ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", "--reward r.py:f", "--beta -1", "--steps many"),
+    ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", "--reward r.py:f: ... list", "--beta -1", "--steps many"),
     ({"lerning_rate": 1, "task": "math"}, "--zzz", "--zzz", "--lerning_rate: ... --learning_rate?", "--task math"),
     ({"settings": {"algorithm": "rloo", "gone": 1}}, "--minibatches 2", "--gone: ", "--objective reinforce"),
     ({"algorithm": ["ppo"], "out": 3}, "", "--algorithm ['ppo']", "--out 3"),
@@ -216,28 +198,28 @@ def test_every_number_has_bounds():
     assert len(numbers) > 30 and numbers == set(" ".join(names for *_, names in BOUNDS).split())
 
 
-def test_what_is_allowed_but_worth_a_line():
-    odd = dict(top_k=5, keep_set=False, objective="dppo", ratio="sequence", normalization="constant", top_entropy=0.5)
-    odd |= dict(beta=0.1, kl_estimator="k1", scale_rewards="mean", reward=["exact_sum"], reward_weights=[-1.0])
-    told = ["log-probs are of the whole", "long ones weigh more", "not the chosen ones alone", "own probability"]
-    told += ["adds noise", "a mean near 0", "rewards small", "temperature 1, top_p 1, top_k 5, min_p 0"]
-    for settings, notes in (
-        (odd, told),
-        (dict(min_p=0.1, keep_set=False, temperature=0.7), ["keep_set false", "temperature 0.7, ... min_p 0.1"]),
-        (dict(top_p=0.9), ["top_p 0.9"]),
-        (dict(ratio="geometric", tis_mode="token_mask", tis_floor=0.5), ["geometric ... not the chosen"]),
-        (dict(top_p=0.9, eval_every=0), []),
-        (dict(ratio="sequence", beta=0.1, tis_cap=2.0), []),
-        (dict(top_entropy=0.5), []),
-    ):
-        assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
+WORTH_A_LINE = [  # settings, what is noted
+    (dict(top_k=5, keep_set=False), ["log-probs are of the whole"]),
+    (dict(ratio="sequence", top_entropy=0.5), ["sequence ... not the chosen ones alone"]),
+    (dict(ratio="geometric", tis_mode="token_mask", tis_floor=0.5), ["geometric ... not the chosen"]),
+    (dict(beta=0.1, kl_estimator="k1"), ["adds noise"]),
+    (dict(ratio="sequence", beta=0.1, tis_cap=2.0, top_p=0.9, reward=["exact_sum"], reward_weights=[-1.0]), []),
+    (dict(top_entropy=0.5, scale_rewards="mean"), []),
+]
 
 
-def test_help_has_each_flag_with_its_bounds_or_names_and_default(capsys):
+@pytest.mark.parametrize(("settings", "notes"), WORTH_A_LINE)
+def test_what_is_allowed_but_worth_a_line(settings, notes):
+    assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
+
+
+def test_help_has_each_flag_with_what_it_may_be_and_its_default(capsys):
     with pytest.raises(SystemExit) as end:
         read("--help")
     shown = "".join(capsys.readouterr().out.split())  # however wide the screen is
-    assert end.value.code == 0 and ",".join(task_names()) in shown and "(above0andatmost1;default1.0)" in shown
+    assert end.value.code == 0 and f"(oneof{','.join(task_names())};defaultNone)" in shown
+    assert "(floatabove0andatmost1;default1.0)" in shown and "(listofstr;default[])" in shown
     for name, setting in SETTINGS.items():
-        about = f"{setting.metadata['text']} ({', '.join(setting.metadata['names'] or [])}"
+        names = ", ".join(setting.metadata["names"] or [])
+        about = f"{setting.metadata['text']} ({f'one of {names}' if names else ''}"
         assert f"--{name}" in shown and about.replace(" ", "") in shown
