@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
 from infra import faults, ranks
-from infra.run_folder import checkpoint_of, flush, saved_steps, write_json, write_text
+from infra.run_folder import checkpoint_of, flush, saved_steps, write_text
 from infra.shard import is_sharded, whole_weights
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
@@ -70,7 +70,7 @@ def save(
         if first:
             files = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.safetensors"))
             state = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
-            write_json(beside / "state.json", state)
+            write_text(beside / "state.json", json.dumps(state, indent=2))
     if first:
         flush(out)
         for old in saved_steps(out)[:-keep]:

@@ -9,7 +9,6 @@
 Nothing is written before all is ready to start, and no run is written over: --overwrite renames its folder.
 """
 
-import dataclasses
 import fcntl
 import itertools
 import json
@@ -28,14 +27,14 @@ import transformers
 from config import Config, UserError, resolve, settings_that_may_change
 
 PATHS = ("model", "data", "eval_data", "reward")  # settings that may name a file
+locks = []  # held as long as this process lives
 
 
 # ---- What a folder holds ----
 
 
 def open_run(config: Config) -> int | None:
-    """What the folder `config.out` holds; nothing is written. -> the step to continue after, 0 to start; None: the run
-    is finished."""
+    """Nothing is written. -> the step to continue after, 0 to start; None: the run in `config.out` is finished"""
     out = Path(config.out)
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
@@ -46,51 +45,48 @@ def open_run(config: Config) -> int | None:
     if there is None and out.exists() and any(p.name != ".lock" and p.suffix != ".partial" for p in out.iterdir()):
         raise UserError(f"{out} holds something that is not a run: give another --out")
     if starts_over(config):
-        check_that_it_can_be_renamed(config)
+        inside = [path for name in PATHS for path in paths(config, name) if path.is_relative_to(out.resolve())]
+        if inside or os.path.ismount(out):
+            raise UserError(f"--overwrite cannot move away {inside[0] if inside else 'a mount'}: give another --out")
         return 0
-    made, saved, model = made_steps(out), saved_steps(out), out / "model"
+    made, is_finished = made_steps(out), (out / "model").exists()
     if made is None:
         return 0
     if changed := other_settings(there, config):
-        lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
-        told = [f"{out} holds a run with other settings:", *lines, "give another --out, or start over with --overwrite"]
-        raise UserError("\n".join(told))
-    if config.steps < made:
-        raise UserError(f"--steps {config.steps}: the run in {out} has made {made} already; give another --out")
-    if config.steps == made and model.exists():
+        lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here\n" for name in changed]
+        advice = "give another --out, or start over with --overwrite"
+        raise UserError(f"{out} holds a run with other settings:\n{''.join(lines)}{advice}")
+    if is_finished and config.steps == made:
         return None
-    if not saved and model.exists():
-        raise UserError(f"{out} is finished and its checkpoint is gone: start another run, from --model {model}")
-    return max(saved, default=0)
+    if config.steps < made or (is_finished and not saved_steps(out)):
+        raise UserError(f"--steps {config.steps}: the run in {out} has made {made}, and no checkpoint leads there")
+    return max(saved_steps(out), default=0)
 
 
 def made_steps(out: Path) -> int | None:
-    """How many steps the run in this folder has made, in its newest checkpoint or, finished, altogether; None: no step
-    at all, so that there is nothing to lose."""
+    """How many steps the run in this folder has made, in its newest checkpoint or, finished, altogether; None: not one,
+    an evaluation's step 0 included, so that there is nothing to lose."""
     there = settings_of(out)
     if there is None:
         return None
-    if saved_steps(out):
-        return max(saved_steps(out))
-    first = 1 if there.steps else 0  # an evaluation is step 0
-    made = [line["step"] for line in read_lines(out / "metrics.jsonl") if line["step"] >= first]
+    if saved := saved_steps(out):
+        return saved[-1]
     if (out / "model").exists():
-        return made[-1] if made else there.steps
-    return 0 if made else None
+        return there.steps
+    return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """What makes another run of it."""
-    no_matter = settings_that_may_change() if here.truncates else [*settings_that_may_change(), "keep_set"]
-    fixed = [name for name in vars(here) if name not in no_matter]
-    meant = {name: (words_of(there, name), words_of(here, name)) for name in fixed if name in PATHS}
-    same_files = [name for name, (a, b) in meant.items() if [*map(os.path.realpath, a)] == [*map(os.path.realpath, b)]]
-    return [name for name in fixed if getattr(there, name) != getattr(here, name) and name not in same_files]
+    may_change = settings_that_may_change() if here.truncates else [*settings_that_may_change(), "keep_set"]
+    changed = [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
+    return [name for name in changed if name not in PATHS or paths(there, name) != paths(here, name)]
 
 
-def words_of(config: Config, name: str) -> list[str]:
+def paths(config: Config, name: str) -> list[Path]:
+    """As this setting has them, however they are written."""
     value = getattr(config, name) or []
-    return [value] if isinstance(value, str) else value
+    return [Path(word).resolve() for word in ([value] if isinstance(value, str) else value)]
 
 
 def checkpoint_of(out: Path, step: int) -> Path:
@@ -100,6 +96,37 @@ def checkpoint_of(out: Path, step: int) -> Path:
 def saved_steps(out: Path) -> list[int]:
     """Those with a whole checkpoint, in their order."""
     return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
+
+
+def settings_of(out: Path) -> Config | None:
+    """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
+    file = out / "config.json"
+    settings = parse(file.read_bytes(), file).get("settings") if file.is_file() else None
+    if not isinstance(settings, dict):
+        return None  # not written by a run
+    known = {name: x for name, x in settings.items() if name in vars(Config())}
+    return resolve(Config(**{"keep_set": False} | known), {}, on_gpu=False)  # earlier runs had none
+
+
+def given_in(file: Path) -> dict:
+    """What was given by hand to the run with this config.json, but for its folder; or the settings of one's own file.
+    Runs of earlier versions say only what they had in all."""
+    content = parse(file.read_bytes(), file)
+    given = content.get("given", content.get("settings"))
+    return content if given is None else {name: x for name, x in given.items() if name not in ("out", "overwrite")}
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def parse(text: bytes, where: Path | str) -> dict:
+    try:
+        return {**json.loads(text, object_hook=lambda x: {k: math.inf if v == "inf" else v for k, v in x.items()})}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
 
 
 # ---- The folder becomes this run's ----
@@ -119,13 +146,14 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         out.mkdir()
         lock(out)
         notes.append(f"the run that was in {out}/ is in {aside}/ now")
-    by_hand = {name: x for name, x in plain(given).items() if x != plain(Config())[name]}
+    by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     if done:
-        notes += figures_that_change(settings_of(out), config)
-        there = read_object(out / "config.json")
-        new = {name: x for name, x in by_hand.items() if there["settings"].get(name) != x}
-        by_hand = there.get("given", there["settings"]) | new
-    write_json(out / "config.json", {"given": by_hand, "settings": plain(config)} | provenance())
+        there = vars(settings_of(out))
+        notes += [f"{name} was {there[name]}, now {x}" for name, x in vars(config).items() if there[name] != x]
+        by_hand = given_in(out / "config.json") | {name: x for name, x in by_hand.items() if there[name] != x}
+    content = {"given": by_hand, "settings": vars(config)} | provenance()
+    content = json.loads(json.dumps(content), parse_constant=lambda infinity: "inf")  # JSON has none
+    write_text(out / "config.json", json.dumps(content, indent=2) + "\n")
     return notes
 
 
@@ -134,92 +162,19 @@ def starts_over(config: Config) -> bool:
     return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def check_that_it_can_be_renamed(config: Config) -> None:
-    out = Path(config.out).resolve()
-    if os.path.ismount(out):
-        raise UserError(f"--overwrite: {out} is a mount and cannot be renamed; give another --out")
-    for name in PATHS:
-        if any(Path(word).resolve().is_relative_to(out) for word in words_of(config, name)):
-            raise UserError(f"--{name}: --overwrite would move away what is in {out}; give another --out")
-
-
-def figures_that_change(there: Config, here: Config) -> list[str]:
-    notes = []
-    if there.steps != here.steps and here.lr_schedule != "constant":
-        notes.append(f"lr_schedule {here.lr_schedule}: so far over {there.steps} steps, now over {here.steps}")
-    held_out = [one.eval_prompts if one.eval_every else 0 for one in (there, here)]
-    if here.data and held_out[0] != held_out[1]:
-        notes.append(f"{held_out[0]} prompts were held out so far, now {held_out[1]}: other ones are trained on")
-    return notes
-
-
 def provenance() -> dict:
     """Where and with what a run was made."""
     command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
     git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")  # Linux
-    names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else [platform.processor()]
+    names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
     return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
 
 
-# ---- Its files, read ----
-
-
-def settings_of(out: Path) -> Config | None:
-    """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
-    file = out / "config.json"
-    settings = read_object(file).get("settings") if file.is_file() else None
-    if not isinstance(settings, dict):
-        return None  # not written by a run
-    known = {name: x for name, x in from_json(settings).items() if name in vars(Config())}
-    return resolve(Config(**{"keep_set": False} | known), {}, on_gpu=False)  # earlier runs had none
-
-
-def given_in(file: Path) -> dict:
-    """What was given by hand to the run with this config.json, but for its folder; or the settings of one's own file.
-    Runs of earlier versions say only what they had in all."""
-    content = read_object(file)
-    if isinstance(content.get("settings"), dict):
-        content = content.get("given", content["settings"])
-        content = {name: x for name, x in content.items() if name not in ("out", "overwrite")}
-    return from_json(content)
-
-
-def plain(config: Config) -> dict:
-    """For JSON, which has no infinity."""
-    return {name: "inf" if x == math.inf else x for name, x in dataclasses.asdict(config).items()}
-
-
-def from_json(settings: dict) -> dict:
-    return {name: math.inf if x == "inf" else x for name, x in settings.items()}
-
-
-def read_object(file: Path) -> dict:
-    try:
-        return parse(file.read_text(errors="replace"), str(file))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
-    lines = file.read_text(errors="replace").split("\n")[:-1] if file.exists() else []
-    return [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-
-
-def parse(text: str, where: str) -> dict:
-    try:
-        return {**json.loads(text)}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
-
-
 # ---- One writer at a time; files that are there whole or not at all ----
-
-locks = []
 
 
 def lock(out: Path) -> None:
@@ -238,14 +193,8 @@ def lock(out: Path) -> None:
 
 def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, content: dict) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -265,7 +265,7 @@ evaluation = partial(evaluated, steps=0)
 without_checkpoint = partial(made, left=("model",))
 of_files = partial(made, model="m", data="rows.jsonl", reward=["r.py:f"])
 SAME = dict(model="./m", data="x/../rows.jsonl", reward=["./r.py:f"])
-MOVED = "--overwrite would move away what is in .*/out;"
+MOVED = "--overwrite cannot move away /.*/out/.*:"
 FOLDERS = [  # its state, the command's settings -> the step to go on after, None: finished, or what is wrong
     (Path.touch, {}, "--out .*/out: .*/out is no folder that can be written to"),
     (holding("thesis.tex", "mine"), {}, "/out holds something that is not a run: give another --out$"),
@@ -275,7 +275,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (unfinished, dict(micro_batch_size=1, save_every=9, reward_timeout=5.0), 4),
     (made, {}, None),
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
-    (made, dict(steps=3), "--steps 3: the run in .* has made 4 already"),
+    (made, dict(steps=3), "--steps 3: the run in .* has made 4, and no checkpoint leads there"),
     (made, dict(beta=0.5, seed=1), "settings:\n  --beta: 0.0 there, 0.5 here\n  --seed: 0 there, 1 here\ngive an"),
     (made, dict(algorithm="dapo"), "--algorithm: grpo there, dapo here\n  --normalization: sequence there, global"),
     (made, dict(beta=0.5, overwrite=True), 0),
@@ -284,7 +284,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (made, SAME | dict(overwrite=True, eval_data="out/rows.csv"), MOVED),
     (made, SAME | dict(overwrite=True, reward=["length", "out/r.py:f"]), MOVED),
     (without_checkpoint, {}, None),
-    (without_checkpoint, dict(steps=9), "its checkpoint is gone: start another run, from --model .*/out/model"),
+    (without_checkpoint, dict(steps=9), "--steps 9: the run in .* has made 4, and no checkpoint leads there"),
     (evaluation, dict(steps=0, eval_k=8), 0),
     (evaluation, {}, 0),
     (evaluation, dict(steps=0, model="m"), "--model: None there, m here"),
@@ -293,7 +293,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (of_before, DAPO, None),
     (of_before, DAPO | dict(top_entropy=0.5), "--top_entropy: 1.0 there, 0.5 here"),
     (holding("config.json", '{\n"settings": {\n', made), {}, "/out/config.json: damaged, no JSON object .*: mend "),
-    (holding("metrics.jsonl", '{"step": 0}\n{"step"\n{}\n', without_checkpoint), {}, "metrics.jsonl:2: damaged"),
+    (holding("metrics.jsonl", '{"step": 0}\n{"step"\n{}\n', evaluated), {}, "metrics.jsonl:2: damaged"),
 ]
 
 
@@ -313,7 +313,7 @@ def test_what_a_folder_holds_and_a_command_does_with_it(out, monkeypatch, state,
 def test_a_folder_that_may_not_be_written_or_renamed(out, monkeypatch):
     made(out)
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
-    with pytest.raises(UserError, match="/out is a mount and cannot be renamed"):
+    with pytest.raises(UserError, match="--overwrite cannot move away a mount"):
         run_folder.open_run(config_of(out, overwrite=True))
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out)
     with pytest.raises(UserError, match=f"--out {out}: {out} is no folder that can be written to"):
@@ -339,8 +339,8 @@ def test_what_was_given_by_hand_stands_beside_what_became_of_it(out):
     its_own = dict(algorithm="dapo", beta=0.1, epsilon_high=0.3, lr_schedule="linear", data="rows.jsonl", model="m")
     unfinished(out, **its_own, reward=["r.py:f"])
     longer = config_of(out, **its_own, reward=["r.py:f"], steps=9, eval_prompts=9)
-    schedule, held_out = run_folder.begin(longer, Config(out=str(out), steps=9, eval_prompts=9), 4)
-    assert "so far over 4 steps, now over 9" in schedule and "256 prompts were held out so far, now 9" in held_out
+    noted = run_folder.begin(longer, Config(out=str(out), steps=9, eval_prompts=9), 4)
+    assert noted == ["steps was 4, now 9", "eval_prompts was 256, now 9"]
     assert run_folder.given_in(out / "config.json") == its_own | dict(reward=["r.py:f"], steps=9, eval_prompts=9)
     assert parse(["--out", str(out)], on_gpu=False) == longer
     of_before(before := out.with_name("before"))
