@@ -120,7 +120,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     ranks.sum_(loss, totals)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.not_finite(cfg.out, step, batch, loss, grad_norm)
+        report.not_finite(step, loss, grad_norm)
     if batch.mask.any():  # else momentum alone would move the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the gradients' memory for the next rollout

@@ -4,6 +4,7 @@ Every figure is over the whole step and all ranks; the peak of memory is that of
 value (no wrong completion, no reference) is null.
 """
 
+import atexit
 import importlib
 import json
 import math
@@ -15,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from batch import Batch, Group
+from batch import Group
 from config import ALGORITHMS, Config, UserError
 from infra import ranks, run_folder
-from infra.shard import ranks_of_a_copy
 
 # ---- Figures ----
 
@@ -52,11 +51,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
 
 def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
     """Means of what rewards logged, over the step and all ranks."""
-    values: dict[str, list[float]] = {}
-    for name, value in logged:
-        if math.isfinite(value):
-            values.setdefault(name, []).append(value)
-    return {name: mean(of_name) for name, of_name in sorted(values.items())}
+    return {name: mean(x for of, x in logged if of == name) for name in sorted({name for name, _ in logged})}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
@@ -68,11 +63,10 @@ def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, .
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
-    if torch.cuda.is_available():
-        peak, reserved = torch.cuda.max_memory_allocated(), [torch.cuda.max_memory_reserved() / 1e9]
-    else:  # a CPU has no allocator that would hold more than it gives
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        reserved = []
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    on_gpu = torch.cuda.is_available()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resident
+    reserved = [torch.cuda.max_memory_reserved() / 1e9] if on_gpu else []  # a CPU holds no more than it gives
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
@@ -130,7 +124,6 @@ class RunLog:
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
-        self.tracker = None
         self.bar = tqdm(disable=True)
         if config.report_to:
             importlib.import_module(config.report_to)  # it is there
@@ -138,15 +131,11 @@ class RunLog:
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """`rows`: to train on, held out"""
         cfg = self.config
-        where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
-        part = f", each with 1/{ranks_of_a_copy(cfg.shard_size, ranks.world())} of the model" if cfg.shard else ""
         self.say(
             f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
-            f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s){part} ({where})"
+            f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s) ({device.type})"
         )
-        shown = ("prompts_per_step", "num_generations", "max_completion_length", "num_iterations", "minibatches")
-        shown += (*ALGORITHMS[cfg.algorithm], "delta", "beta", "dtype", "micro_batch_size", "micro_batch_tokens")
-        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in shown))
+        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in ALGORITHMS[cfg.algorithm]))
         for note in notes:
             self.say(f"note: {note}")
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
@@ -156,10 +145,9 @@ class RunLog:
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
-        self.tracker = open_tracker(self.config)
+        self.track = open_tracker(self.config) if self.config.report_to else None
         # disable=None: there is a bar only where there is a terminal; miniters=0: it is drawn within a step, too
-        total = self.config.steps
-        self.bar = tqdm(total=total, initial=done, file=sys.stdout, disable=None, miniters=0, dynamic_ncols=True)
+        self.bar = tqdm(total=self.config.steps, initial=done, file=sys.stdout, disable=None, miniters=0)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """A line of metrics, some completions of the step, and the first ones of an evaluation."""
@@ -172,8 +160,9 @@ class RunLog:
         pairs += [("eval", group, 0) for group in evaluated[:2]]
         append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
         append(self.out / "metrics.jsonl", [metrics])
-        if self.tracker:
-            self.tracker(metrics)
+        for name, value in metrics.items() if self.track else ():
+            if value is not None:
+                self.track(name, value, metrics["step"])
         if groups:
             self.show_step(metrics)
         if figures := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
@@ -195,10 +184,8 @@ class RunLog:
         }
 
     def show_step(self, metrics: dict) -> None:
-        figures = (
-            f"reward {show(metrics['reward'])}  length {show(metrics['completion_length'], 1)}  "
-            f"entropy {show(metrics['entropy'])}  {metrics['tokens_per_second']:,.0f} tokens/s"
-        )
+        names = ("reward", "completion_length", "entropy", "tokens_per_second")
+        figures = "  ".join(f"{name} {show(metrics[name])}" for name in names)
         self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update()
         if self.bar.disable:
@@ -207,33 +194,24 @@ class RunLog:
             self.bar.close()
 
     def generating(self, tokens: int, rows: int) -> None:
-        """Progress inside a long rollout; tqdm draws it some times a second."""
-        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)
+        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)  # drawn some times a second
         self.bar.update(0)
 
     def stopped(self, signal_number: int, step: int) -> int:
         """-> exit code"""
-        without = " without --overwrite" if self.config.overwrite else ""
-        self.say(f"stopped after step {step}; the same command{without} goes on from there")
+        self.say(f"stopped after step {step}; the same command, without --overwrite, goes on from there")
         return 128 + signal_number
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            self.bar.write(line, file=sys.stdout)
+            tqdm.write(line, file=sys.stdout)  # not into the line of a bar
             sys.stdout.flush()
 
 
 def as_json(lines: list[dict]) -> str:
-    return "".join(json.dumps(_valid(line), allow_nan=False, default=str) + "\n" for line in lines)
-
-
-def _valid(value: Any) -> Any:
     """A number that is not finite has no form in JSON: it becomes null."""
-    if isinstance(value, dict):
-        return {str(name): _valid(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_valid(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    valid = [json.loads(json.dumps(line, default=str), parse_constant=lambda name: None) for line in lines]
+    return "".join(json.dumps(line) + "\n" for line in valid)
 
 
 def append(path: Path, lines: list[dict]) -> None:
@@ -244,70 +222,47 @@ def append(path: Path, lines: list[dict]) -> None:
         raise UserError(f"{path} could not be written: {error.strerror}") from None
 
 
-def open_tracker(config: Config) -> Callable[[dict], None] | None:
-    """-> what takes a step's metrics"""
+def open_tracker(config: Config) -> Callable[[str, float, int], None]:
+    """-> what takes a figure of a step"""
     if config.report_to == "wandb":
-        import wandb
-
-        run = wandb.init(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
-        return lambda metrics: run.log(metrics, step=metrics["step"])
-    if config.report_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(config.out)
-
-        def write(metrics: dict) -> None:
-            for name, value in metrics.items():
-                if value is not None:
-                    writer.add_scalar(name, value, metrics["step"])
-            writer.flush()
-
-        return write
+        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
+        run = importlib.import_module("wandb").init(**about)
+        return lambda name, value, step: run.log({name: value}, step=step)
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
+    atexit.register(writer.close)
+    return writer.add_scalar
 
 
-def not_finite(out: str, step: int, batch: Batch, loss: Tensor, grad_norm: Tensor) -> None:
-    """Ends the run with the likely cause. The completions of the update go into a file."""
-    file = Path(out) / "not_finite.safetensors"
-    if ranks.rank() == 0:
-        save_file({name: x.detach().contiguous() for name, x in vars(batch).items() if isinstance(x, Tensor)}, file)
-    part = "the backward pass" if loss.isfinite() else "a reward, a log-prob or a ratio"
-    with ranks.fail_together():  # told once, when the file is there
-        raise UserError(
-            f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: {part} overflowed; check the "
-            "rewards, lower --learning_rate, or try --dtype float32. The update was not made; its completions are in "
-            f"{file}"
-        )
+def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
+    with ranks.fail_together():  # told once
+        told = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
+        raise UserError(f"{told}. Check the rewards, lower --learning_rate, or try --dtype float32")
 
 
 def finished(out: Path, note: str = "") -> int:
-    """The run's result, from its files: figures before and after, and two held-out prompts answered then and now.
-    -> exit code"""
+    """The run's result, from its files: held-out figures and answers before and after. -> exit code"""
     lines = run_folder.read_lines(out / "metrics.jsonl")
     if ranks.rank() > 0 or not lines:
         return 0
-    evaluations = [line for line in lines if "eval/accuracy" in line]
-    first, *_, last = 2 * (evaluations or lines)
-    ends = {line["step"]: line for line in (first, last)}
+    lines = [line for line in lines if held_out(line)] or lines
+    ends = lines[:1] + lines[1:][-1:]
+    steps, names = [line["step"] for line in ends], held_out(ends[-1])
     print(note)
-    print(f"{'held out (± 95 %)' if evaluations else 'trained on':24}", *(f"{f'step {step}':>16}" for step in ends))
-    for name in held_out(last) or ["reward", "completion_length", "entropy"]:
-        cells = [show(line.get(name)) for line in ends.values()]
-        if last.get(f"{name}_ci") is not None:
-            cells = [f"{cell} ± {show(line[f'{name}_ci'])}" for cell, line in zip(cells, ends.values())]
-        print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>16}" for cell in cells))
+    print(f"{'held out (± 95 %)' if names else 'trained on':24}", *(f"{f'step {step}':>18}" for step in steps))
+    for name in names or ["reward", "completion_length", "entropy"]:
+        cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
+        print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
     for line in run_folder.read_lines(out / "samples.jsonl"):
-        if line["kind"] == "eval" and line["step"] in ends:
-            prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
+        if line["kind"] == "eval" and line["step"] in steps:
+            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {line['prompt']}\n{line['completion']}")
     print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}   (pip install matplotlib)")
     return 0
 
 
 def held_out(metrics: dict) -> list[str]:
     """The figures of an evaluation that have a value."""
-    names = [name for name in metrics if name.startswith("eval/") and not name.endswith("_ci")]
-    return [name for name in names if metrics[name] is not None]
+    return [n for n, x in metrics.items() if n.startswith("eval/") and not n.endswith("_ci") and x is not None]
 
 
-def show(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def show(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}"

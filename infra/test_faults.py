@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from config import Config, UserError
 from conftest import (
@@ -231,9 +230,6 @@ def test_not_finite(small, mine, tmp_path, what, world):
     spoil = partial(at, "update", 1, spoil_gradients if what == "gradient" else int, after=True)
     shown = run(settings, out, partial(at, "update", 2, partial(os.write, 1, b"updated")), spoil, code=2, world=world)
     (error,) = errors(shown)
-    assert error.startswith("error: step 2: loss ") and "The update was not made" in error and "Traceback" not in shown
+    assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert saved(out) == ["000001"] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
-    assert "updated" not in shown and f"its completions are in {out}/not_finite.safetensors" in error
-    kept = load_file(out / "not_finite.safetensors")
-    assert {"ids", "attention", "mask", "advantages", "sampler_logp", "weights"} <= kept.keys()
-    assert len(kept["ids"]) == 8 and (kept["advantages"].abs() > 1e38).any() == (what == "loss")
+    assert "updated" not in shown and ("loss nan" in error or "loss inf" in error) == (what == "loss")

@@ -59,8 +59,8 @@ def test_the_figures_of_updates_are_means_over_updates_or_tokens_and_what_is_log
     totals = [[[6.0, 3.0], [0.0, 0.0]], [[2.0, 1.0], [0.0, 0.0]], [[1.0, 2.0], [0.0, 0.0]]]  # sum and count
     updates = [(torch.tensor(x), torch.tensor(2 * x), torch.tensor(of)) for x, of in zip((1.0, 2.0, 6.0), totals)]
     assert report.of_updates(updates, ("entropy", "kl")) == {"loss": 3.0, "grad_norm": 6.0, "entropy": 1.5, "kl": None}
-    logged = [("logged/b", 1.0), ("logged/a", 3.0), ("logged/b", 2.0), ("logged/b", math.nan), ("logged/c", math.inf)]
-    assert report.of_logged(logged) == {"logged/a": 3.0, "logged/b": 1.5}
+    logged = [("logged/b", 1.0), ("logged/a", 3.0), ("logged/b", 2.0), ("logged/b", math.nan), ("logged/c", math.nan)]
+    assert report.of_logged(logged) == {"logged/a": 3.0, "logged/b": 1.5, "logged/c": None}
 
 
 def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_intervals():
@@ -114,7 +114,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypat
         log.generating(17, 3)
         return screen.getvalue()
 
-    figures = "reward 0.500  length 7.0  entropy -  1,234 tokens/s"
+    figures = "reward 0.500  completion_length 7.000  entropy -  tokens_per_second 1,234.400"
     assert shown(is_terminal=False) == f"step 1/2  {figures}\n"
     *_, stepped, sampling = shown(is_terminal=True).split("\r")
     assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
