@@ -88,7 +88,7 @@ class Config:
     reward_weights: list[float] = setting([], "for each reward; else the task's, or 1", at_least=-1e9, at_most=1e9)
     drop_long_prompts: bool = setting(False, "leave out prompts that are too long for the model's context")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
-    reward_timeout: float = setting(600.0, "seconds that one call of a reward may take", above=0, may_change=True)
+    reward_timeout: float = setting(600.0, "seconds, for a call of a reward", above=0, at_most=1e9, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
     heading("Rollout, of prompts_per_step x num_generations completions")

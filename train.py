@@ -315,7 +315,7 @@ def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg.out = str(Path(cfg.out).resolve())  # a reward may change the working directory
-    device, out = ranks.start(), Path(cfg.out)
+    device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.open_run, cfg)
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")

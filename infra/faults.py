@@ -1,15 +1,12 @@
 """When something goes wrong: who reports it, and how a run ends.
 
-torchrun supervises: it ends the other ranks, and shows last what the first rank that failed has recorded. A rank that
-merely lost contact stands by and records nothing. Left out: going on without the rank that is gone; the same command
-does, from the last checkpoint.
+torchrun ends the other ranks, and shows last what the first rank that failed has recorded. A rank that merely lost
+contact stands by and records nothing. Left out: going on without that rank; the same command does, from a checkpoint.
 """
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
-import math
 import os
 import signal
 import sys
@@ -31,35 +28,26 @@ class FailedElsewhere(UserError):
     """A user's error on another rank, which is the one to report it."""
 
 
-# ---- The end of a run ----
-
-
 def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """-> exit code; what went wrong has been reported"""
-    with contextlib.suppress(AttributeError):  # in a notebook
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
     try:
         code = train(config)
         if dist.is_initialized():
             dist.barrier()  # nobody is gone before all are done
+            dist.destroy_process_group()
+        return code
     except FailedElsewhere:
-        code = stand_by(2)
+        return stand_by(2)
     except (UserError, torch.OutOfMemoryError) as error:
         error.with_traceback(None).__cause__ = None  # where in this code it was found helps nobody
-        error.__suppress_context__ = True
-        code = report_failure(error, 2, f"error: {error}")
-    except KeyboardInterrupt:  # before the first step
-        say("stopped")
-        code = 130
-    except (Exception, SystemExit) as error:
+        return report_failure(error, 2, f"error: {error}")
+    except BaseException as error:
         if is_lost_contact(error):
             say(f"lost contact with another rank: {str(error).splitlines()[0]}")
-            code = stand_by(1)
-        else:
-            code = report_failure(error, 1, traceback.format_exc())
-    if dist.is_initialized() and not (code and under_torchrun()):  # a rank that failed waits for nobody
-        dist.destroy_process_group()
-    return code
+            return stand_by(1)
+        return report_failure(error, 1, traceback.format_exc())
 
 
 def report_failure(error: BaseException, code: int, message: str) -> int:
@@ -71,7 +59,7 @@ def report_failure(error: BaseException, code: int, message: str) -> int:
 
 def stand_by(code: int) -> int:
     """Another rank failed and is the one to report it. torchrun, having noticed, ends this one."""
-    if under_torchrun():
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
@@ -82,7 +70,6 @@ def leave(code: int) -> None:
     """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 
@@ -94,13 +81,9 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and reads_so and raised_in.startswith(os.path.dirname(torch.__file__))
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def end_with_torchrun() -> None:
     """A rank whose torchrun was killed must not go on, least of all beside its successor: Linux ends it then."""
-    if under_torchrun() and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torchrun, when_parent_dies = os.getppid(), 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(when_parent_dies, signal.SIGKILL)
         if os.getppid() != torchrun:  # it was gone before Linux was asked
@@ -108,18 +91,16 @@ def end_with_torchrun() -> None:
 
 
 def stop_requests() -> list[int]:
-    """Grows by a signal that asks to stop: the step in progress is finished first. A second one, later than the copies
-    of the first that torchrun sends, ends the process at once."""
+    """Grows by a signal that asks to stop after the step. A second one, later than a copy by torchrun, ends it now."""
     caught: list[int] = []
-    since = math.inf
+    times: list[float] = []
 
     def note(number: int, frame: object) -> None:
-        nonlocal since
         caught.append(number)
-        since = min(since, time.monotonic())
+        times.append(time.monotonic())
         if len(caught) == 1 and os.environ.get("RANK", "0") == "0":  # print may have been interrupted
             os.write(2, b"\nstopping after this step; once more in 3 seconds or later: at once\n")
-        if time.monotonic() - since > 3:
+        if times[-1] - times[0] > 3:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -130,11 +111,8 @@ def stop_requests() -> list[int]:
 
 @contextmanager
 def time_limit(seconds: float, name: str) -> Iterator[None]:
-    """Around a function that the user wrote, of this name. Nothing can interrupt one that hangs, be it in C, but after
-    these seconds its process ends and shows where it was."""
-    seconds = min(seconds, threading.TIMEOUT_MAX - 1)
+    """Around a function of the user's. After these seconds its process ends, be it in C, and shows where it was."""
     told = threading.Timer(seconds, say, [f"reward function {name} took longer than --reward_timeout {seconds:g} s"])
-    told.daemon = True
     told.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
     try:

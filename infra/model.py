@@ -83,7 +83,6 @@ def load(
     weights for all."""
     if config.shard:
         dtype = getattr(torch, config.dtype)
-        ranks.open_for_one(device)
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
         with ranks.fail_together():

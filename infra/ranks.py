@@ -1,8 +1,7 @@
 """One process or many: the few calls that know the difference.
 
-Every rank samples and trains on a share of the step's completions, and adds its gradients to the others'. Gradients are
-summed, never averaged: the token weights already hold the totals of the step. Each rank holds the whole model or, with
---shard, a part of it (shard.py); what goes wrong is in faults.py.
+Every rank samples and trains on a share of the step's completions. Gradients are summed, never averaged: the token
+weights already hold the totals of the step. With --shard a rank holds a part of the model (shard.py).
 """
 
 import os
@@ -16,45 +15,37 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
 from infra.shard import is_sharded
 
 
-def start() -> torch.device:
-    """Under torchrun the process group is opened; otherwise there is one rank."""
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if "RANK" in os.environ and missing:
-        raise UserError(f"RANK is set, but not {', '.join(missing)}: start with torchrun; for one process, unset RANK")
+def start(shard: bool = False) -> torch.device:
+    """Under torchrun the process group is opened; otherwise there is one rank, in a group if weights are sharded."""
+    if "RANK" in os.environ and not os.environ.keys() >= {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
+        raise UserError("RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun, or unset RANK")
     faults.end_with_torchrun()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # A cache that grows with every token would leave gaps behind that hold nothing else. PyTorch reads this when
-        # the first tensor is made on the GPU.
+        # A cache that grows with every token would leave gaps behind. PyTorch reads this at its first tensor there.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        timeout = timedelta(hours=2)
-        store, number, count = next(dist.rendezvous("env://", timeout=timeout))
+        store, number, count = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend(device), timeout=timeout, store=store, rank=number, world_size=count)
+        dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)
+    elif shard and not dist.is_initialized():
+        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
 def backend(device: torch.device) -> str:
     """Objects travel between CPUs, where a machine that is gone is noticed at once; tensors between GPUs."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def open_for_one(device: torch.device) -> None:
-    """Without torchrun: weights are sharded by a process group, be it of one rank."""
-    if not dist.is_initialized():
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def rank() -> int:
@@ -72,10 +63,9 @@ def share(n: int) -> range:
 
 def gather(made: list) -> list:
     """What each rank has made, joined in the order of the ranks, on every rank."""
-    if not dist.is_initialized():
-        return made
-    parts: list[Any] = [None] * world()
-    dist.all_gather_object(parts, made)
+    parts = [made] * world()
+    if dist.is_initialized():
+        dist.all_gather_object(parts, made)
     return [item for part in parts for item in part]
 
 
@@ -87,49 +77,42 @@ def on_first(call: Callable, *args: Any) -> Any:
 
 
 def barrier() -> None:
-    """Nobody goes on before all are here."""
     gather([])
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Every rank gets to the end of this block, or none goes on: a user's error on one ends the run on all, and the
-    first that has one reports it. No other call between ranks may stand inside."""
+    """A user's error of one rank in this block is one of all; the first reports it. No call between ranks inside."""
     own = None
     try:
         yield
     except UserError as error:
         own = error
-    messages = gather([None if own is None else str(own)])
-    for other, message in enumerate(messages):
+    for other, message in enumerate(gather([own and str(own)])):
         if message is not None:
             raise own if other == rank() else faults.FailedElsewhere(message)
 
 
 def sum_(*tensors: torch.Tensor) -> None:
     """Sums over ranks, in place."""
-    if dist.is_initialized():
-        for tensor in tensors:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    for tensor in tensors if dist.is_initialized() else ():
+        dist.all_reduce(tensor)
 
 
 def sum_gradients(model: nn.Module) -> None:
     """A rank without a micro-batch, and a parameter without a part in the loss, count as zeros."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    if not is_sharded(model):  # those of shards were summed in the backward pass
-        sum_(*(p.grad for p in parameters))
+    for p in (p for p in model.parameters() if p.requires_grad):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if not is_sharded(model):  # those of shards were summed in the backward pass
+            sum_(p.grad)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """-> the norm over the whole model, before clipping"""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_sharded(model) else norm
 
 
 def seed_everything(seed: int, step: int) -> None:
     """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
-    state = int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0])
-    transformers.set_seed(state)
+    transformers.set_seed(int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0]))
