@@ -1,0 +1,378 @@
+"""A GPU that is pretended: tensors that say cuda:0, and keep their numbers on the CPU or have shapes alone. For tests.
+
+    install(capacity=80e9)               from here on this process has a GPU; before the code under test makes a tensor
+    install(80e9, shapes_only=True)      of floats there are only shapes: a 7B model fits anywhere
+    on_pretended_gpu(function, *args)    what a function returns, called in a process that has one
+
+Tensors of two devices in one call raise as on CUDA. Autocast is CUDA's own. The memory that is held is counted as
+PyTorch's allocator counts it, in blocks of 512 bytes, and beyond the capacity torch.OutOfMemoryError is raised. Reads
+by the host that wait for the device are counted in gpu.waits, and raise while a CUDA graph is captured.
+
+How: a wrapper subclass whose C++ device is XLA. Of all devices that is the one that autograd serves in a build without
+CUDA and that CUDA's own rules of autocast accept. What has no public name is that of torch 2.13.
+
+Left out, since it cannot be pretended: kernels, with their limits, rounding and speed, and which of them computes an
+attention; streams; NCCL; fragmentation; dtypes that a CPU computes and CUDA does not.
+"""
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from conftest import PROCESSES
+
+WHY_NOT = None  # why there can be none here
+if not torch.__version__.startswith("2.13.") or torch.version.cuda:
+    WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+
+aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
+TAKES_CPU_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
+gpu = SimpleNamespace(
+    capacity=80e9,  # bytes
+    shapes_only=False,
+    held=0,  # bytes; and at most since torch.cuda.reset_peak_memory_stats()
+    peak=0,
+    waits=collections.Counter(),  # by the name of the operation
+    captured=None,  # the calls of the CUDA graph that is being captured
+)
+
+
+# ---- Memory ----
+
+_blocks: dict[int, tuple[int, weakref.ref]] = {}  # by the address of a storage: its bytes
+
+
+def count(storage: torch.UntypedStorage) -> None:
+    address, bytes_ = storage._cdata, math.ceil(storage.nbytes() / 512) * 512
+    more = bytes_ - _blocks.get(address, (0, None))[0]
+    if more == 0:
+        return
+    if gpu.held + more > gpu.capacity:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {more} bytes (pretended)")
+    _blocks[address] = bytes_, weakref.ref(storage, lambda _: release(address))
+    gpu.held += more
+    gpu.peak = max(gpu.peak, gpu.held)
+
+
+def release(address: int) -> None:
+    gpu.held -= _blocks.pop(address, (0, None))[0]
+
+
+def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.UntypedStorage.resize_) -> None:
+    """As FSDP frees weights that were gathered."""
+    resize_(storage, size)
+    if storage._cdata in _blocks:
+        count(storage)
+
+
+# ---- The tensor ----
+
+
+class Pretended(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
+        if gpu.shapes_only and inner.is_floating_point() and not inner.is_meta:
+            inner = torch.empty_strided(inner.size(), inner.stride(), dtype=inner.dtype, device="meta")
+        count(inner.untyped_storage())
+        outer = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device("xla", 0),
+            requires_grad=requires_grad,
+            _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
+        )
+        outer.inner = inner
+        return outer
+
+    device = property(lambda self: DEVICE)
+    is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
+
+    def get_device(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return id(self.inner) if self.inner.is_meta else self.inner.data_ptr()
+
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first (pretended)")
+
+    __array__ = numpy
+
+    def __repr__(self) -> str:
+        return f"Pretended({tuple(self.shape)}, {self.dtype}, cuda:0)"
+
+    def __deepcopy__(self, memo: dict) -> "Pretended":
+        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        copy._is_param = getattr(self, "_is_param", False)
+        return memo.setdefault(id(self), copy)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func == torch.Tensor.data.__set__:  # then another tensor is wrapped
+            if not isinstance(args[1], Pretended):
+                raise RuntimeError("incompatible tensor type: .data of cuda:0 cannot be one of cpu (pretended)")
+            args[0].inner = args[1].inner
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs, tensors, outer = dict(kwargs or {}), [], {}
+
+        def unwrap(x: torch.Tensor) -> torch.Tensor:
+            tensors.append(x)
+            if not isinstance(x, Pretended):
+                return x
+            outer[id(x.inner)] = x
+            return x.inner
+
+        def wrap(x: torch.Tensor) -> torch.Tensor:
+            return outer[id(x)] if id(x) in outer else Pretended(x)
+
+        args, kwargs = tree_map_only(torch.Tensor, unwrap, (args, kwargs))
+        raise_on_two_devices(func, tensors)
+        target = torch.device(kwargs.pop("device", None) or DEVICE).type
+        name = func._schema.name.partition("::")[2]
+        if name == "record_stream":
+            return None
+        if waits(name, args, target, all(isinstance(x, Pretended) for x in tensors)):
+            gpu.waits[name] += 1
+            if gpu.captured is not None:
+                raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} (pretended)")
+        has_numbers = not any(isinstance(x, Pretended) and x.inner.is_meta for x in tensors)
+        out = (compute if has_numbers else compute_shapes)(func, name, args, kwargs)
+        if gpu.captured is not None:
+            gpu.captured.append((func, args, kwargs, out))
+        if target == "cpu":
+            return tree_map_only(torch.Tensor, numbers_of, out)
+        if target == "meta":
+            return tree_map_only(torch.Tensor, lambda x: x.to("meta"), out)
+        if func._schema.is_mutable:
+            for x in outer.values():
+                if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # resized
+                    torch.Tensor.data.__set__(x, Pretended(x.inner))
+            if isinstance(out, torch.Tensor) and id(out) not in outer and args and args[0] is out:
+                return out  # copied to the CPU
+        return tree_map_only(torch.Tensor, wrap, out)
+
+
+def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
+    """As CUDA has it: copies go anywhere; with indices of the CPU, and numbers in operations on single entries."""
+    elsewhere = [x for x in tensors if not isinstance(x, Pretended)]
+    if not elsewhere or func.namespace == "c10d" or func in (aten._to_copy.default, aten.copy_.default):
+        return
+    first_is_ours = isinstance(tensors[0], Pretended)
+    if func in TAKES_CPU_INDICES and first_is_ours:
+        return
+    by_entry = torch.Tag.pointwise in func.tags or "_foreach" in func.name()
+    if by_entry and all(x.dim() == 0 for x in elsewhere) and (first_is_ours or not func._schema.is_mutable):
+        return
+    raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {func} (pretended)")
+
+
+def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
+    """Whether the host waits for what the device computes."""
+    by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+    return name in WAITS or by_mask or target == "cpu" or (name == "copy_" and not all_ours)
+
+
+def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    if name == "copy_" and args[0].is_meta:
+        return args[0]
+    if name == "mm" and len(args) == 3:  # out_dtype, which a CPU does not know
+        return torch.mm(args[0].to(args[2]), args[1].to(args[2]))
+    return func(*args, **kwargs)
+
+
+def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """Floats have no numbers. What whole numbers are made of them is 0, and what truths is true."""
+    if name == "_local_scalar_dense":
+        return 1.0
+    if name == "equal":
+        return True
+    if name == "copy_":
+        return args[0] if args[0].is_meta else args[0].zero_()
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # of a mask how many it takes must be known
+        places = [i.nonzero().unbind(1) if i is not None and i.dtype == torch.bool else [i] for i in args[1]]
+        args = (args[0], list(itertools.chain(*places)), *args[2:])
+    shapes: dict[int, torch.Tensor] = {}
+    real: dict[int, torch.Tensor] = {}
+
+    def to_shape(x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta:
+            return x
+        shape = shapes.setdefault(id(x), x.to("meta"))
+        real[id(shape)] = x
+        return shape
+
+    def back(x: torch.Tensor) -> torch.Tensor:
+        return real[id(x)] if id(x) in real else x if x.is_floating_point() else numbers_of(x)
+
+    args, kwargs = tree_map_only(torch.Tensor, to_shape, (args, kwargs))
+    return tree_map_only(torch.Tensor, back, func(*args, **kwargs))
+
+
+def numbers_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.full(x.size(), x.dtype == torch.bool, dtype=x.dtype, device="cpu") if x.is_meta else x
+
+
+def attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
+    plain=F.scaled_dot_product_attention,
+):  # fmt: skip
+    """Where only shapes count, the kernel that CUDA takes: flash attention in bf16 without a mask, else the
+    memory-efficient one; which, in torch 2.13, knows no shared key heads, and then it is the plain one."""
+    if torch.is_autocast_enabled("cuda"):  # it is among what is cast
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) if x.is_cuda else x for x in (q, k, v))
+    flash = q.dtype != torch.float32 and attn_mask is None
+    if not (gpu.shapes_only and isinstance(q, Pretended)) or (enable_gqa and not flash):
+        return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if flash:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device).expand(*q.shape[:3], k.shape[2])
+    kept = torch.is_grad_enabled() and q.requires_grad
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, kept, dropout_p, is_causal, scale=scale)[0]
+
+
+# ---- torch.cuda ----
+
+
+class Graph:
+    """Its calls are made again in the same memory. What the host put in is as it was."""
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            again = compute(func, func._schema.name.partition("::")[2], args, kwargs)
+            for old, new in zip(*(x if isinstance(x, list | tuple) else [x] for x in (out, again)), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    gpu.captured = graph.calls = []
+    try:
+        yield
+    finally:
+        gpu.captured = None
+
+
+class Stream:
+    """Of streams and events there is one, which is always ready."""
+
+    device, device_index, stream_id, cuda_stream, priority = DEVICE, 0, 0, 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def nothing(self, *_: Any, **__: Any) -> None: ...
+
+    __exit__ = wait_stream = wait_event = synchronize = record = wait = nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def place(dtype: torch.dtype | None) -> str:
+    return "meta" if gpu.shapes_only and (dtype or torch.get_default_dtype()).is_floating_point else "cpu"
+
+
+def empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None) -> Pretended:
+    return Pretended(torch.empty(size, dtype=dtype, device=place(dtype)))
+
+
+def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None) -> Pretended:
+    return Pretended(torch.empty_strided(size, stride, dtype=dtype, device=place(dtype)))
+
+
+class Guard(torch._C._acc.DeviceGuard):
+    """Autograd asks how many devices there are, and for their streams: there is one, without a stream."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.XLA
+
+
+_kept_alive: list = []
+
+
+def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
+    """From here on this process has a GPU. -> gpu"""
+    gpu.capacity, gpu.shapes_only = capacity, shapes_only
+    if _kept_alive:
+        return gpu
+    guard, library = Guard(), torch.library.Library("aten", "IMPL")
+    _kept_alive.extend([guard, library])
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    CUDA, XLA, PRIVATE_USE = 1, 9, 20
+    guards[CUDA] = guards[XLA] = guards[PRIVATE_USE]
+    guards[PRIVATE_USE] = None
+    for key in ("CUDA", "XLA"):
+        library.impl("empty.memory_format", empty, key)
+        library.impl("empty_strided", empty_strided, key)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") copies like any other call
+
+    answers = dict(
+        is_available=True, is_initialized=True, is_bf16_supported=True, device_count=gpus, current_device=0,
+        get_device_name="pretended GPU", get_device_capability=(9, 0), _is_in_bad_fork=False, _lazy_init=None,
+        set_device=None, empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
+        set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
+        get_device_properties=SimpleNamespace(name="pretended GPU", major=9, minor=0, multi_processor_count=132),
+        mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
+        memory_allocated=lambda: gpu.held, memory_reserved=lambda: gpu.held,
+        max_memory_allocated=lambda: gpu.peak, max_memory_reserved=lambda: gpu.peak,
+        reset_peak_memory_stats=lambda: setattr(gpu, "peak", gpu.held),
+        stream=contextlib.nullcontext, device=contextlib.nullcontext, current_stream=Stream, default_stream=Stream,
+    )  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer() if callable(answer) else answer)
+    torch.cuda._initialized, torch.cuda.Stream, torch.cuda.Event = True, Stream, type("Event", (Stream,), {})
+    torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
+    torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
+    torch.UntypedStorage.resize_ = resize
+    F.scaled_dot_product_attention = attention
+    DTensor.device = property(lambda self: self._local_tensor.device)
+    DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
+    return gpu
+
+
+def on_pretended_gpu(function: Callable, *args: Any, **settings: Any) -> Any:
+    """What it returns in a process of its own, since a GPU that is installed stays."""
+    with ProcessPoolExecutor(1, PROCESSES, partial(install, **settings)) as pool:
+        return pool.submit(function, *args).result()
