@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from conftest import PROCESSES
 
@@ -39,6 +38,7 @@ WHY_NOT = None  # why there can be none here
 if not torch.__version__.startswith("2.13.") or torch.version.cuda:
     WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
 
+plain_attention, plain_linear = F.scaled_dot_product_attention, F.linear
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
 TAKES_CPU_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
@@ -82,6 +82,13 @@ def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.U
 
 
 # ---- The tensor ----
+
+
+def each(f: Callable, x: Any) -> Any:
+    """f of the tensors in arguments or results. PyTorch's own `tree_map` takes most of a run's time."""
+    if isinstance(x, torch.Tensor):
+        return f(x)
+    return type(x)([each(f, y) for y in x]) if isinstance(x, (list, tuple)) else x
 
 
 class Pretended(torch.Tensor):
@@ -143,7 +150,7 @@ class Pretended(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs, tensors, outer = dict(kwargs or {}), [], {}
+        tensors, outer = [], {}
 
         def unwrap(x: torch.Tensor) -> torch.Tensor:
             tensors.append(x)
@@ -155,7 +162,7 @@ class Pretended(torch.Tensor):
         def wrap(x: torch.Tensor) -> torch.Tensor:
             return outer[id(x)] if id(x) in outer else Pretended(x)
 
-        args, kwargs = tree_map_only(torch.Tensor, unwrap, (args, kwargs))
+        args, kwargs = each(unwrap, args), {name: each(unwrap, x) for name, x in (kwargs or {}).items()}
         raise_on_two_devices(func, tensors)
         target = torch.device(kwargs.pop("device", None) or DEVICE).type
         name = func._schema.name.partition("::")[2]
@@ -170,16 +177,16 @@ class Pretended(torch.Tensor):
         if gpu.captured is not None:
             gpu.captured.append((func, args, kwargs, out))
         if target == "cpu":
-            return tree_map_only(torch.Tensor, numbers_of, out)
+            return each(numbers_of, out)
         if target == "meta":
-            return tree_map_only(torch.Tensor, lambda x: x.to("meta"), out)
+            return each(lambda x: x.to("meta"), out)
         if func._schema.is_mutable:
             for x in outer.values():
                 if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # resized
                     torch.Tensor.data.__set__(x, Pretended(x.inner))
             if isinstance(out, torch.Tensor) and id(out) not in outer and args and args[0] is out:
                 return out  # copied to the CPU
-        return tree_map_only(torch.Tensor, wrap, out)
+        return each(wrap, out)
 
 
 def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
@@ -234,31 +241,40 @@ def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     def back(x: torch.Tensor) -> torch.Tensor:
         return real[id(x)] if id(x) in real else x if x.is_floating_point() else numbers_of(x)
 
-    args, kwargs = tree_map_only(torch.Tensor, to_shape, (args, kwargs))
-    return tree_map_only(torch.Tensor, back, func(*args, **kwargs))
+    return each(back, func(*each(to_shape, args), **{name: each(to_shape, x) for name, x in kwargs.items()}))
 
 
 def numbers_of(x: torch.Tensor) -> torch.Tensor:
     return torch.full(x.size(), x.dtype == torch.bool, dtype=x.dtype, device="cpu") if x.is_meta else x
 
 
-def attention(
-    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
-    plain=F.scaled_dot_product_attention,
-):  # fmt: skip
-    """Where only shapes count, the kernel that CUDA takes: flash attention in bf16 without a mask, else the
-    memory-efficient one; which, in torch 2.13, knows no shared key heads, and then it is the plain one."""
-    if torch.is_autocast_enabled("cuda"):  # it is among what is cast
-        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) if x.is_cuda else x for x in (q, k, v))
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
+    """Of numbers the kernel that a CPU takes, so that in fp32 a run computes the very same ones. Of shapes the one that
+    CUDA takes: flash attention in bf16 without a mask, else the memory-efficient one; which, in torch 2.13, knows no
+    shared key heads, and then it is the plain one."""
+    if q.is_cuda and torch.is_autocast_enabled("cuda"):  # it is among what is cast
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
+    settings = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     flash = q.dtype != torch.float32 and attn_mask is None
-    if not (gpu.shapes_only and isinstance(q, Pretended)) or (enable_gqa and not flash):
-        return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if flash:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device).expand(*q.shape[:3], k.shape[2])
-    kept = torch.is_grad_enabled() and q.requires_grad
-    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, kept, dropout_p, is_causal, scale=scale)[0]
+    if q.is_cuda and gpu.shapes_only and flash:
+        return aten._scaled_dot_product_flash_attention(q, k, v, **settings)[0]
+    if q.is_cuda and gpu.shapes_only and not enable_gqa:
+        if attn_mask is not None:
+            attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=DEVICE).expand(*q.shape[:3], k.shape[2])
+        kept = torch.is_grad_enabled() and q.requires_grad
+        return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, kept, **settings)[0]
+    if q.is_cuda and not gpu.shapes_only and dropout_p == 0.0:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **settings, attn_mask=attn_mask)[0]
+    return plain_attention(q, k, v, attn_mask, **settings, enable_gqa=enable_gqa)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As everywhere but on XLA, where PyTorch adds the bias by itself."""
+    if bias is None or not x.is_cuda:
+        return plain_linear(x, weight, bias)
+    return torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
 
 
 # ---- torch.cuda ----
@@ -346,6 +362,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     for key in ("CUDA", "XLA"):
         library.impl("empty.memory_format", empty, key)
         library.impl("empty_strided", empty_strided, key)
+    # What has a kernel is not taken apart; it gets no further than to `__torch_dispatch__`.
+    library.impl("silu_backward", lambda *_: None, "XLA")
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") copies like any other call
 
     answers = dict(
@@ -366,7 +384,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention, F.linear = attention, linear
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu
