@@ -1,0 +1,98 @@
+"""The GPU's code path, in whole runs: on every change on a GPU that is pretended; with `pytest -m gpu` on real ones,
+which nobody has done yet."""
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+import conftest
+from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
+from infra import pretend_gpu
+
+GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
+LACKING = pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
+REAL = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="there is no GPU")]
+KINDS = [pytest.param("pretended", marks=LACKING), pytest.param("real", marks=REAL)]
+
+
+def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
+    if kind == "real":
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if capacity < torch.cuda.mem_get_info()[1]:
+            torch.cuda.set_per_process_memory_fraction(capacity / torch.cuda.mem_get_info()[1])
+    else:
+        pretend_gpu.install(capacity, gpus=8)
+        conftest.replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
+
+
+@pytest.fixture(scope="module")
+def small(sorting) -> dict:
+    """Every path that knows a device: several updates, a reference, an evaluation, entropies, a checkpoint."""
+    return sorting | dict(
+        minibatches=2, beta=0.1, ref_sync_every=1, top_entropy=0.9, eval_every=2, eval_prompts=5, eval_k=2,
+        gradient_checkpointing=True, save_every=1, dtype="float32",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world, given", [(1, {}), (2, {}), (2, dict(shard=True))])
+def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given):
+    """Across a resume, and on a pretended one bit for bit."""
+    if kind == "real" and world > GPUS:
+        pytest.skip(f"needs {world} GPUs")
+    cpu, out = tmp_path / "cpu", tmp_path / "out"
+    run(small | given, cpu, world=world)
+    for steps in (1, 2):
+        shown = run(small | given | dict(steps=steps), out, partial(on_a_gpu, kind), world=world)
+    assert f"{world} rank(s)" in shown and "(cpu" not in shown
+    lines, reserved = (out / "metrics.jsonl").read_text(), '"peak_memory_reserved_gb": '
+    assert reserved in lines and f"{reserved}null" not in lines  # which a CPU has not
+    (out / "metrics.jsonl").write_text(re.sub(f"({reserved})[^,}}]+", r"\1null", lines))
+    (assert_same_files if kind == "pretended" else assert_same_run)(out, cpu)
+
+
+def compare_gradients() -> None:
+    """Of each update in bfloat16 with the same update's in float32."""
+
+    def both(accumulate: Callable) -> Callable:
+        def accumulating(run, batch):
+            dtype, run.config.dtype = run.config.dtype, "float32"
+            accumulate(run, batch)
+            exact, run.config.dtype = flat_gradient(run.model), dtype
+            result = accumulate(run, batch)
+            cosine = cosine_similarity(flat_gradient(run.model), exact, dim=0)
+            print(f"cosine {float(cosine):.6f}")
+            return result
+
+        return accumulating
+
+    conftest.replace("train.accumulate", both)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [{}, dict(shard=True)])
+def test_in_bfloat16_it_goes_through(small, tmp_path, kind, given):
+    settings = small | given | dict(dtype="auto", steps=1)
+    shown = run(settings, tmp_path / "out", partial(on_a_gpu, kind), *[compare_gradients] * (not given))
+    assert '"bfloat16"' in (tmp_path / "out/config.json").read_text()
+    assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])
+    cosines = [float(x) for x in re.findall("cosine (.*)", shown)]
+    assert given or (len(cosines) == 2 and all(0.99 <= cosine < 1.0 for cosine in cosines))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_runs_out_is_found_by_allocating_it(small, tmp_path, kind):
+    """In a rollout (of an evaluation, which has more samples) and in an update; the result is that of a CPU."""
+    settings = small | dict(eval_k=100, steps=1)
+    run(settings, tmp_path / "cpu")
+    budgets = dict(rollout_tokens=10**6, micro_batch_tokens=10**6)
+    shown = run(settings | budgets, tmp_path / "out", partial(on_a_gpu, kind, 2.3e6))
+    assert "completions are sampled at once" in shown and "going on with micro-batches of up to" in shown
+    assert not errors(shown)
+    assert_same_run(tmp_path / "out", tmp_path / "cpu")
