@@ -12,6 +12,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,28 @@ class RunLog:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
+        completion = group.completions[i]
         return {
             "step": step,
             "kind": kind,
             "prompt": group.row["prompt"],
-            "completion": self.decode(group.completions[i].ids),
+            "completion": self.decode(completion.ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
             "advantage": None if group.advantages is None else float(group.advantages[i]),
-            "length": len(group.completions[i].ids),
-            "truncated": group.completions[i].truncated,
+            "length": len(completion.ids),
+            "truncated": completion.truncated,
             "columns": {name: value for name, value in group.row.items() if name != "prompt"},
             "extras": group.extras[i],
+            "tokens": self.tokens(completion.ids, completion.logp, completion.entropy),
         }
+
+    def tokens(self, ids: list[int], *figures: list[float] | None) -> list[list]:
+        """Each one's text with its figures, rounded. A character that several tokens make stands with the first."""
+        text, windows = self.decode(ids), [ids[max(0, t - 8) : t] for t in range(1, len(ids) + 1)]
+        ends = list(accumulate(len(self.decode(window)) - len(self.decode(window[:-1])) for window in windows))
+        ends = [*accumulate([len(text), *ends[-2::-1]], min)][::-1]  # half a character may be decoded as two
+        return [[text[a:b], *(round(x, 2) for x in of)] for a, b, *of in zip([0, *ends], ends, *filter(None, figures))]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")
@@ -254,8 +264,9 @@ def finished(out: Path, note: str = "") -> int:
         print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
     for line in run_folder.read_lines(out / "samples.jsonl"):
         if line["kind"] == "eval" and line["step"] in steps:
-            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {line['prompt']}\n{line['completion']}")
-    print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}   (pip install matplotlib)")
+            prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
+            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
+    print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}; look at it: python -m tools.look {out}")
     return 0
 
 

@@ -62,7 +62,7 @@ def test_prompts_that_are_too_long_can_be_left_out():
             UserError, match=r"1 prompts and .*'11111111'; they are left out; no prompts to train on, or"
         ):
             check_prompts(task, PLAIN, 10, config)
-    with pytest.raises(UserError, match="^no prompts to train on, or none held out: see --eval_data$"):
+    with pytest.raises(UserError, match=r"^no prompts to train on, or none held out: see --eval_data$"):
         check_prompts(task_of("1"), PLAIN, 10, config)
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, Config(max_completion_length=3, steps=0)) == 1
     config.eval_every = 0
