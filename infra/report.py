@@ -12,7 +12,6 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -170,28 +169,30 @@ class RunLog:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
-        completion = group.completions[i]
         return {
             "step": step,
             "kind": kind,
             "prompt": group.row["prompt"],
-            "completion": self.decode(completion.ids),
+            "completion": self.decode(group.completions[i].ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
             "advantage": None if group.advantages is None else float(group.advantages[i]),
-            "length": len(completion.ids),
-            "truncated": completion.truncated,
+            "length": len(group.completions[i].ids),
+            "truncated": group.completions[i].truncated,
             "columns": {name: value for name, value in group.row.items() if name != "prompt"},
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, completion.logp, completion.entropy),
+            "tokens": self.tokens(group.completions[i].ids, group.completions[i].logp, group.completions[i].entropy),
         }
 
     def tokens(self, ids: list[int], *figures: list[float] | None) -> list[list]:
-        """Each one's text with its figures, rounded. A character that several tokens make stands with the first."""
-        text, windows = self.decode(ids), [ids[max(0, t - 8) : t] for t in range(1, len(ids) + 1)]
-        ends = list(accumulate(len(self.decode(window)) - len(self.decode(window[:-1])) for window in windows))
-        ends = [*accumulate([len(text), *ends[-2::-1]], min)][::-1]  # half a character may be decoded as two
-        return [[text[a:b], *(round(x, 2) for x in of)] for a, b, *of in zip([0, *ends], ends, *filter(None, figures))]
+        """Each one's text with its figures, rounded. A character that several tokens make stands with the last."""
+        text, ends, before, done = self.decode(ids), [0], 0, 0  # of `done` tokens every character is whole
+        for t in range(1, len(ids) + 1):
+            new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
+            before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
+            ends.append(ends[-1] + grown)
+        figures = [its for its in figures if its is not None]
+        return [[text[a:b], *(round(x, 2) for x in of)] for a, b, *of in zip(ends, [*ends[1:-1], None], *figures)]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")
@@ -272,7 +273,7 @@ def finished(out: Path, note: str = "") -> int:
 
 def held_out(metrics: dict) -> list[str]:
     """The figures of an evaluation that have a value."""
-    return [n for n, x in metrics.items() if n.startswith("eval/") and not n.endswith("_ci") and x is not None]
+    return [name for name, x in metrics.items() if name.startswith("eval/") and name[-3:] != "_ci" and x is not None]
 
 
 def show(value: float | None) -> str:

@@ -3,12 +3,15 @@
 import io
 import json
 import math
+import random
 import sys
 from datetime import date
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from batch import Group
 from config import Config
@@ -100,6 +103,25 @@ def test_every_line_that_is_written_is_json():
     (line,) = report.as_json([{"step": 1, "loss": math.nan, "kl": 0.5, "columns": columns}]).splitlines()
     written = {"x": [None, {"y": None}], "day": "2026-01-02", "3": [4]}
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": 0.5, "columns": written}
+
+
+def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several_is_the_last_ones():
+    """Id i is byte i, above them are words. The first space of a text is dropped, as by many tokenizers, and bytes are
+    decoded as a run: a broken one breaks its neighbours."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"_a": 256, "b_": 257, "_": 258}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    log = RunLog(Config(out="run"), PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, NAMES)
+    ids = [256, 256, *"中é😀中".encode(), 257, *"é".encode(), 258, 256, 0xE4, 256]
+    texts = ["a", " a", *["", "", "中"], *["", "é"], *["", "", "", "😀"], *["", "", "中"], "b ", "", "é", " ", " a"]
+    texts += ["", "\ufffd a"]
+    assert log.tokens(ids, [-0.126] * len(ids), None) == [[text, -0.13] for text in texts]
+    assert log.tokens([256, 0xE4], [-1.0, -2.0], [0.123, 0.456]) == [["a", -1.0, 0.12], ["\ufffd", -2.0, 0.46]]
+    rng = random.Random(0)
+    for length in range(100):
+        ids = rng.choices([*range(220, 259), *"中".encode()], k=length)
+        assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch):
