@@ -1,0 +1,94 @@
+"""A run's page: what is on it, and what a browser makes of that (`pytest -m browser` starts one)."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tools import look
+
+EVIL = "</script><script>console.error('executed')</script><img src=x onerror=\"console.error('executed')\">"
+TEXTS = [[EVIL, "<!--"], ["שלום", " abc", "\n", ""], ["👩\u200d🚀", "\ufffd", "\ud800"], ["\u202e", "&lt;", EVIL]]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --virtual-time-budget=9999 --dump-dom".split()
+READER = """
+<script type="module">
+const seen = {}, slider = document.querySelector("#slider")
+const all = (selector, told = element => element.textContent) => [...document.querySelectorAll(selector)].map(told)
+const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
+const see = name => { seen[name] = all("#trained .card") }
+see("at first"), press("ArrowRight"), see("beyond the end"), press("ArrowLeft"), see("left")
+slider.value = 0, slider.dispatchEvent(new Event("input", { bubbles: true })), see("slider")
+press("ArrowRight"), press("ArrowRight"), see("right")
+for (const name of ["reward", "length", "advantage", "lowest"])
+  document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
+for (const some of ["#held_out .card", "#curves > *", "#trained > div", "script, img"]) seen[some] = all(some)
+seen.frames = all("#trained .card", card => card.style.borderColor)
+seen.tints = all(".token", token => token.style.background)
+document.querySelector("[name=tint][value='1']").click()
+seen.tints.push(...all(".token", token => token.style.background))
+document.body.textContent = encodeURIComponent(JSON.stringify(seen))
+</script>
+"""
+
+
+def sample(step: int, i: int, kind: str = "train") -> dict:
+    """Number i of four completions of two prompts. Step 1 is that of an older version, without tokens."""
+    line = {"step": step, "kind": kind, "prompt": [EVIL, [{"role": "user", "content": EVIL}]][i // 2]}
+    line |= {"completion": "".join(TEXTS[i]), "reward": [0.5, None, 1.0, -1.0][i], "rewards": {EVIL: 0.25}}
+    line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "length": [12, 9, 10, 11][i]}
+    line |= {"truncated": i == 1, "columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
+    return line | ({"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]]} if step > 1 else {})
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Three steps; evaluations before the first and after the others. The files are still being written."""
+    metrics = [{"step": step, "reward": step / 2, f"reward/{EVIL}": -step, "kl": None, "beta": 1} for step in range(4)]
+    samples = [sample(step, i) for step in (1, 2, 3) for i in range(4)]
+    samples += [sample(step, i, "eval") for step in (0, 2, 3) for i in (0, 3)]
+    for name, lines in {"metrics": metrics, "samples": sorted(samples, key=lambda line: line["step"])}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"to')
+    return tmp_path
+
+
+def test_what_is_on_a_page_and_what_is_left_out(run):
+    look.main([str(run)])
+    whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
+    assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
+    size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
+    for megabytes, steps in {1.0: [1, 2, 3], size / 2: [1, 3], size / 100: [3]}.items():
+        part = look.content(run, megabytes)
+        assert [line["step"] for line in part["trained"]] == [step for step in steps for _ in range(4)]
+        assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
+    assert part["title"] == f"{run.name}: 1 of 3 steps, the others are left out (--megabytes {size / 100:g})"
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_shows_it_as_it_is_and_executes_none_of_it(run):
+    look.main([str(run)])
+    (run / "read.html").write_text((run / "look.html").read_text() + READER)
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={run}/profile", f"file://{run}/read.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "CONSOLE" not in shown.stderr  # no error, nothing executed
+    seen = json.loads(unquote(re.search("<body>(.*)</body>", shown.stdout)[1]))
+
+    figures = ["0.5  0.2, length 12", "none  0, length 9, truncated", "1  -2, length 10", "-1  1, length 11"]
+    figures = [each.replace("  ", f" ({EVIL} 0.25), advantage ") for each in figures]
+    cards = [f"reward {its}{''.join(texts)}why: {EVIL}" for its, texts in zip(figures, TEXTS)]
+    orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
+    steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
+    for name in steps | orders:
+        assert seen[name] == [f"step {steps.get(name, 3)}, {cards[i]}" for i in orders.get(name, range(4))], name
+    assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 3"] * 2
+    assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
+    prompts = [text.split("step")[0] for text in seen["#trained > div"]]
+    assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
+    assert len(seen["script, img"]) == 3  # the page's and the reader
+    assert re.findall(r"\w+\) \d+%", str(seen["frames"])) == ["down) 100%", "up) 50%", "down) 0%", "up) 10%"]
+    assert re.findall(r"\d+%", str(seen["tints"])) == ["20%"] * 17 + ["40%"] * 17  # log-prob -1, entropy 2
