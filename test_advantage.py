@@ -1,6 +1,7 @@
 """Advantages against plain Python, and the corner cases: missing rewards, equal rewards, too few of them."""
 
 import math
+from itertools import product
 from statistics import fmean, stdev
 
 import pytest
@@ -19,36 +20,41 @@ from advantage import (
 from conftest import rounding
 
 NAN = math.nan
-PAIRS = [(scale, baseline) for scale in SCALES for baseline in BASELINES]
+# Those that by_hand knows.
+PAIRS = [*product(("group", "batch", "mean", "whiten", "none"), ("mean", "leave_one_out", "length", "batch", "none"))]
 OF_THE_GROUP = [(s, b) for s, b in PAIRS if s in ("group", "mean") or b in ("mean", "leave_one_out", "length")]
 OF_THE_BATCH = [pair for pair in PAIRS if "batch" in pair or "whiten" in pair]
-REWARDS = {
-    "plain": [[0.0, 1.0, 0.5, 1.0], [7.0, -3.0, 2.5, 2.0], [0.1, 0.2, 0.4, 0.8]],
-    "some missing": [[0.0, NAN, 0.5, 1.0], [7.0, -3.0, 2.5, 2.0], [NAN, 0.2, NAN, 0.8]],
-    "one or no reward in a group": [[0.0, 1.0, 0.5, 1.0], [NAN, NAN, 2.5, NAN], [NAN] * 4, [0.1, 0.2, 0.4, 0.8]],
-    "missing and equal": [[0.0, NAN, 0.5, 1.0], [0.1, NAN, 0.1, 0.1], [0.1, 0.2, 0.4, 0.8]],
-    "one reward in all": [[NAN, NAN], [NAN, 2.0]],
-    "no reward at all": [[NAN, NAN], [NAN, NAN]],
-    "groups of one": [[0.0], [1.0], [5.0]],
+PLAIN = [[0.0, 1.0, 0.5, 1.0], [7.0, -3.0, 2.5, 2.0], [0.1, 0.2, 0.4, 0.8]]
+REWARDS = {  # and the tokens that are trained on, where that matters: 0 of what was cut off, with --mask_truncated
+    "plain": (PLAIN, None),
+    "some missing": ([[0.0, NAN, 0.5, 1.0], PLAIN[1], [NAN, 0.2, NAN, 0.8]], None),
+    "one or no reward in a group": ([PLAIN[0], [NAN, NAN, 2.5, NAN], [NAN] * 4, PLAIN[2]], None),
+    "missing and equal": ([[0.0, NAN, 0.5, 1.0], [0.1, NAN, 0.1, 0.1], PLAIN[2]], None),
+    "one reward in all": ([[NAN, NAN], [NAN, 2.0]], None),
+    "no reward at all": ([[NAN, NAN], [NAN, NAN]], None),
+    "groups of one": ([[0.0], [1.0], [5.0]], None),
+    "negative": ([[-1.0, -2.0, 0.0], [-3.0, 1.0, 0.5]], None),
+    "some are cut off": (PLAIN, [[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]]),
+    "all but one of a group": ([[0.0, 1.0, 0.5], [1.0, 0.25, 2.0], [0.0, 3.0, 1.0]], [[3, 2, 4], [0, 5, 0], [1, 2, 0]]),
+    "the wrong ones": ([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], [[4, 2, 0], [3, 3, 0]]),  # the others are alike
+    "the wrong ones, some missing": ([[1.0, 0.0, NAN], [1.0, 0.0, 0.5]], [[4, 0, 9], [3, 0, 0]]),
+    "all": ([[1.0, 0.0, 0.0], [1.0, 1.0, 0.5]], [[0, 0, 0], [0, 0, 0]]),
 }
 
 
-def some_lengths(groups):
-    """Tokens of each completion."""
-    return [[1 + (3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
-
-
-def by_hand(groups, scale, baseline, eps):
-    """(r - baseline) / scale, one reward after the other; 0 where there is nothing to compare with."""
-    lengths = some_lengths(groups)
+def by_hand(groups, scale, baseline, eps, lengths):
+    """(r - baseline) / scale, one reward after the other; 0 where there is nothing to compare with. A reward counts
+    whatever is trained on; in a mean over tokens it counts as often as there are tokens."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
-    values, told_apart = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), []
+    values, told_apart = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
     for p, i in given:
         own = [j for q, j in given if q == p]
         group, others = [groups[p][j] for j in own], [groups[p][j] for j in own if j != i]
         compared = [group] * ((scale, baseline) in OF_THE_GROUP) + [batch] * ((scale, baseline) in OF_THE_BATCH)
-        if any(min(rewards) == max(rewards) for rewards in compared) or (scale == "mean" and fmean(group) <= 0):
+        too_few = (scale, baseline) in OF_THE_GROUP and sum(lengths[p][j] > 0 for j in own) < 2
+        alike = any(min(rewards) == max(rewards) for rewards in compared)
+        if too_few or alike or (scale == "mean" and fmean(group) <= 0):
             continue
         by_length = sum(lengths[p][j] * groups[p][j] for j in own) / max(1, sum(lengths[p][j] for j in own))
         centres = {"mean": fmean(group), "length": by_length, "batch": fmean(batch), "none": 0.0}
@@ -57,27 +63,35 @@ def by_hand(groups, scale, baseline, eps):
         if scale in ("group", "batch"):
             spread = stdev({"group": group, "batch": batch}[scale]) + eps
         values[p, i] = (groups[p][i] - centre) / spread
-        told_apart.append((p, i))
-    if scale == "whiten" and told_apart:
-        of_tokens = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
-        for p, i in told_apart:
-            values[p, i] = (values[p, i] - fmean(of_tokens)) / (stdev(of_tokens) + eps)
-    return values
+        told_apart.add((p, i))
+    if scale != "whiten":
+        return values
+    of_tokens = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
+    whitened = torch.zeros_like(values)
+    for p, i in told_apart if len(set(of_tokens)) > 1 else []:
+        whitened[p, i] = (lengths[p][i] > 0) * (values[p, i] - fmean(of_tokens)) / (stdev(of_tokens) + eps)
+    return whitened
 
 
-@pytest.mark.parametrize("groups", REWARDS.values(), ids=REWARDS)
+@pytest.mark.parametrize("groups, lengths", REWARDS.values(), ids=REWARDS)
 @pytest.mark.parametrize("scale, baseline", PAIRS)
-def test_against_plain_python(scale, baseline, groups):
+def test_against_plain_python(scale, baseline, groups, lengths):
+    lengths = lengths or some_lengths(groups)
     for dtype, eps in ((torch.float64, 0.5), (torch.float32, 1e-4)):
-        rewards, lengths = torch.tensor(groups, dtype=dtype), torch.tensor(some_lengths(groups))
+        rewards, how = torch.tensor(groups, dtype=dtype), dict(lengths=torch.tensor(lengths))
         if len(groups[0]) == 1 and (scale, baseline) in OF_THE_GROUP:
             with pytest.raises(ValueError, match="at least 2 completions"):
-                group_advantages(rewards, scale, baseline, eps, lengths=lengths)
+                group_advantages(rewards, scale, baseline, eps, **how)
             continue
-        advantages = group_advantages(rewards, scale, baseline, eps, lengths=lengths)
-        expected = by_hand(groups, scale, baseline, eps).to(dtype)  # the dtype that was given
+        advantages = group_advantages(rewards, scale, baseline, eps, **how)
+        expected = by_hand(groups, scale, baseline, eps, lengths).to(dtype)  # the dtype that was given
         torch.testing.assert_close(advantages, expected, rtol=rounding(dtype), atol=rounding(dtype))
         assert torch.equal(rewards.isnan(), torch.tensor(groups).isnan()), "the rewards were changed in place"
+
+
+def some_lengths(groups):
+    """Tokens of each completion."""
+    return [[1 + (3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
 
 
 def test_defaults_and_the_sample_std():
@@ -133,8 +147,9 @@ def test_gdpo_brings_each_reward_to_the_same_scale_first():
     """GDPO, arXiv 2601.05242: A = Σ_k w_k (r_k − mean r_k)/(std r_k) in the group, then (A − mean)/std of the batch."""
     parts = [[[1.0, 200.0], [0.0, 100.0], [0.0, NAN]], [[1.0, 50.0], [1.0, 0.0], [0.0, 10.0]]]  # (P, G, K)
     parts, weights = torch.tensor(parts, dtype=torch.float64), [1.0, 0.5]
-    first, second = (by_hand(part.tolist(), "group", "mean", eps=1e-4) for part in parts.unbind(-1))
-    expected = by_hand((first + 0.5 * second).tolist(), "batch", "batch", eps=1e-4)
+    lengths = some_lengths(parts)
+    first, second = (by_hand(part.tolist(), "group", "mean", 1e-4, lengths) for part in parts.unbind(-1))
+    expected = by_hand((first + 0.5 * second).tolist(), "batch", "batch", 1e-4, lengths)
     advantages = group_advantages(combine_rewards(parts, weights, how="gdpo"), "batch", "batch")
     torch.testing.assert_close(advantages, expected, rtol=rounding(torch.float64), atol=rounding(torch.float64))
     assert combine_rewards(torch.full((1, 2, 2), NAN), weights, how="gdpo").isnan().all()
@@ -147,51 +162,6 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
         assert (on_high_entropy(torch.tensor([2.0, -1.0]), entropy, mask, share) * mask).tolist() == expected
     assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()
-
-
-@pytest.mark.parametrize("scale, baseline", PAIRS)
-def test_a_completion_that_is_not_trained_on(scale, baseline):
-    """As with --mask_truncated: its reward counts, as in DAPO, but in no mean over tokens."""
-    rewards = torch.tensor(REWARDS["plain"], dtype=torch.float64)
-    lengths = torch.tensor([[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]])
-    advantages = group_advantages(rewards, scale, baseline, lengths=lengths)
-    assert advantages.any(1).all()
-    if scale == "whiten":
-        assert not advantages[lengths == 0].any()
-    elif baseline != "length":
-        assert torch.equal(advantages, group_advantages(rewards, scale, baseline))
-
-
-@pytest.mark.parametrize("baseline", ["none", "batch", "mean"])
-def test_whitening_is_over_the_tokens_that_are_trained_on(baseline):
-    rewards, lengths = torch.tensor(REWARDS["plain"], dtype=torch.float64), [[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]]
-    centred = group_advantages(rewards, "none", baseline)
-    of_tokens = [x for row, of in zip(centred.tolist(), lengths) for x, n in zip(row, of) for _ in range(n)]
-    expected = (centred - fmean(of_tokens)) / (stdev(of_tokens) + 1e-4) * (torch.tensor(lengths) > 0)
-    advantages = group_advantages(rewards, "whiten", baseline, lengths=torch.tensor(lengths))
-    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "rewards, lengths",
-    [
-        ([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], [[4, 2, 0], [3, 3, 0]]),  # the wrong answers were cut off
-        ([[1.0, 0.0, NAN], [1.0, 0.0, 0.5]], [[4, 0, 9], [3, 0, 0]]),
-        ([[1.0, 0.0, 0.0], [1.0, 1.0, 0.5]], [[0, 0, 0], [0, 0, 0]]),
-    ],
-)
-def test_whitening_equal_advantages_gives_exactly_zero(rewards, lengths):
-    """However far those are that are not trained on: nothing is divided by a std of 0 plus eps."""
-    advantages = group_advantages(torch.tensor(rewards), "whiten", "none", lengths=torch.tensor(lengths))
-    assert not advantages.any()
-
-
-@pytest.mark.parametrize("scale, baseline", PAIRS)
-def test_a_group_with_one_completion_to_train_on_compares_nothing(scale, baseline):
-    rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.25, 2.0], [0.0, 3.0, 1.0]], dtype=torch.float64)
-    lengths = torch.tensor([[3, 2, 4], [0, 5, 0], [1, 2, 0]])
-    advantages = group_advantages(rewards, scale, baseline, lengths=lengths)
-    assert advantages.any(1).tolist() == [True, (scale, baseline) not in OF_THE_GROUP, True]
 
 
 @pytest.mark.parametrize("group", [[0.3, -0.1, -0.2], [-0.3, 0.1, 0.2], [1.0, -1.0, 0.0], [-1.0, -2.0, 0.0]])
