@@ -146,7 +146,7 @@ def is_allowed(setting: Field, value: Any) -> bool:
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
         return False
     if kind in (str, bool):
-        return value in names if names else value != ""
+        return (value.partition(":")[0] if setting.name == "task" else value) in names if names else value != ""
     is_finite = abs(value) < math.inf or value == bounds.get("at_most")
     return is_finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from config import Config, UserError
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # that the package datasets reads
 
 
-def read_rows(source: str) -> list[dict]:
+def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """A file with a row in JSON on each line, another file that the package datasets can read, or the train split of a
     hub data set. Every row has all columns, so that calls of a reward do too."""
     kind, is_file = FORMATS.get(Path(source.removesuffix(".gz")).suffix), Path(source).is_file()
@@ -21,6 +21,7 @@ def read_rows(source: str) -> list[dict]:
         rows = dict(read_lines(source))
     else:
         rows = dict(enumerate(load_hub(kind or source, "train", data_files=source if kind else None), start=1))
+    rows = {number: to_row(row) if isinstance(row, dict) else row for number, row in rows.items()}
     for number, row in rows.items():
         if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
             raise UserError(f'{source}:{number}: needs a "prompt", a string or chat messages: {row!r:.200}')
