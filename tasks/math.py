@@ -11,7 +11,7 @@ import re
 
 from config import Config, UserError
 from tasks import Task, text_of
-from tasks._files import excerpt, hub_splits
+from tasks._files import hub_splits
 
 DEFAULTS = {}  # all as for a real model
 
@@ -34,7 +34,7 @@ def equal_answer(prompts, completions, completion_ids, answer: list, **columns) 
     for prompt, completion, wanted in zip(prompts, completions, answer, strict=True):
         gold = parse(str(wanted) if re.search(r"\$|\\boxed", str(wanted)) else f"${wanted}$")  # bare LaTeX is not found
         if not gold:
-            raise UserError(f"the answer {wanted!r} is no mathematics, for prompt {excerpt(prompt)}")
+            raise UserError(f"the answer {wanted!r} is no mathematics, for prompt {prompt!r:.200}")
         _, box, boxed = text_of(completion).rpartition("\\boxed{")
         rewards.append(float(verify(gold, parse(box + boxed, [LatexExtractionConfig(boxed_match_priority=0)]))))
     return rewards
