@@ -16,7 +16,7 @@ from rollout import Completion
 from tasks import Task, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
 
-NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "sorting", "tldr"]
+NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "gym", "math", "sorting", "tldr"]
 TOKENIZER = char_tokenizer("0123456789+=[]: abc")
 
 
