@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from advantage import all_equal
 from rollout import Completion, KeptSets
 
 
@@ -31,6 +32,8 @@ class Group:
     has_signal: bool = True  # its completions tell better from worse: dynamic_sampling rejects others
     extras: list[dict] | None = None  # of each completion, logged by its rewards
     advantages: Tensor | None = None  # (G,)
+    index: int | None = None  # of its row, among the task's rows
+    step: int = 0  # in which its completions were sampled
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Batch:
     old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
+    steps: Tensor | None = None  # (N,), in which each row was sampled
     kept: list[KeptSets] | None = None  # N rows of T sets, which every log-prob is over; None: nothing was cut
     together: list[int] | None = None  # so many rows, one after the other, are read as one
 
@@ -95,13 +99,22 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
     prompt_lengths = torch.tensor([len(group.prompt_ids) for _, group, _ in rows])
+    steps = torch.tensor([group.step for _, group, _ in rows])
     tensors = ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp, sampler_entropy
     something_cut = any(group.completions[i].kept for _, group, i in rows)
-    return Batch(*(x.to(device) for x in tensors), kept=kept if something_cut else None)
+    return Batch(*(x.to(device) for x in tensors), steps=steps, kept=kept if something_cut else None)
 
 
 def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
     return not math.isnan(group.rewards[i]) and not (mask_truncated and group.completions[i].truncated)
+
+
+def has_signal(group: Group, mask_truncated: bool) -> bool:
+    """0 < #correct < G; where nothing says what is correct, rewards that differ. Two completions at least are trained
+    on."""
+    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
+    trained = sum(is_trained_on(group, i, mask_truncated) for i in range(len(group.completions)))
+    return trained >= 2 and not bool(all_equal(values[None]))
 
 
 def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:

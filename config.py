@@ -68,7 +68,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
 
     names       what a choice may be
     may_change  when a run is continued: the setting says how it is computed or shown, or how long, not what is computed
-    bounds      of a number: above, at_least, below, at_most; without the last two it must be finite
+    bounds      above, at_least, below, at_most, of which a number has some; without the last two it must be finite
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
     if isinstance(default, list):
@@ -76,7 +76,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(frozen=True)  # what changes during a run is in Run.state
 class Config:
     heading("What is trained, and on what")
     model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
@@ -187,9 +187,9 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     name = "-".join(task_of(config).split(":")[:2])  # of gym:NAME:JSON without what may be in no name of a folder
     defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
-    config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":
-        config.dtype = "bfloat16" if on_gpu else "float32"
+        left_open["dtype"] = "bfloat16" if on_gpu else "float32"
+    config = dataclasses.replace(config, **left_open)
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
 
 

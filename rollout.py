@@ -16,6 +16,7 @@ finished rows leave the batch while the others go on, and sampling is one pass o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
+import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from config import UserError
+from config import Config, UserError
 
 Progress = Callable[[int, int], None]  # is told how many tokens were sampled and how many rows go on
 
@@ -43,9 +44,11 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # of the cache, completions at full length; at least one completion
     with_entropy: bool = False  # that of each token's distribution is recorded
 
-    @property
-    def truncates(self) -> bool:  # tokens are sampled from a part of the vocabulary
-        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+    @classmethod
+    def of(cls, config: Config, eos_ids: list[int]) -> "Sampling":
+        same = ("max_completion_length", "temperature", "top_k", "top_p", "min_p", "keep_set")
+        others = dict(tokens_at_once=config.rollout_tokens, with_entropy=config.top_entropy < 1.0)
+        return cls(eos_ids=eos_ids, **{name: getattr(config, name) for name in same}, **others)
 
 
 @dataclass
@@ -96,6 +99,14 @@ class Completion:
     truncated: bool  # it reached the length limit without an end-of-sequence token
     entropy: list[float] | None = None  # where it was asked for; of the whole distribution
     kept: KeptSets | None = None  # for each token the ids that it was sampled from; None where nothing is cut
+
+
+def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
+    """Random numbers for a purpose of this name (in step numbers[0], say), which are those of no other name or numbers.
+    The streams of completions, minibatches and epochs have keys of their own, as plain lists, which numpy pads with
+    zeros: [seed, step] would be the stream of (seed, step, 0, 0). They stay, for the runs that have them."""
+    key = hashlib.sha256(repr((name, seed, *map(int, numbers))).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(key)))
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
@@ -216,7 +227,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     sets, the ids of each row's."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
-        whole = logits.softmax(-1)  # (B, V)
+        whole = p = logits.softmax(-1)  # (B, V)
         token = logits.argmax(-1, keepdim=True)
     else:
         whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
@@ -228,7 +239,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
         token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
     logp = whole.gather(1, token).log().squeeze(1)
-    if not (sampling.truncates and sampling.keep_set):
+    if p is whole or not sampling.keep_set:  # nothing was cut
         return token.squeeze(1), logp, None
     left = p > 0.0
     ids = left.nonzero()[:, 1].int().cpu().numpy()

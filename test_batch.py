@@ -193,7 +193,7 @@ def accumulated(
         loss, totals = train.accumulate(run, batch)
         takes_part = all(p.grad is not None for p in run.model.parameters())
         assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
-        parts.append((flat_gradient(run.model), loss, totals))
+        parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
     return parts
 
 

@@ -507,7 +507,8 @@ def test_updates_have_minibatches_of_their_own_and_the_learning_rates_of_their_s
     out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
     assert len(passes) == 3 * 2 and len({str(parts) for *_, parts in passes}) == 6
     assert all(sorted(itertools.chain(*parts)) == list(range(12)) for *_, parts in passes)
-    assert [line["learning_rate"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
+    assert [line["learning_rate/1"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
+    assert [line["learning_rate"] for line in metrics(out)] == pytest.approx([2e-5, 4e-5, 4e-5])
     assert [lr for _, lr in updates] == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4) for _ in range(6)]
 
 

@@ -5,18 +5,14 @@
     python train.py --help                                every setting
 
 prompts -> completions -> rewards -> advantages -> updates: `training_step`, `update` and `accumulate` are that step.
-
-A step is described by prompts_per_step x num_generations completions. Ranks and micro-batches are how it is computed,
-not what is computed: every rank knows all completions of the step (a few megabytes), the weight of each token is fixed
-before the work is split, and gradients are summed.
+It is prompts_per_step x num_generations completions. Ranks and micro-batches are how it is computed, not what: every
+rank knows all completions (a few megabytes), each token's weight is fixed before they are split, gradients are summed.
 """
 
 import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
-from batch import Batch, Group, Limits, collate, is_trained_on, micro_batches, minibatches, trained_lengths
-from config import Config
+from advantage import combine_rewards, group_advantages, on_high_entropy
+from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
+from config import Config, UserError
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
 from infra.model import load, open_model
@@ -42,12 +38,12 @@ LOSS_SWITCHES = (  # settings that policy_loss reads
     "objective", "ratio", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator", "kl_importance", "tis_mode",
     "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos", "sapo_tau_neg",
 )  # fmt: skip
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null where none
 
 
 @dataclass
 class Run:
-    """What outlives a step."""
+    """What outlives a step. A checkpoint has model, reference, optimizer, cursor and state, and no other field."""
 
     config: Config
     device: torch.device
@@ -58,9 +54,13 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
-    time_limit: Callable[[str], AbstractContextManager]  # of a reward function, by its name
     progress: Progress | None = None  # is told how far a rollout is
     cursor: int = 0  # prompts drawn so far
+    state: dict[str, Any] = field(default_factory=dict)  # of a fork, alike on all ranks: JSON, tensors, Groups
+    logged: list[tuple[str, float]] = field(default_factory=list)  # in this step: their means go to metrics.jsonl
+
+    def log(self, name: str, value: float) -> None:
+        self.logged.append((f"logged/{name}", float(value)))
 
 
 # ---- The step ----
@@ -70,18 +70,19 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """One rollout with all its updates. -> metrics, groups"""
     cfg = run.config
     ranks.seed_everything(cfg.seed, step)
-    start = time.perf_counter()
+    start, run.logged = time.perf_counter(), []
 
     # Prompts -> completions -> rewards -> advantages, over whole groups.
-    groups, drawn, logged = draw_groups(run, step)
-    reward_parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
-    rewards = combine_rewards(reward_parts, run.task.weights, cfg.combine_rewards)  # (P, G)
-    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
+    groups, drawn = draw_groups(run, step)
+    rewards = total_rewards(run, groups, cfg.combine_rewards)  # (P, G)
+    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G), 0 where truncated and masked: the reward counts
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     for group, of_group in zip(groups, advantages, strict=True):
         rejected = cfg.dynamic_sampling and not group.has_signal  # where further rounds brought no other group
         group.advantages = torch.zeros_like(of_group) if rejected else of_group
     batch = collate(groups, cfg.mask_truncated, run.device)
+    if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
+        raise UserError("--old_policy policy: is not what sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
@@ -99,15 +100,16 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
 
-    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_updates(updates, STATS)
-    metrics |= report.of_logged(logged)
+    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_updates(updates)
+    metrics |= report.of_logged(run.logged)
     metrics |= report.of_machine(metrics["tokens"], sampled - start, time.perf_counter() - sampled)
-    metrics["learning_rate"] = learning_rate(cfg, step, cfg.learning_rate)
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    metrics |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return metrics, groups
 
 
-def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One optimizer update on these completions. -> loss, gradient norm, (sum, count) of each of STATS"""
+def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """One optimizer update on these completions. -> loss, gradient norm, this rank's (sum, count) of each figure"""
     cfg = run.config
     # The weight of every token is settled here, from all completions of the update on all ranks. So the loss of a
     # micro-batch is a partial sum: partial sums add up to the update's loss however it is split, and their gradients,
@@ -117,7 +119,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
     loss, totals = accumulate(run, batch)
     ranks.sum_gradients(run.model)
-    ranks.sum_(loss, totals)
+    ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(step, loss, grad_norm)
@@ -128,11 +130,11 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @memory.retry_on_oom(memory.smaller_micro_batches)
-def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
-    """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the STATS"""
+def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the figures"""
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    totals = torch.zeros(len(STATS), 2, dtype=torch.float64, device=run.device)
+    totals = dict.fromkeys(STATS, torch.zeros(2, dtype=torch.float64, device=run.device))
     run.optimizer.zero_grad()
     # A completion of advantage 0 gets a gradient from these alone; with shards all ranks go back together.
     every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
@@ -159,7 +161,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
         loss += partial.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
-            totals[STATS.index(name)] += torch.stack(pair)
+            totals[name] = totals.get(name, 0.0) + torch.stack(pair).double()
     return loss, totals
 
 
@@ -195,36 +197,38 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 # ---- Its completions ----
 
 
-def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
-    """Groups to train on, all that were drawn, and what rewards logged. With dynamic_sampling (DAPO), groups without a
-    signal are replaced by further prompts, in at most so many further rounds; every rank sees all rewards and so
-    decides the same."""
+def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
+    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
+    by further prompts, in at most so many further rounds; every rank sees all rewards and so decides the same."""
     cfg = run.config
-    drawn: list[Group] = []
-    alive: list[Group] = []
-    logged: list[tuple[str, float]] = []
+    drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
-        rows = run.task.draw(run.cursor, cfg.prompts_per_step - len(alive), cfg.seed)
-        run.cursor += len(rows)
-        groups = sample(run, rows, cfg.num_generations, step, first=len(drawn))
-        logged += judge(run, groups, step)
-        drawn += groups
+        picked = pick_rows(run, cfg.prompts_per_step - len(alive), step)
+        drawn += judge(run, sample(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn)), step)
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    return alive or drawn[: cfg.prompts_per_step], drawn, logged
+    return alive or drawn[: cfg.prompts_per_step], drawn
 
 
-def sample(run: Run, rows: list[dict], n: int, step: int, first: int = 0, greedy: bool = False) -> list[Group]:
-    """n completions of each prompt, the first of which is the `first` of the step. The ranks share the completions."""
-    prompts = [encode_prompt(run.tokenizer, row["prompt"]) for row in rows]
-    mine = ranks.share(len(rows) * n)
+def pick_rows(run: Run, n: int, step: int) -> list[int]:
+    """The rows of a round, by their places in run.task.train. To choose by what happened: run.state, group.index."""
+    run.cursor += n
+    return run.task.draw(run.cursor - n, n, run.config.seed)
+
+
+def sample(
+    run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
+) -> list[Group]:
+    """n completions of each picked row, the first of which is the `first` of the step. The ranks share them."""
+    prompts = [encode_prompt(run.tokenizer, rows[i]["prompt"]) for i in picked]
+    mine = ranks.share(len(picked) * n)
     streams = [(first + i // n, i % n) for i in mine]
     uniform = uniforms(run.config.seed, step, streams, run.config.max_completion_length)
     with decoding(run.model, getattr(torch, run.config.dtype)), ranks.fail_together():
         completions = complete(run, [prompts[i // n] for i in mine], uniform, greedy)
     completions = ranks.gather(completions)
-    return [Group(prompts[p], rows[p], completions[p * n : (p + 1) * n]) for p in range(len(rows))]
+    return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]
 
 
 @memory.retry_on_oom(memory.smaller_rollout)
@@ -233,35 +237,31 @@ def complete(run: Run, prompts: list[list[int]], uniform: np.ndarray, greedy: bo
     return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
 
 
-def judge(run: Run, groups: list[Group], step: int) -> list[tuple[str, float]]:
-    """Rewards of every completion. The ranks share the groups. -> what rewards logged"""
+def judge(run: Run, groups: list[Group], step: int) -> list[Group]:
+    """The groups, with rewards of every completion. The ranks share them."""
     own = ranks.share(len(groups))
     with ranks.fail_together():
-        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, step, run.time_limit)
+        limit = partial(faults.time_limit, run.config.reward_timeout)
+        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, step, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K), of K reward functions
-        group.rewards = combine_rewards(group.reward_parts, run.task.weights)  # (G,), as reported
+        group.rewards = total_rewards(run, [group])[0]  # (G,), as reported
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, run.config.mask_truncated)
-    return ranks.gather(logged)
+    run.logged += ranks.gather(logged)
+    return groups
 
 
-def has_signal(group: Group, mask_truncated: bool) -> bool:
-    """0 < #correct < G; where nothing says what is correct, rewards that differ. Two completions at least are trained
-    on."""
-    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
-    trained = sum(is_trained_on(group, i, mask_truncated) for i in range(len(group.completions)))
-    return trained >= 2 and not bool(all_equal(values[None]))
+def total_rewards(run: Run, groups: list[Group], how: str = "sum") -> Tensor:
+    """(P, G), as reported or, by `combine_rewards`, as trained on"""
+    return combine_rewards(torch.stack([group.reward_parts for group in groups]), run.task.weights, how)
 
 
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
-    """Held-out prompts after this step: greedy accuracy, and pass@k from eval_k samples. The streams are those of step
-    0 each time, so that two evaluations differ by the policy alone."""
-    rows = run.task.eval[: run.config.eval_prompts]
-    sampled = sample(run, rows, run.config.eval_k, step=0)  # first: it finds out what fits into memory
-    greedy = sample(run, rows, 1, step=0, greedy=True)
-    for groups in (sampled, greedy):
-        judge(run, groups, step)
+    """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time."""
+    rows, picked = run.task.eval, [*range(min(len(run.task.eval), run.config.eval_prompts))]
+    sampled = judge(run, sample(run, rows, picked, run.config.eval_k, step=0), step)  # first: it finds out what fits
+    greedy = judge(run, sample(run, rows, picked, 1, step=0, greedy=True), step)
     return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
 
 
@@ -287,42 +287,25 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, ends = load(opened, cfg, device)
-    sampling = Sampling(
-        max_completion_length=cfg.max_completion_length,
-        eos_ids=ends,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        keep_set=cfg.keep_set,
-        with_entropy=cfg.top_entropy < 1.0,
-        tokens_at_once=cfg.rollout_tokens,
-    )
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=cfg.learning_rate,
-        betas=(cfg.adam_beta1, cfg.adam_beta2),
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    limits, time_limit = memory.limits(cfg, model, longest), partial(faults.time_limit, cfg.reward_timeout)
-    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, time_limit)
-    run.progress = log.generating
+    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
+    sampling, limits = Sampling.of(cfg, ends), memory.limits(cfg, model, longest)
+    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
 
 
 def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
-    cfg.out = str(Path(cfg.out).resolve())  # a reward may change the working directory
+    cfg = replace(cfg, out=str(Path(cfg.out).resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.open_run, cfg)
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
     run, log, noted = set_up(cfg, device)
-    refreshed = run.reference if cfg.ref_sync_every else None
+    models = {"model": run.model} | ({"reference": run.reference} if cfg.ref_sync_every else {})
     if done:
-        run.cursor = checkpoint.load(out, done, run.model, refreshed, run.optimizer)
+        run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
     # All is ready: only from here on anything is written.
     noted += ranks.on_first(run_folder.begin, run.config, given, done)
     ranks.on_first(log.open, done)
@@ -335,16 +318,14 @@ def train(cfg: Config) -> int:
     stop_requests = faults.stop_requests()
     for step in range(done + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
-        evaluated = []
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
-        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            figures, evaluated = evaluate(run, step)
-            metrics |= figures
-        log.step(metrics, groups, evaluated)
+        evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
+        figures, evaluated = evaluate(run, step) if evaluates else ({}, [])
+        log.step(metrics | figures, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
-            checkpoint.save(out, step, run.model, refreshed, run.optimizer, run.cursor, cfg.keep_checkpoints)
+            checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
             return log.stopped(stop, step)
     if cfg.steps:

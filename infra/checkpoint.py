@@ -1,6 +1,6 @@
 """Save a run and continue it, save the trained model.
 
-    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, and state.json
+    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, Run.state, state.json
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
 A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
@@ -11,127 +11,126 @@ nothing is unpickled. Left out: sharded, an optimizer's tensors that have neithe
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedModel
 
+from batch import Group
 from config import UserError
 from infra import faults, ranks
 from infra.run_folder import checkpoint_of, flush, saved_steps, write_text
 from infra.shard import is_sharded, whole_weights
+from rollout import Completion, KeptSets
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
+GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
+LONG = dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list)  # fields of these, with what makes them again
+LONG |= {"words": partial(array, "i"), "offsets": partial(array, "q")}
 
 
-@contextmanager
-def _one_process_needs_no_distributed() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-@_one_process_needs_no_distributed()
 def save(
-    out: Path,
-    step: int,
-    model: nn.Module,
-    reference: nn.Module | None,
-    optimizer: torch.optim.Optimizer,
-    cursor: int,
-    keep: int = 1,
+    out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer, cursor: int, state: dict, keep: int = 1
 ) -> None:
     """Everything that step + 1 needs. Called on all ranks: each writes a part, of sharded tensors its own."""
     folder, first = checkpoint_of(out, step), ranks.rank() == 0
-    tensors, numbers = _optimizer_state(model, optimizer)
-    parts = _weights(model, reference) | {"optimizer": tensors}
-    _check_finite(parts, f"after step {step}", "nothing was saved. Lower --learning_rate, or check the rewards")
-    if first:
-        for torn in folder.parent.glob("*.partial"):
-            shutil.rmtree(torn)
-        for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must outlive a crash as well
-            if (out / name).exists():
-                flush(out / name)
+    named, tensors = models["model"].named_parameters(), {}
+    numbers = {f"{key}.{name}": x for name, p in named for key, x in optimizer.state.get(p, {}).items()}
+    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    parts["optimizer"] = {key: numbers.pop(key) for key, x in [*numbers.items()] if isinstance(x, Tensor)}
+    with ranks.fail_together():
+        for part, of_part in parts.items():
+            for name, x in of_part.items():
+                if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
+                    told = f"after step {step} {name} of the {part} is not finite (NaN or infinity): nothing was saved"
+                    raise UserError(f"{told}. Lower --learning_rate, or check the rewards")
+        kept = _as_json(state, "run.state", tensors)
     with whole_folder(folder) as beside:
         for name, part in parts.items():
             if part:  # an optimizer may have no state
-                writer = HuggingFaceStorageWriter(beside / name, save_distributed=True)
-                dcp.save(part, storage_writer=writer, no_dist=not dist.is_initialized())
+                _call(dcp.save, part, storage_writer=HuggingFaceStorageWriter(beside / name, save_distributed=True))
         if first:
+            save_file(tensors, beside / "state.safetensors")
             files = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.safetensors"))
-            state = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
-            write_text(beside / "state.json", json.dumps(state, indent=2))
+            about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
+            write_text(beside / "state.json", json.dumps(about | {"state": kept}, indent=2))
+            for lines in out.glob("*.jsonl"):  # those up to this step must outlive a crash as well
+                flush(lines)
     if first:
         flush(out)
         for old in saved_steps(out)[:-keep]:
             shutil.rmtree(checkpoint_of(out, old))
 
 
-@_one_process_needs_no_distributed()
-def load(out: Path, step: int, model: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer) -> int:
-    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> the cursor"""
+def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:
+    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
+    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
     with ranks.fail_together(), _reading(folder):
-        state = json.loads((folder / "state.json").read_text())
-        cursor, kind, numbers = state["cursor"], state["optimizer"], state["numbers"]
-        for file in state["files"]:
+        tensors = load_file(file) if (file := folder / "state.safetensors").exists() else {}
+        about = json.loads((folder / "state.json").read_text(), object_hook=partial(_from_json, tensors=tensors))
+        for file in about["files"]:
             safe_open(folder / file, "pt")  # fails where it is not there, or not whole
-        if kind != type(optimizer).__name__:
-            raise UserError(f"the checkpoint {folder} is of a run with {kind}, not {type(optimizer).__name__}")
-    parts = _weights(model, reference) | {"optimizer": {}}
+        if about["optimizer"] != (kind := type(optimizer).__name__):
+            raise UserError(f"the checkpoint {folder} is of a run with {about['optimizer']}, not {kind}")
     with _reading(folder):
         if (folder / "optimizer").exists():
-            parts["optimizer"] = _room_for_state(folder / "optimizer", model)
+            parts["optimizer"] = _room_for_state(folder / "optimizer", models["model"])
         for name, part in parts.items():
-            if part:
-                reader = HuggingFaceStorageReader(folder / name)
-                dcp.load(part, storage_reader=reader, no_dist=not dist.is_initialized())
-    _check_finite(parts, f"in the checkpoint {folder}", DELETE)
-    _restore(optimizer, model, parts["optimizer"] | numbers)
-    return cursor
+            _call(dcp.load, part, storage_reader=HuggingFaceStorageReader(folder / name))
+    _restore(optimizer, models["model"], parts.get("optimizer", {}) | about["numbers"])
+    return about["cursor"], about.get("state", {})  # of an earlier version
 
 
-@_one_process_needs_no_distributed()
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Of the policy alone. A rank that calls this needs no other one."""
-    reader = HuggingFaceStorageReader(folder / "model")
-    try:
-        dcp.load(_weights(model, None)["model"], storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:
-        raise ValueError(_cause(error)) from error
+    with _reading(folder):
+        _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
     return model
 
 
-def _weights(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint, by the folder they are in; tied weights once."""
-    models = {"model": model} if reference is None else {"model": model, "reference": reference}
-    return {name: dict(one.named_parameters()) for name, one in models.items()}
+def _call(call: Callable, part: dict[str, Tensor], alone: bool = False, **storage: Any) -> None:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one rank
+        call(part, no_dist=alone or ranks.world() == 1, **storage)
 
 
-def _check_finite(parts: dict[str, dict[str, Tensor]], where: str, advice: str) -> None:
-    """On all ranks, each of which looks at its own part of what is sharded."""
-    with ranks.fail_together():
-        for part, tensors in parts.items():
-            for name, x in tensors.items():
-                if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
-                    raise UserError(f"{where} {name} of the {part} is not finite (NaN or infinity): {advice}")
+def _as_json(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """What Run.state holds; tensors, and what is long in groups, as their places in `tensors`."""
+    if type(x) in GROUPS.values():
+        long = {field: torch.from_numpy(np.array(y)) for field, y in vars(x).items() if field in LONG and y is not None}
+        return {"<class>": type(x).__name__} | _as_json(vars(x) | long, name, tensors)
+    if type(x) is Tensor and not x.requires_grad:
+        tensors[name] = x.clone(memory_format=torch.contiguous_format)
+        return {"<class>": "Tensor", "name": name, "device": x.device.type}
+    if type(x) is dict and all(type(key) is str and key != "<class>" for key in x):
+        return {key: _as_json(y, f"{name}[{key!r}]", tensors) for key, y in x.items()}
+    if type(x) is list:
+        return [_as_json(y, f"{name}[{i}]", tensors) for i, y in enumerate(x)]
+    if x is not None and type(x) not in (bool, int, float, str):
+        raise UserError(f"{name} is a {type(x).__name__}: a checkpoint holds JSON, tensors without gradient, Groups")
+    return x
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """-> tensors and plain numbers, as `exp_avg.NAME OF THE PARAMETER`"""
-    state = {f"{key}.{n}": x for n, p in model.named_parameters() for key, x in optimizer.state.get(p, {}).items()}
-    tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
-    return tensors, {key: x for key, x in state.items() if key not in tensors}
+def _from_json(x: dict, tensors: dict[str, Tensor]) -> Any:
+    kind = x.pop("<class>", None)
+    if kind == "Tensor":
+        return tensors[x["name"]].to(x["device"])
+    long = {field: LONG[field](y.tolist()) for field, y in x.items() if kind and field in LONG and y is not None}
+    return GROUPS[kind](**x | long) if kind else x
 
 
 def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +143,7 @@ def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     return room
 
 
-def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+def _restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
     names = {p: name for name, p in model.named_parameters()}
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     by_number: dict[int, dict] = {}
@@ -164,21 +163,15 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """What lies under the library's report of all ranks, in one line."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]
-    return " ".join(str(causes[0]).split())
-
-
-# ---- The trained model ----
+    return str(error).strip().rpartition("\n")[2]  # under the library's report of all ranks
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """Called on all ranks; the first one writes."""
     weights = whole_weights(model) if is_sharded(model) else None
-    own = model.generation_config
     with whole_folder(folder) as beside:
         if ranks.rank() == 0:
-            model.generation_config = GenerationConfig()
+            own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(beside, state_dict=weights)
             model.generation_config = own
             tokenizer.save_pretrained(beside)
@@ -196,7 +189,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     beside, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     try:
         if first:
-            shutil.rmtree(beside, ignore_errors=True)
+            for torn in folder.parent.glob("*.partial"):
+                shutil.rmtree(torn, ignore_errors=True)
             beside.mkdir(parents=True)
         ranks.barrier()  # it is there
         yield beside

@@ -54,11 +54,12 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
     return {name: mean(x for of, x in logged if of == name) for name in sorted({name for name, _ in logged})}
 
 
-def of_updates(updates: list[tuple[Tensor, Tensor, Tensor]], names: tuple[str, ...]) -> dict:
+def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
     """Loss and gradient norm: means over the step's updates. The rest: means over all tokens they trained on."""
     losses, grad_norms, totals = zip(*updates, strict=True)
-    sums = dict(zip(names, torch.stack(totals).sum(0).tolist(), strict=True))
-    figures = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}
+    figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
+    for name, pair in ranks.gather([(name, pair.tolist()) for of_update in totals for name, pair in of_update.items()]):
+        sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair)]
     return figures | {name: total / count if count else None for name, (total, count) in sums.items()}
 
 
@@ -135,7 +136,9 @@ class RunLog:
             f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
             f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s) ({device.type})"
         )
-        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in ALGORITHMS[cfg.algorithm]))
+        others = [name for name, x in vars(cfg).items() if getattr(Config, name, None) not in (None, x)]  # than usual
+        shown = dict.fromkeys((*ALGORITHMS[cfg.algorithm], *others))
+        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in shown))
         for note in notes:
             self.say(f"note: {note}")
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")

@@ -60,8 +60,9 @@ def test_the_figures_of_a_step():
 
 def test_the_figures_of_updates_are_means_over_updates_or_tokens_and_what_is_logged_one_for_each_name():
     totals = [[[6.0, 3.0], [0.0, 0.0]], [[2.0, 1.0], [0.0, 0.0]], [[1.0, 2.0], [0.0, 0.0]]]  # sum and count
-    updates = [(torch.tensor(x), torch.tensor(2 * x), torch.tensor(of)) for x, of in zip((1.0, 2.0, 6.0), totals)]
-    assert report.of_updates(updates, ("entropy", "kl")) == {"loss": 3.0, "grad_norm": 6.0, "entropy": 1.5, "kl": None}
+    totals = [dict(zip(("entropy", "kl"), torch.tensor(of))) for of in totals]
+    updates = [(torch.tensor(x), torch.tensor(2 * x), of) for x, of in zip((1.0, 2.0, 6.0), totals)]
+    assert report.of_updates(updates) == {"loss": 3.0, "grad_norm": 6.0, "entropy": 1.5, "kl": None}
     logged = [("logged/b", 1.0), ("logged/a", 3.0), ("logged/b", 2.0), ("logged/b", math.nan), ("logged/c", math.nan)]
     assert report.of_logged(logged) == {"logged/a": 3.0, "logged/b": 1.5, "logged/c": None}
 

@@ -68,12 +68,12 @@ class Task:
             return None
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9  # NaN is not right
 
-    def draw(self, first: int, n: int, seed: int) -> list[dict]:
-        """n prompts of the run, from the first-th on: every row once an epoch, each epoch in an order of its own."""
+    def draw(self, first: int, n: int, seed: int) -> list[int]:
+        """n rows of the run, from the first-th on: every row once an epoch, each epoch in an order of its own."""
         size, last = len(self.train), first + n - 1
         epochs = range(first // size, last // size + 1)
         orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
-        return [self.train[orders[i // size][i % size]] for i in range(first, last + 1)]
+        return [int(orders[i // size][i % size]) for i in range(first, last + 1)]
 
 
 def task_names() -> list[str]:

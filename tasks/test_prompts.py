@@ -1,5 +1,7 @@
 """Prompts in the tokens of a model: how they are encoded, which cannot be used, and what is noted."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -65,8 +67,8 @@ def test_prompts_that_are_too_long_can_be_left_out():
     with pytest.raises(UserError, match=r"^no prompts to train on, or none held out: see --eval_data$"):
         check_prompts(task_of("1"), PLAIN, 10, config)
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, Config(max_completion_length=3, steps=0)) == 1
-    config.eval_every = 0
-    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, config) == 1
+    never = replace(config, eval_every=0)
+    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, never) == 1
 
 
 def test_a_task_for_its_own_small_model_takes_no_other():
