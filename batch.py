@@ -170,28 +170,26 @@ def micro_batches(
 
 
 def _packs(batch: Batch, rows: Iterable[int], limits: Limits) -> list[Pack]:
-    """The cheapest way to read the completions of each prompt: as one row, as two, and so on, up to a row for each.
-    What is read as one is within the limits. The longest come first, and those with a gradient before them."""
+    """As many completions of a prompt in a row as is cheapest and within the limits. The longest come first, and those
+    with a gradient before them.
+
+    With k completions of c tokens behind a prompt of p, each costs p/k + c tokens, and a token of a model of size h
+    12 h^2 multiplications a layer and 2 h for each of the p + k c in its row: the least where k = sqrt(p (p + 6h)) / c.
+    """
     h, lengths, starts = limits.hidden_size, batch.attention.sum(1).tolist(), batch.prompt_lengths.tolist()
-    of = list(zip(batch.has_gradient.tolist(), batch.prompts.tolist()))
-
-    def length(rows: list[int]) -> int:
-        return starts[rows[0]] + sum(lengths[row] - starts[row] for row in rows)
-
-    def cost(rows: list[int]) -> float:
-        """Multiplications of a layer, over 12 h^2: so many take a token's weights, and 2 h each token that it is
-        compared with. In a row of one completion the kernel leaves out those behind it, half of all."""
-        L = length(rows)
-        if len(rows) == 1:
-            return L * (1 + L / (12 * h))
-        return L * (1 + L / (6 * h)) if limits.allow(len(rows), L) else math.inf
-
+    kinds = list(zip(batch.has_gradient.tolist(), batch.prompts.tolist()))
+    order = sorted(rows, key=lambda row: (kinds[row], -lengths[row]))
     packs = []
-    for (has_gradient, _), alike in groupby(sorted(rows, key=lambda row: (of[row], -lengths[row])), key=of.__getitem__):
-        rows = list(alike)
-        ways = [[rows[i::n] for i in range(n)] for n in range(1, len(rows) + 1)]
-        way = min(ways, key=lambda way: sum(map(cost, way))) if h else ways[-1]
-        packs += [Pack(has_gradient, length(rows), rows) for rows in way]
+    for (has_gradient, _), same in groupby(order, kinds.__getitem__):
+        rows = list(same)
+        p, completions = starts[rows[0]], sum(lengths[row] - starts[row] for row in rows)
+        k = math.sqrt(p * (p + 6 * h)) * len(rows) / completions if h else 1
+        for n in range(math.ceil(len(rows) / max(1, int(k))), len(rows) + 1):
+            split = [rows[i::n] for i in range(n)]
+            of_prompt = [Pack(has_gradient, p + sum(lengths[row] - p for row in part), part) for part in split]
+            if all(limits.allow(len(pack.rows), pack.length) for pack in of_prompt):
+                break
+        packs += of_prompt
     return sorted(packs, reverse=True)
 
 

