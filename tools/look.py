@@ -14,9 +14,9 @@ from pathlib import Path
 
 def content(run: Path, megabytes: float) -> dict:
     """What the page shows. Where that would be more, only every n-th step."""
-    files = ((run / name).read_text().split("\n")[:-1] for name in ("metrics.jsonl", "samples.jsonl"))
-    metrics, samples = ([json.loads(line) for line in lines] for lines in files)
-    trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
+    files = run / "metrics.jsonl", *run.glob("samples.jsonl")  # the curves of a run that kept no samples can be seen
+    metrics, *samples = ([json.loads(line) for line in file.read_text().split("\n")[:-1]] for file in files)
+    trained, held_out = ([x for lines in samples for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
     every = math.ceil(sum(len(json.dumps(line)) for line in trained) / (megabytes * 1e6))
     kept = steps[:: -max(1, every)]  # the last one is always among them

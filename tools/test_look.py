@@ -66,6 +66,8 @@ def test_what_is_on_a_page_and_what_is_left_out(run):
         assert [line["step"] for line in part["trained"]] == [step for step in steps for _ in range(4)]
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
     assert part["title"] == f"{run.name}: 1 of 3 steps, the others are left out (--megabytes {size / 100:g})"
+    (run / "samples.jsonl").unlink()
+    assert look.content(run, 1.0) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
 
 
 @pytest.mark.browser
