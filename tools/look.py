@@ -19,13 +19,13 @@ def content(run: Path, megabytes: float) -> dict:
     trained, held_out = ([x for lines in samples for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
     every = math.ceil(sum(len(json.dumps(line)) for line in trained) / (megabytes * 1e6))
-    kept = steps[:: -max(1, every)]  # the last one is always among them
+    kept = {*steps[:: -max(1, every)]}  # the last one is always among them
     ends = [line["step"] for line in held_out[:1] + held_out[-1:]]
     left_out = f": {len(kept)} of {len(steps)} steps, the others are left out (--megabytes {megabytes:g})"
     return {
         "title": run.resolve().name + (left_out if len(kept) < len(steps) else ""),
         "metrics": metrics,
-        "trained": [line for line in trained if line["step"] in set(kept)],
+        "trained": [line for line in trained if line["step"] in kept],
         "held_out": [line for line in held_out if line["step"] in ends],
     }
 
