@@ -1,5 +1,6 @@
 """The small tasks, addition, chain and sorting: rewards, rows and models; and the tokenizer of single characters."""
 
+import itertools
 import json
 import random
 from hashlib import sha256
@@ -12,45 +13,28 @@ from config import Config
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
-END, CUT, HIDDEN = [EOS_ID], [], [PAD_ID, EOS_ID]  # a sampled PAD is not in the text
-REWARDS = [
-    *(
-        (addition.exact_sum, "132", *case)
-        for case in [
-            ("7+5+0=12,4+8+1=13.#132", END, 1.0),
-            ("#133#132", END, 1.0),  # the last "#" counts
-            ("#132#133", END, 0.0),
-            ("#0132", END, 0.0),
-            ("#132", CUT, 0.0),
-            ("#132", HIDDEN, 0.0),
-            ("132", END, 0.0),  # no "#" at all
-            ("", END, 0.0),
-        ]
-    ),
-    (chain.exact_result, "29", "+8=45*3=35-6=29", END, 1.0),
-    (chain.exact_result, "29", "+8=45*3=35", END, 0.0),  # not to the end
-    *(
-        (sorting.sorted_share, "abcc", *case)
-        for case in [
-            ("abcc", END, 1.0),
-            ("abcc", CUT, 0.5),
-            ("abcc", HIDDEN, 0.5),
-            ("accb", END, 0.75),  # all four kept, two in place
-            ("abccabcc", END, 0.5),  # four surplus letters
-            ("", CUT, 0.0),
-        ]
-    ),
+REWARDS = [  # a reward, the right answer, the value of texts that end; and of those that do not, as a share of it
+    (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
+    (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
+    (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
+    (chain.exact_result, "29", 0.0, ["+8=45*3=35"], 0.0),  # not to the end
+    (sorting.sorted_share, "abcc", 1.0, ["abcc"], 0.5),
+    (sorting.sorted_share, "abcc", 0.75, ["accb"], 0.5),  # all four kept, two in place
+    (sorting.sorted_share, "abcc", 0.5, ["abccabcc"], 0.5),  # four surplus letters
+    (sorting.sorted_share, "abcc", 0.0, [""], 0.5),
 ]
+DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")]
 
 
-@pytest.mark.parametrize(("reward", "answer", "text", "end", "value"), REWARDS)
-def test_rewards(reward, answer, text, end, value):
-    """Each completion by its own answer: the others here are wrong."""
-    ids = [PAD_ID + 2] * len(text) + end
-    columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[END, ids, ids])
-    assert reward(**columns, answer=["f", answer, "f"], other=[0] * 3) == [0.0, value, 0.0]
-    with pytest.raises(ValueError):
-        reward(**columns, answer=[answer])
+@pytest.mark.parametrize(("reward", "answer", "value", "texts", "cut"), REWARDS)
+def test_rewards(reward, answer, value, texts, cut):
+    """Each completion by its own answer: the others here are wrong. A sampled PAD is not in the text."""
+    for text, (end, share) in itertools.product(texts, [([EOS_ID], 1.0), ([], cut), ([PAD_ID, EOS_ID], cut)]):
+        ids = [PAD_ID + 2] * len(text) + end
+        columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[[EOS_ID], ids, ids])
+        assert reward(**columns, answer=["f", answer, "f"], other=[0] * 3) == [0.0, value * share, 0.0]
+        with pytest.raises(ValueError):
+            reward(**columns, answer=[answer])
 
 
 def result_of(prompt: str) -> str:
@@ -64,9 +48,6 @@ def result_of(prompt: str) -> str:
 def test_chains_are_worked_out_from_left_to_right_and_can_be_short():
     assert all(row["answer"] == result_of(row["prompt"]) for row in chain.load(Config()).train[:200])
     assert chain.shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]
-
-
-DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")]
 
 
 @pytest.mark.parametrize(("file", "digest"), DIGESTS)
@@ -101,8 +82,6 @@ def test_random_weights_depend_on_the_seed_alone():
     assert torch.equal(torch.random.get_rng_state(), state)
     first, again, other = (policy.model.embed_tokens.weight for policy in policies)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    config = policies[0].config
-    assert (config.hidden_size, config.eos_token_id, config.pad_token_id) == (64, EOS_ID, PAD_ID)
 
 
 def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):

@@ -17,16 +17,24 @@ EXPRESSIONS = [  # text, numbers, its value
     ("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24),  # through a fraction
     ("1 / 49 * 49", [1, 49, 49], 1),  # floats say 0.9999999999999999
     ("(" * 99 + "7" + ")" * 99, [7], 7),
-    ("", [7], None),
     ("1 + 2", [1, 2, 3], None),  # a number left out
     ("1 + 2 3", [1, 23], None),  # digits pulled apart
     ("1 / 0", [0, 1], None),
     ("2²", [2, 2], None),
-    *(
-        (text, [1, 2], None)
-        for text in ("1 + 2 + 2", "1\u200b2", "01 + 2", "1.0 + 2", "1 ** 2", "1 // 2", "-1 + 2", "1(2)")
-    ),
-    *((text, [7], None) for text in ("7" * 5000, "f(7)", "(" * 10_000 + "7" + ")" * 10_000, "7" + " " * 200)),
+    *((text, [1, 2], None) for text in ("1 + 2 + 2", "1\u200b2", "01 + 2", "1.0 + 2", "1 ** 2", "-1 + 2", "1(2)")),
+    *((text, [7], None) for text in ("", "7" * 5000, "f(7)", "(" * 10_000 + "7" + ")" * 10_000, "7" + " " * 200)),
+]
+FORMS = [  # a completion, whether it is the solution of (2, 3, 4) -> 10, whether it has the form
+    ("<think>5 < 6, 2 * 3</think>\n<answer>2 * 3 + 4</answer>", 1, 1),
+    ("\n<think>\n</think><answer> (2 * 3) + 4 </answer>\n", 1, 1),
+    ("2 * 3</think> <answer>2 * 3 + 4</answer>", 1, 1),  # the template opened the thought
+    ("<think>a</think><answer>2 + 3 + 4</answer>", 0, 1),  # 9
+    ("<answer>2 * 3 + 4</answer>", 1, 0),
+    ("<think>a</think><answer>2 * 3 + 4</answer> and done", 1, 0),
+    ("<think>a</think><answer>1</answer><answer>2 * 3 + 4</answer>", 1, 0),  # the last one counts
+    ("<think>a</think><answer>2 * 3 + 4</answer><answer>1</answer>", 0, 0),
+    ("<think><think>a</think><answer>2 * 3 + 4</answer>", 1, 0),
+    ("<think>a</think><answer>2 * 3 + 4", 0, 0),
 ]
 NUMBERS = [  # text, its final number
     ("**$1,234.50**.", "1234.5"),
@@ -35,40 +43,16 @@ NUMBERS = [  # text, its final number
     ("72kg", "72"),
     ("first 5\n#### 1,072 apples\nNot 6.", "1072"),
     ("#### 5\n#### 6", "6"),
-    ("#### 5 or 6", None),
     ("\\boxed{5} or rather \\boxed{72}, not 9", "72"),
     ("$\\boxed{\\$1{,}072.00}$", "1072"),
     ("\\boxed{1\\,072}", "1072"),
     ("\\boxed{72\\text{ apples}}", "72"),
-    ("\\boxed{\\frac{1}{2}}", None),
-    ("so \\boxed{72", None),  # cut off
+    *((text, None) for text in ("#### 5 or 6", "\\boxed{\\frac{1}{2}}", "cut off, \\boxed{72")),
     *((text, None) for text in ("1e3", "1e-5", "1.2.3", "1,2", "x2", "７２", "")),
 ]
-NUMBER_OF_2_3_4_IS_10 = dict(numbers=[[2, 3, 4]], target=[10])
-REWARDS = [  # a reward, columns, a completion, its value
-    *(
-        (reward, NUMBER_OF_2_3_4_IS_10, text, value)
-        for text, *values in [
-            ("<think>5 < 6, 2 * 3</think>\n<answer>2 * 3 + 4</answer>", 1, 1),
-            ("\n<think>\n</think><answer> (2 * 3) + 4 </answer>\n", 1, 1),
-            ("2 * 3</think> <answer>2 * 3 + 4</answer>", 1, 1),  # the template opened the thought
-            ("<think>a</think><answer>2 + 3 + 4</answer>", 0, 1),  # 9
-            ("<answer>2 * 3 + 4</answer>", 1, 0),
-            ("<think>a</think><answer>2 * 3 + 4</answer> and done", 1, 0),
-            ("<think>a</think><answer>1</answer><answer>2 * 3 + 4</answer>", 1, 0),  # the last one counts
-            ("<think>a</think><answer>2 * 3 + 4</answer><answer>1</answer>", 0, 0),
-            ("<think><think>a</think><answer>2 * 3 + 4</answer>", 1, 0),
-            ("<think>a</think><answer>2 * 3 + 4", 0, 0),
-        ]
-        for reward, value in zip((countdown.equation, countdown.well_formed), values, strict=True)
-    ),
-    *(
-        (gsm8k.right_number, {"answer": [answer]}, text, value)
-        for answer in (72, 72.0, "72.00", "$72", "6*12 = <<6*12=72>>72\n#### 72")
-        for text, value in [("so \\boxed{72}", 1), ("72", 1), ("#### 72.0", 1), ("\\boxed{-72}", 0), ("71", 0), ("", 0)]
-    ),
-    *((tldr.near_20, {}, x, value) for x, value in [("x" * 20, 0), ("x" * 19, -1), ("é" * 22, -2), ("", -20)]),
-]
+OF_72 = [("so \\boxed{72}", 1), ("72", 1), ("#### 72.0", 1), ("\\boxed{-72}", 0), ("71", 0), ("", 0)]
+LENGTHS = [("x" * 20, 0), ("x" * 19, -1), ("é" * 22, -2), ("", -20)]
+LONG = ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$", "(", "<think>", "<answer>"]
 
 
 @pytest.mark.parametrize(("text", "numbers", "value"), EXPRESSIONS)
@@ -82,9 +66,14 @@ def test_the_final_number_of_a_text(text, number):
 
 
 def test_rewards_for_text_and_for_messages():
-    for reward, columns, text, value in REWARDS:
-        for completion in (text, [{"role": "assistant", "content": text}]):
-            assert reward([""], [completion], [[1]], **columns) == [value], (reward, text)
+    cases = [(countdown.equation, text, right) for text, right, _ in FORMS]
+    cases += [(countdown.well_formed, text, shaped) for text, _, shaped in FORMS]
+    cases += [(gsm8k.right_number, *case) for case in OF_72] + [(tldr.near_20, *case) for case in LENGTHS]
+    for answer in (72, 72.0, "72.00", "$72", "6*12 = <<6*12=72>>72\n#### 72"):
+        for reward, text, value in cases:
+            for completion in (text, [{"role": "assistant", "content": text}]):
+                given = dict(answer=[answer], numbers=[[2, 3, 4]], target=[10])
+                assert reward([""], [completion], [[1]], **given) == [value], (reward, text)
 
 
 @pytest.mark.parametrize("answer", [None, "seventy-two", "1 2", "72\n#### none", float("nan"), 1e22])
@@ -99,43 +88,33 @@ def test_problems():
     rows = task.train + task.eval
     assert (len(task.train), len(task.eval)) == (8192, 64) and rows == again.train + again.eval
     assert len({(*sorted(row["numbers"]), row["target"]) for row in rows}) == len(rows)
-    assert {len(row["numbers"]) for row in rows} == {3, 4} and {*range(1, 100)} == {
-        n for row in rows for n in row["numbers"]
-    }
-    assert all(any(sign in row["solution"] for row in rows) for sign in "+-*/")
-    assert all(10 <= row["target"] <= 999 for row in rows) and task.correct == "equation"
-    given = dict(prompts=[""] * len(rows), completion_ids=[[1]] * len(rows))
-    columns = {name: [row[name] for row in rows] for name in ("numbers", "target")}
-    texts = [f"<think></think><answer>{row['solution']}</answer>" for row in rows]
-    assert [{*reward(**given, completions=texts, **columns)} for reward in task.rewards] == [{1.0}, {1.0}]
-    (message,) = rows[0]["prompt"]
-    assert message["role"] == "user" and f" {rows[0]['target']}." in message["content"]
-    assert ", ".join(map(str, rows[0]["numbers"])) in message["content"]
+    names = ("numbers", "target", "solution", "prompt")
+    numbers, target, solution, prompts = ([row[name] for row in rows] for name in names)
+    assert {*map(len, numbers)} == {3, 4} and {n for drawn in numbers for n in drawn} == {*range(1, 100)}
+    assert all(sign in "".join(solution) for sign in "+-*/") and 10 <= min(target) <= max(target) <= 999
+    texts = [f"<think></think><answer>{each}</answer>" for each in solution]
+    for reward in task.rewards:
+        assert {*reward(prompts, texts, [[1]] * len(rows), numbers=numbers, target=target)} == {1.0}
+    ((message,), *_), drawn = prompts, ", ".join(map(str, numbers[0]))
+    assert message["role"] == "user" and f" {target[0]}." in message["content"] and drawn in message["content"]
 
 
-HUB = [  # a task, the data set that it asks for, a row of that, how its prompt begins, and what is a right answer
-    (gsm8k, ("openai/gsm8k", "main"), {"question": "{}?", "answer": "6 * 2\n#### 1,072"}, "{}?\nThink", "1072"),
-    (tldr, ("trl-lib/tldr", None), {"prompt": "{} TL;DR:", "completion": " a summary"}, "{} TL;DR:", "x" * 20),
-]
+def test_rows_come_from_the_hub(monkeypatch):
+    hub = {("openai/gsm8k", "main"): [{"question": "why?", "answer": "6 * 2\n#### 1,072"}]}
+    hub |= {("trl-lib/tldr", None): [{"prompt": "why? TL;DR:", "completion": " a summary"}]}
 
-
-@pytest.mark.parametrize(("file", "asked", "row", "prompt", "best"), HUB)
-def test_rows_come_from_the_hub(monkeypatch, file, asked, row, prompt, best):
     def load_dataset(name, subset, split, data_files):
-        assert (name, subset, data_files) == (*asked, None)
-        return [{column: text.format(split) for column, text in row.items()}]
+        return [{column: f"{split}: {text}" for column, text in row.items()} for row in hub[name, subset]]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    task = file.load(Config())
-    for split, (found,) in ("train", task.train), ("test", task.eval):
-        messages = found["prompt"]
-        text = messages if file is tldr else messages[0]["content"]
-        assert text.startswith(prompt.format(split)) and (file is tldr or messages[0]["role"] == "user")
-        assert task.rewards[0]([""], [best], [[1]], answer=[found.get("answer")]) == [task.correct_at]
-        assert found == ({"prompt": text} if file is tldr else {"prompt": messages, "answer": "1,072"})
-
-
-LONG = ["9", "\n", "\\boxed{", "\\boxed{{}", "1,111", "####", "-$", "(", "<think>", "<answer>"]
+    of_gsm8k, of_tldr = (file.load(Config()) for file in (gsm8k, tldr))
+    assert (of_tldr.train, of_tldr.eval) == ([{"prompt": "train: why? TL;DR:"}], [{"prompt": "test: why? TL;DR:"}])
+    for split, (row,) in ("train", of_gsm8k.train), ("test", of_gsm8k.eval):
+        (message,) = row["prompt"]
+        assert message["role"] == "user" and message["content"].startswith(f"{split}: why?\nThink")
+        assert row.keys() == {"prompt", "answer"} and row["answer"] == "1,072"
+    assert of_gsm8k.rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [of_gsm8k.correct_at] == [1.0]
+    assert (of_gsm8k.correct, of_tldr.correct, of_tldr.correct_at) == ("right_number", "near_20", 0.0)
 
 
 @pytest.mark.parametrize("text", LONG)

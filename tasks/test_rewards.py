@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
-import json
 import math
 import re
 import sys
@@ -13,20 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from batch import Group
-from config import Config, UserError
-from rollout import Completion
-from tasks import load_task, score
-from tasks._characters import EOS_ID, char_tokenizer
+from config import UserError
 from tasks._rewards import call_rewards, load_reward, warn_once
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
-
-
-def call(reward, **columns) -> list[float]:
-    return call_rewards([reward], COLUMNS | columns, {})[0]
-
-
 NAN = "reward function mine returned nan, which counts as None"
 FINE = [  # a return value for 1, None and -2.5, and what is noted
     ([1.0, None, -2.5], []),
@@ -48,6 +38,54 @@ WRONG = [  # a return value, and the error
     ([1.0, torch.zeros(2), 1.0], f"tensor([0., 0.]) {NUMBER} 'p1'"),
     (torch.zeros(3, 2), f"[0.0, 0.0] {NUMBER} 'p0'"),
 ]
+FILES = {
+    "nearby.py": "FACTOR = 3.0\n",
+    "config.py": "1 / 0  # there is one of this name already\n",
+    "afar.py": """
+import config, functools
+def mine(completions):
+    import nearby
+    return [nearby.FACTOR] * len(completions)
+bound = functools.partial(mine)
+""",
+    "installed/needs.py": "import no_such_module\n",
+    "installed/installed.py": "def mine(prompts):\n    return [0.0] * len(prompts)\n",
+    "chat.py": """
+def correctness(prompts, completions, answer, **kwargs) -> list[float]:
+    question = prompts[0][-1]["content"]
+    answers = [completion[0]["content"].split("#")[-1] for completion in completions]
+    print("-" * 20, f"Question: {question}", f"Answer: {answer[0]}", f"Given: {answers[0]}")
+    return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
+""",
+    "r1/__init__.py": "",
+    "r1/helper.py": "SOFT = 2\n",
+    "r1/rewards.py": """
+from .helper import SOFT
+def get_soft_punishment(limit, soft):
+    def soft_punishment(completion_ids, **kwargs):
+        return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
+    return soft_punishment
+soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
+""",
+}
+OF_TRL = [  # a function, and its values for "1#46" and "46"
+    ("chat.py:correctness", [2.0, 2.0]),
+    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
+    ("afar.py:mine", [3.0, 3.0]),
+    ("afar.py:bound", [3.0, 3.0]),
+    ("installed:mine", [0.0, 0.0]),
+]
+NOT_THERE = [  # a name, the error, what is said
+    ("good", UserError, "must be exact_sum, file.py:function or package.module:function that is there"),
+    ("nowhere.py:good", UserError, "must be exact_sum, file.py:function or"),
+    ("nowhere.at.all:good", UserError, "must be exact_sum, file.py:function or"),
+    ("afar.py:LIMIT", UserError, "has no LIMIT"),
+    ("needs:good", ModuleNotFoundError, "No module named 'no_such_module'"),
+]
+
+
+def call(reward, **columns) -> list[float]:
+    return call_rewards([reward], COLUMNS | columns, {})[0]
 
 
 def mine(values) -> list[float]:
@@ -82,19 +120,15 @@ def test_a_reward_gets_what_it_has_room_for():
 
 def test_a_reward_gets_copies():
     """Of each row by itself, and each function its own."""
-    row, prompt, ids = {"n": [3, 1, 2]}, [{"role": "user", "content": "x"}], [[9, 5], [9, 5]]
 
     def spoils(prompts, completions, completion_ids, more):
-        for messages, of_one, extra in zip(prompts, completion_ids, more, strict=True):
-            messages.append({"role": "user", "content": "y"})
-            of_one.sort()
-            extra["n"].append(4)
-        completions.clear()
-        return [len(extra["n"]) for extra in more]
+        for value in (prompts[0], completions, completion_ids[0], more[0]["n"]):
+            value.append("spoiled")
+        return [len(a) + len(b) + len(c["n"]) for a, b, c in zip(prompts, completion_ids, more, strict=True)]
 
-    given = dict(prompts=[prompt] * 2, completions=["a", "b"], completion_ids=ids, more=[row] * 2)
-    assert call_rewards([spoils, spoils], given, {}) == [[4.0, 4.0], [4.0, 4.0]]
-    assert (row, len(prompt), ids, given["completions"]) == ({"n": [3, 1, 2]}, 1, [[9, 5], [9, 5]], ["a", "b"])
+    given = dict(prompts=[[{}]] * 2, completions=["a", "b"], completion_ids=[[9]] * 2, more=[{"n": [1]}] * 2)
+    before = copy.deepcopy(given)
+    assert call_rewards([spoils, spoils], given, {}) == [[6.0, 3.0]] * 2 and given == before
 
 
 def test_rewards_that_are_awaited_run_at_the_same_time():
@@ -129,84 +163,30 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     assert events[:13] == events[13:] and len(loops) == 4
 
 
-FILES = {
-    "nearby.py": "FACTOR = 3.0\n",
-    "config.py": "1 / 0  # there is one of this name already\n",
-    "afar.py": """
-import config, functools
-def mine(completions):
-    import nearby
-    return [nearby.FACTOR] * len(completions)
-bound = functools.partial(mine)
-""",
-    "needs.py": "import no_such_module\n",
-    "chat.py": """
-def correctness(prompts, completions, answer, **kwargs) -> list[float]:
-    question = prompts[0][-1]["content"]
-    answers = [completion[0]["content"].split("#")[-1] for completion in completions]
-    print("-" * 20, f"Question: {question}", f"Answer: {answer[0]}", f"Given: {answers[0]}")
-    return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
-""",
-    "r1/__init__.py": "",
-    "r1/helper.py": "SOFT = 2\n",
-    "r1/rewards.py": """
-from .helper import SOFT
-def get_soft_punishment(limit, soft):
-    def soft_punishment(completion_ids, **kwargs):
-        return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
-    return soft_punishment
-soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
-""",
-}
-OF_TRL = [  # a function, and its values for "1#46" and "46"
-    ("chat.py:correctness", [2.0, 2.0]),
-    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
-    ("afar.py:mine", [3.0, 3.0]),
-    ("afar.py:bound", [3.0, 3.0]),
-]
-NOT_THERE = [  # a name, the error, what is said
-    ("good", UserError, "must be exact_sum, file.py:function or package.module:function that is there"),
-    ("nowhere.py:good", UserError, "must be exact_sum, file.py:function or"),
-    ("nowhere.at.all:good", UserError, "must be exact_sum, file.py:function or"),
-    ("afar.py:LIMIT", UserError, "has no LIMIT"),
-    ("needs:good", ModuleNotFoundError, "No module named 'no_such_module'"),
-]
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Files that find each other; what a test imports from here is gone afterwards."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
     monkeypatch.chdir(tmp_path)
     before = {*sys.modules}
-    (tmp_path / "r1").mkdir()
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
 
 
-def test_a_reward_that_is_there(folder):
-    """A file can be imported, too, or be read again."""
-    names = ["afar.py:mine", "afar:mine", "afar.py:mine"]
-    assert call_rewards([load_reward(name, {}) for name in names], COLUMNS, {}) == [[3.0] * 3] * 3
-    assert load_reward("min", {"min": max}) is max, "one of the task's own"
-
-
 @pytest.mark.parametrize(("name", "error", "words"), NOT_THERE)
 def test_a_reward_that_is_not_there(folder, name, error, words):
-    sys.path.append(str(folder))
     with pytest.raises(error, match=words):
         load_reward(name, {"exact_sum": len})
 
 
 @pytest.mark.parametrize(("reward", "values"), OF_TRL)
 def test_it_runs_as_it_is(folder, reward, values):
-    prompt = [{"role": "user", "content": "12+34="}] if "chat" in reward else "12+34="
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": "46", "answer": "46"}))
-    task = load_task(Config(task="data", data="rows.jsonl", reward=[reward], eval_every=0))
-    tokenizer = char_tokenizer("0123456789#+=")
-    ids = [[*tokenizer(text).input_ids, EOS_ID] for text in ("1#46", "46")]
-    group = Group([], task.train[0], [Completion(of_one, [0.0] * len(of_one), False) for of_one in ids])
-    assert score(task, [group], tokenizer, step=6) == ([([[value] for value in values], [{}, {}])], [])
+    texts, prompts = ("1#46", "46"), [[{"role": "user", "content": "12+34="}]] * 2
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    given = dict(prompts=prompts, completions=completions, completion_ids=[[1] * 5, [1] * 3], answer=["46", "46"])
+    assert call_rewards([load_reward(reward, {})], given, {}) == [values]
+    assert load_reward("min", {"min": max}) is max, "one of the task's own"

@@ -18,6 +18,28 @@ from tasks._characters import EOS_ID, char_tokenizer
 
 NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "gym", "math", "sorting", "tldr"]
 TOKENIZER = char_tokenizer("0123456789+=[]: abc")
+MINE = """
+from tasks import Task
+DEFAULTS = dict(max_completion_length=20)
+def load(config):
+    return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
+"""
+ROWS = [  # a task, settings, rows to train on, rows held out
+    ("addition", {}, 16, 4),
+    ("countdown", {"eval_prompts": 3}, 17, 3),
+    ("gsm8k", {"eval_every": 0}, 20, 0),
+    ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
+]
+SHORT = "mine.py:short"
+REWARDS = [  # a task, rewards, settings -> names, weights, what says what is right, and from which value on
+    ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
+    ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
+    ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
+    ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
+    ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
+    ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
+]
+CALLS = [("1+1=", 100, 3, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
 
 
 def group_of(row: dict, *texts: str) -> Group:
@@ -36,14 +58,6 @@ def test_the_tasks_that_are_there():
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config"):
         with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):
             task_file(name)
-
-
-MINE = """
-from tasks import Task
-DEFAULTS = dict(max_completion_length=20)
-def load(config):
-    return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
-"""
 
 
 def test_one_new_file_is_a_task(tmp_path, monkeypatch):
@@ -68,32 +82,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-ROWS = [  # a task, settings, rows to train on, rows held out
-    ("addition", {}, 16, 4),
-    ("countdown", {"eval_prompts": 3}, 17, 3),
-    ("gsm8k", {"eval_every": 0}, 20, 0),
-    ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
-]
-
-
 @pytest.mark.parametrize(("name", "settings", "train", "held_out"), ROWS)
 def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_out):
     task = load_task(Config(task=name, data="rows.jsonl", **settings))
     assert (len(task.train), len(task.eval), task.notes) == (train, held_out, [])
-    assert all(row["prompt"].startswith("held") for row in task.eval) or "eval_data" not in settings
-
-
-SHORT = "mine.py:short"
-REWARDS = [  # a task, rewards, settings -> names, weights, what says what is right, and from which value on
-    ("addition", ["exact_sum", SHORT], {}, (["exact_sum", "short"], [1.0, 1.0], "exact_sum", 1.0)),
-    ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
-    ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
-    ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
-    ("countdown", ["equation"], {"reward_weights": [3]}, (["equation"], [3], "equation", 1.0)),
-    ("tldr", ["near_20", SHORT], {}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
-    ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
-    ("tldr", ["near_20"], {"correct": "near_20"}, (["near_20"], [1.0], "near_20", 0.0)),
-]
+    assert all("eval_data" not in settings or row["prompt"].startswith("held") for row in task.eval)
 
 
 @pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)
@@ -118,9 +111,6 @@ def test_what_is_right():
     task = Task([], [], [max, min], [1.0, 1.0], correct="min", correct_at=0.5)
     assert task.right(parts).tolist() == [[True, True], [False, False]]
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
-
-
-CALLS = [("1+1=", 100, 3, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
 
 
 @pytest.mark.parametrize(("prompt", "max_steps", "step", "told"), CALLS)

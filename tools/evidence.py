@@ -11,12 +11,8 @@ Left out: whether the code that drew it is still the same.
 
 import argparse
 import re
-import shlex
-import shutil
 import sys
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from tools import ablate, bench, plot
 
@@ -30,9 +26,8 @@ def pages() -> list[Path]:
 
 
 def commands(tool: str) -> list[list[str]]:
-    """The words behind `python -m tools.TOOL` of each line of a page that begins with it."""
     text = "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
-    return [shlex.split(words) for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
+    return [words.split() for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
 
 
 def tables() -> dict[str, str]:
@@ -56,7 +51,7 @@ def default_table() -> str:
     return ablate.markdown(*rows)
 
 
-def pictures() -> dict[Path, tuple[Figure, str]]:
+def pictures() -> dict[Path, tuple[plot.Figure, str]]:
     made = {}
     for args in map(plot.parse, commands("plot")):
         if args.out.parts[0] == "results":
@@ -65,7 +60,7 @@ def pictures() -> dict[Path, tuple[Figure, str]]:
     return made
 
 
-def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[Figure, str]]) -> list[str]:
+def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> list[str]:
     found = []
     for page in pages:
         name, text = page.relative_to(ROOT), page.read_text()
@@ -79,42 +74,32 @@ def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, t
     return found
 
 
-def stale() -> list[str]:
-    return not_of_the_logs(pages(), tables(), pictures())
-
-
-def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[Figure, str]]) -> None:
-    """A table that nothing makes is left empty."""
+def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> None:
     for page in pages:
-        text = BLOCK.sub(lambda block: f"{block[1]}\n{made.get(block[2], '')}\n\n{block[4]}", page.read_text())
-        page.write_text(text)
+        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{made.get(m[2], '')}\n\n{m[4]}", page.read_text()))
     for file, picture in drawn.items():
         plot.save(*picture, file)
 
 
-def keep(folder: Path) -> None:
-    for name in ("config.json", "metrics.jsonl"):
-        for log in set(folder.glob(f"*/{name}")) - set(folder.glob("*.replaced-*/*")):
-            to = ROOT / "results" / log.relative_to(folder.parent)
+def keep(folders: list[Path]) -> None:
+    for log in [log for folder in folders for log in folder.glob("*/*")]:
+        if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
+            to = ROOT / "results" / log.relative_to(log.parents[2])
             to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(log, to)
+            to.write_bytes(log.read_bytes())
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--keep", nargs="+", type=Path, metavar="runs/NAME", default=[])
     args = parser.parse_args(words)
-    found = []
-    for folder in args.keep:
-        keep(folder)
-    if args.check:
-        found = stale()
-        print("\n".join(found) or "the pages say what the logs say")
-    elif not args.keep:
+    keep(args.keep)
+    if args.check and (found := not_of_the_logs(pages(), tables(), pictures())):
+        sys.exit("\n".join(found))
+    if not args.check and not args.keep:
         write(pages(), tables(), pictures())
-    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -4,12 +4,12 @@
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
 Runs that differ in the seed alone are one line, their mean, in a band from the lowest to the highest. The legend names
-the settings that differ. PNG and SVG, or what another suffix of --out says, with a fingerprint of what they show. The
-colours, Okabe and Ito's, suit colour-blind people.
+the settings that differ. PNG and SVG, or what another suffix of --out says, with a fingerprint of what they show.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 from collections import namedtuple
@@ -17,18 +17,15 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # the same picture is the same file
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for the colour-blind, too
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # as many as do not divide the colours
-PANELS = (
-    "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm dead_groups loss"
-)
+STYLES = [{"color": COLOURS[i % 7], "linestyle": DASHES[i % 5], "linewidth": 1.3} for i in range(35)]
+PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm dead_groups"
 METRICS = {"accuracy": "eval/accuracy", "length": "completion_length"}  # any other panel is a metric by its own name
-NOT_A_DIFFERENCE = ("seed", "out", "overwrite", "report_to")
 Log = namedtuple("Log", "settings lines")  # of a run
 
 
@@ -39,11 +36,11 @@ def read_log(folder: Path) -> Log:
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     """Runs that differ in the seed alone, under a label of the settings in which they differ from others."""
-    differ = [name for name in logs[0].settings if len({str(log.settings.get(name)) for log in logs}) > 1]
+    names = [name for name in logs[0].settings if name not in ("seed", "out", "overwrite", "report_to")]
+    differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
     groups: dict[str, list[Log]] = {}
     for log in logs:
-        shown = [f"{name} {log.settings.get(name)}" for name in differ if name not in NOT_A_DIFFERENCE]
-        label = ", ".join(shown) or log.settings["algorithm"]
+        label = ", ".join(f"{name} {log.settings.get(name)}" for name in differ) or log.settings["algorithm"]
         groups.setdefault(label, []).append(log)
     return groups
 
@@ -57,23 +54,18 @@ def series(logs: list[Log], metric: str) -> tuple[list[int], np.ma.MaskedArray]:
 
 def smooth(values: np.ma.MaskedArray, width: int) -> np.ma.MaskedArray:
     """A centred running mean over so many steps, where there are values."""
-    half = width // 2
-    windows = [values[:, max(0, t - half) : t + half + 1] for t in range(values.shape[1])]
+    windows = [values[:, max(0, t - width // 2) : t + width // 2 + 1] for t in range(values.shape[1])]
     return np.ma.stack([window.mean(axis=1) for window in windows], axis=1)
 
 
-def style(i: int) -> dict:
-    return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], "linewidth": 1.3}
-
-
-def draw_panel(axes: Axes, groups: dict[str, list[Log]], panel: str, width: int) -> None:
+def draw_panel(axes: matplotlib.axes.Axes, groups: dict[str, list[Log]], panel: str, width: int) -> None:
     metric = METRICS.get(panel, panel)
-    for i, logs in enumerate(groups.values()):
+    for style, logs in zip(itertools.cycle(STYLES), groups.values()):
         steps, values = series(logs, metric)
         if steps:
             marker, values = ("o", values) if metric.startswith("eval/") else (None, smooth(values, width))
-            axes.plot(steps, values.mean(axis=0), marker=marker, markersize=3, **style(i))
-            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style(i)["color"], alpha=0.15, lw=0)
+            axes.plot(steps, values.mean(axis=0), marker=marker, markersize=3, **style)
+            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, lw=0)
     axes.set(title=panel.replace("_", " "), xlabel="step")
     axes.grid(alpha=0.3, linewidth=0.5)
 
@@ -87,16 +79,11 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
         draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width)
     note = f"line: mean over seeds, band: lowest to highest\nrunning mean of {width} steps"
     place = {"loc": "outside lower center", "title": note, "title_fontsize": 6, "handlelength": 3, "frameon": False}
-    figure.legend([Line2D([], [], **style(i)) for i in range(len(legend))], legend, **place)
+    figure.legend([Line2D([], [], **style) for style, _ in zip(itertools.cycle(STYLES), legend)], legend, **place)
     return figure
 
 
-def fingerprint(shown: object) -> str:
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
-
-
 def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
-    """PNG and SVG, or what another suffix says."""
     files = [out.with_suffix(".png"), out.with_suffix(".svg")] if out.suffix in ("", ".png", ".svg") else [out]
     metadata = {".png": {"Description": fingerprint}, ".svg": {"Description": fingerprint, "Date": None}}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -106,25 +93,22 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
-    """-> the picture and its fingerprint. Panels whose metric no run has are left out, and so are folders that are no
-    runs and what --overwrite has moved aside."""
-    runs = [path for path in args.runs if (path / "metrics.jsonl").exists() and ".replaced-" not in path.name]
-    logs = [read_log(path) for path in runs]
+    """-> the picture and its fingerprint. Left out are panels whose metric no run has, and folders that are no runs."""
+    logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
     if not panels:
         sys.exit(f"error: no run has {', '.join(args.panels)}; there are {', '.join(sorted(has)) or 'no metrics'}")
     shown = [[log._asdict() for log in logs], args.panels, args.smooth, args.columns]
-    return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint(shown)
+    fingerprint = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="default: plot.png beside the first run")
-    parser.add_argument(
-        "--panels", nargs="+", default=PANELS.split(), metavar="PANEL", help=f"of {PANELS}, or a metric"
-    )
+    parser.add_argument("--panels", nargs="+", default=PANELS.split(), metavar="PANEL", help="default: %(default)s")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the running mean")
     parser.add_argument("--columns", type=int, default=3)
     args = parser.parse_args(words)

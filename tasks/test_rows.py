@@ -1,0 +1,156 @@
+"""Rows from files and from the hub, and prompts of them in the tokens of a model."""
+
+import json
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from config import Config, UserError
+from tasks import Task
+from tasks._characters import EOS_ID, char_tokenizer
+from tasks._files import hold_out, read_rows
+from tasks._prompts import check_prompts, encode_prompt, notes
+
+ROWS = [
+    {"prompt": "é\u2028\x85", "n": 1, "more": {"deep": [1]}},
+    {"prompt": [{"role": "user", "content": "x"}], "level": 2},
+]
+READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "more": None, "level": 2}]
+NO_ROW = 'needs a "prompt", a string or chat messages: '
+WRONG = [  # what is in a file, and what is said
+    (b'{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
+    (b'{"prompt": "a"}\n\n["a"]\n', f":3: {NO_ROW}['a']"),
+    (b'{"question": "a", "answer": 1}\n', f":1: {NO_ROW}{{'question': 'a', 'answer': 1}}"),
+    (b'{"prompt": [], "more": "' + b"a" * 10_000 + b'"}', f":1: {NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
+    (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
+    (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
+    (b"[" * 200_000, ":1: not JSON: "),
+    (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", ":1: not JSON: "),
+    (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: not JSON: 'utf-8' codec can't decode byte 0xe9"),
+    ('{"prompt": "a"}\n'.encode("utf-16"), ":2: not JSON: "),
+]
+ASKED = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+CHAT = [{"role": "user", "content": "1+1"}]
+PLAIN, WITH_TEMPLATE, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(3))
+WITH_TEMPLATE.chat_template = TEMPLATE
+ENDING.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS_ID)])
+ENCODED = [
+    (WITH_TEMPLATE, "1+1=", "1+1="),
+    (WITH_TEMPLATE, CHAT, "[1+1]:"),
+    (ENDING, "1+1=", "1+1="),  # which would end every text
+    (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # one that the user wrote stays
+]
+CANNOT = [
+    (PLAIN, "", "a prompt has no tokens: ''"),
+    (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception: .*UNK"),
+    (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
+    (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
+]
+NOTED = [
+    ([], "1", ["2"], PLAIN),
+    (["strings do not get the model's chat template"], "1", [], WITH_TEMPLATE),
+    (["1 of the 2 held-out prompts are trained on as well"], "1", ["3", "1"], PLAIN),
+    (["1 of the 1 held-out prompts are trained on as well"], CHAT, [CHAT], WITH_TEMPLATE),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "newline"), [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
+)
+def test_read_rows(tmp_path, name, start, newline):
+    """Every row has all columns: which rows share a call of a reward depends on the ranks."""
+    text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
+    (tmp_path / name).write_bytes(text.encode())
+    assert read_rows(str(tmp_path / name)) == READ
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG)
+def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
+    (tmp_path / "rows.jsonl").write_bytes(text)
+    with pytest.raises(UserError) as told:
+        read_rows(f"{tmp_path}/rows.jsonl")
+    assert str(told.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize(("source", "kind"), ASKED)
+def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
+    found = {(kind, None if kind == source else source): ROWS}
+    library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.chdir(tmp_path)
+    if kind != source:
+        with pytest.raises(UserError, match=f"^{source}: there is no such file$"):
+            read_rows(source)
+        (tmp_path / source).touch()
+    assert read_rows(source) == READ
+    found[next(iter(found))] = [{"prompt": "a"}, {"question": "b"}]
+    with pytest.raises(UserError, match=f"^{source}:2: {NO_ROW}"):
+        read_rows(source)
+
+
+def test_hold_out_depends_on_the_prompts_alone():
+    rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
+    train, held = hold_out(rows, 6)
+    prompts = {row["prompt"] for row in held}
+    assert prompts == {"8", "9", "10", "11", "20", "21"}, "runs that were made are continued with the same"
+    assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
+    assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
+    assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
+    parts = {(60, 0): (60, 0), (60, 256): (48, 6), (1, 256): (1, 0), (2, 256): (1, 1)}  # no more than a fifth
+    assert {given: tuple(map(len, hold_out(rows[: given[0]], given[1]))) for given in parts} == parts
+
+
+def task_of(*prompts, held_out=()) -> Task:
+    return Task(*([{"prompt": prompt} for prompt in part] for part in (prompts, held_out)), [], [])
+
+
+@pytest.mark.parametrize(("tokenizer", "prompt", "text"), ENCODED)
+def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokenizer, prompt, text):
+    assert PLAIN.decode(encode_prompt(tokenizer, prompt)) == text
+
+
+@pytest.mark.parametrize(("tokenizer", "prompt", "words"), CANNOT)
+def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
+    for task in task_of("1", prompt), task_of("1", held_out=["1", prompt]):
+        with pytest.raises(UserError, match=words):
+            check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
+
+
+def test_prompts_that_are_too_long_can_be_left_out():
+    """Which is noted; and enough must be left."""
+    config = Config(max_completion_length=3, drop_long_prompts=True)
+    task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
+    assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
+    assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
+    (note,) = task.notes
+    assert note.startswith("2 prompts and a completion of 3 exceed") and note.endswith("they are left out")
+    for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]), task_of("1"):
+        with pytest.raises(UserError, match="no prompts to train on, or none held out: see --eval_data"):
+            check_prompts(task, PLAIN, 10, config)
+        assert len(task.notes) == ("1" * 8 in str(task.notes))
+    config.steps = 0
+    assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, config) == 1
+    config.steps, config.eval_every = 1, 0
+    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, config) == 1
+
+
+def test_a_task_for_its_own_small_model_takes_no_other():
+    task, config = task_of("1", held_out=["1+1"]), Config(max_completion_length=7, task="addition", model="mine")
+    task.eos_id = EOS_ID
+    assert check_prompts(task, PLAIN, 10, config) == 3, "the longest prompt may fill the context"
+    task.eos_id = EOS_ID + 1
+    with pytest.raises(UserError, match="--model mine: --task addition is for its own small model"):
+        check_prompts(task, PLAIN, None, config)
+
+
+@pytest.mark.parametrize(("expected", "prompt", "held_out", "tokenizer"), NOTED)
+def test_a_figure_that_would_be_wrong_is_noted(expected, prompt, held_out, tokenizer):
+    task = task_of(prompt, held_out=held_out)
+    task.notes = ["before"]
+    assert all(words in note for words, note in zip(["before", *expected], notes(task, tokenizer), strict=True))
+    task.max_steps = 0  # an evaluation trains on nothing
+    assert not any("trained on" in note for note in notes(task, tokenizer))
