@@ -156,6 +156,7 @@ DIFFERS = {
     "dtype": ("bfloat16", {}, "rollout update sampler_gap weights"),
     "attn_implementation": ("eager", {}, "rollout update"),
     "gradient_checkpointing": (True, {}, "update"),
+    "gradient_checkpointing, sharded": (True, dict(shard=True), "update"),
     "shard": (True, {}, "rollout update"),
     "shard_size": (2, dict(shard=True), "error"),  # there is one rank
     "eval_every": (1, {}, "eval"),

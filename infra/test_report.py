@@ -89,6 +89,9 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
 
 
 def test_memory_on_a_gpu_and_on_a_cpu(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "gather", lambda made: [*made, 5e12])  # of a second rank
+        assert report.of_machine(30, 1.0, 2.0)["peak_memory_gb"] == 5e3
     on_cpu = report.of_machine(30, 1.0, 2.0)
     assert on_cpu["peak_memory_gb"] > 0 and on_cpu["peak_memory_reserved_gb"] is None
     assert (on_cpu["seconds_rollout"], on_cpu["seconds_update"], on_cpu["tokens_per_second"]) == (1.0, 2.0, 10.0)

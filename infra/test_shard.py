@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
 import shutil
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,16 +128,18 @@ def keep_bytes(folder: Path) -> None:
 
 def test_each_rank_holds_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
     """In bfloat16 near the replicated run: that one adds up activations in fp32, this one in bf16."""
-    settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1)
+    settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1, eval_every=1, eval_prompts=2)
     run(settings, tmp_path / "one", partial(keep_bytes, tmp_path))
     run(settings | dict(shard=True), tmp_path / "out", partial(keep_bytes, tmp_path), world=2)
-    (ours,), (theirs,) = metrics(tmp_path / "out"), metrics(tmp_path / "one")
+    (*_, ours), (*_, theirs) = metrics(tmp_path / "out"), metrics(tmp_path / "one")
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
     assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.01)
     one, *parts = (json.loads((tmp_path / of_rank).read_text()) for of_rank in ("0-of-1", "0-of-2", "1-of-2"))
     assert one[1] == 2 * one[0] == 2 * one[2] > 0
     for part in parts:  # vectors are padded to equal parts
         assert all(held <= 1.1 * whole / 2 for held, whole in zip(part, one, strict=True))
+    for file in (tmp_path / "out" / "checkpoint" / "000001" / "model").glob("*.safetensors"):  # after an evaluation
+        assert {x.dtype for x in load_file(file).values()} == {torch.float32}
 
 
 def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
@@ -244,3 +249,15 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(tmp_path):
     assert rollout == {"gather": 2 * P}
     assert second == {"gather": 2 * 2 * P, "reduce": 4 * P, "all-reduce": 4 * P // 2}, "size 2, two copies"
     assert (first["reduce"], first["all-reduce"]) == (second["reduce"], second["all-reduce"])
+
+
+def test_what_rewards_draw_depends_on_seed_step_and_rank(monkeypatch):
+    def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
+        monkeypatch.setattr(ranks, "rank", lambda: rank)
+        ranks.seed_everything(seed, step)
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    places = [*product((0, 1), (1, 2), (0, 1))]
+    drawn = [draw(*place) for place in places]
+    assert drawn == [draw(*place) for place in places]
+    assert all(len({*of_one}) == len(places) for of_one in zip(*drawn))
