@@ -67,21 +67,41 @@ def test_the_sampled_distribution_is_the_scored_one(kind, temperature, cut):
     assert not cut or max(a - b for x, y in zip(plain, of_whole) for a, b in zip(x.logp, y.logp)) > 0.01
 
 
+CUT = dict(top_k=dict(top_k=5), top_p=dict(top_p=0.8), min_p=dict(min_p=0.1), all=dict(top_k=9, top_p=0.9, min_p=0.05))
+CUT["nothing"] = {}
+
+
+def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """(V,) -> ids, one after the other"""
+    ids = p.argsort(descending=True).tolist()[: top_k or None]
+    mass, left = float(p[ids].sum()), []
+    while not left or float(p[left].sum()) < top_p * mass:
+        left.append(ids[len(left)])
+    return sorted(v for v in left if p[v] >= min_p * p.max())
+
+
+@pytest.mark.parametrize("cut", CUT)
 @torch.no_grad()
-def test_every_token_is_the_one_its_number_picks():
-    """Against a loop without cache, without padding: the first token whose cumulative probability exceeds u."""
-    model, u = build(), streams()
-    completions = rollout(model, PROMPTS, u, SAMPLING)
-    assert len({c.ids[-1] for c in completions if not c.truncated}) > 1, "more than one token ends a completion"
-    for i, completion in enumerate(completions):
-        ids = list(PROMPTS[i])
-        for t, token in enumerate(completion.ids):
-            p = (model(torch.tensor([ids])).logits[0, -1] / 0.9).softmax(-1).double()
-            assert token == int((p.cumsum(0) <= u[i, t] * p.sum()).sum())
-            ids.append(token)
-        assert completion.truncated == (ids[-1] not in SAMPLING.eos_ids)
+def test_every_token_is_the_one_its_number_picks(cut):
+    """Against a loop without cache, without padding: of the ids that are left the first one whose cumulative
+    probability exceeds u. Its log-prob is over these."""
+    model, u, sizes = build(), streams(), []
+    completions = rollout(model, PROMPTS, u, replace(SAMPLING, **CUT[cut]))
+    assert CUT[cut] or len({c.ids[-1] for c in completions if not c.truncated}) > 1, "several tokens end a completion"
+    for prompt, numbers, completion in zip(PROMPTS, u, completions, strict=True):
+        logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1].double()
+        kept = completion.kept or [range(VOCAB)] * len(completion.ids)
+        for z, token, logp, ids, number in zip(logits, completion.ids, completion.logp, kept, numbers):
+            p = (z / SAMPLING.temperature).softmax(-1)
+            left = left_of(p, **CUT[cut]) if completion.kept else ids
+            of_left = p[list(left)]
+            assert sorted(ids) == [*left] and token == left[(of_left.cumsum(0) <= number * of_left.sum()).sum()]
+            close(torch.tensor(logp), (p[token] / of_left.sum()).log().float())
+            sizes.append(len(left))
+        assert completion.truncated == (completion.ids[-1] not in SAMPLING.eos_ids)
         assert not any(token in SAMPLING.eos_ids for token in completion.ids[:-1])
         assert len(completion.ids) == 12 or not completion.truncated
+    assert (max(sizes) < VOCAB / 2) == bool(CUT[cut]) and (cut in ("top_k", "nothing") or min(sizes) < max(sizes))
 
 
 @pytest.mark.parametrize("budget, rows", [(1, 1), (38, 2), (80, 4), (10**6, 6)])
@@ -113,45 +133,6 @@ def test_a_token_of_probability_zero_is_never_picked(u, expected):
     assert sample(logits, torch.tensor([u], dtype=torch.float64), Sampling(1, [0]))[0] == expected
 
 
-def test_top_k_and_top_p():
-    logits = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log().repeat(1000, 1)
-    u = torch.linspace(0, 1, 1001)[:-1].double()
-    cases = {(0, 1.0): {0, 1, 2, 3, 4}, (2, 1.0): {1, 3}, (0, 0.69): {1, 3}, (0, 0.71): {1, 3, 4}, (0, 0.01): {1}}
-    cases[2, 0.55] = {1}  # 0.4 of the 0.7 that top_k has left
-    for (top_k, top_p), expected in cases.items():
-        token, logp, _ = sample(logits, u, Sampling(1, [0], top_k=top_k, top_p=top_p, keep_set=False))
-        assert set(token.tolist()) == expected
-        close(logp, logits[0][token])  # of the whole distribution
-    assert sample(logits, u, Sampling(1, [0], top_k=2))[0].bincount().tolist() == [0, 572, 0, 428]  # 4 to 3
-
-
-CUT = dict(top_k=dict(top_k=5), top_p=dict(top_p=0.8), min_p=dict(min_p=0.1), all=dict(top_k=9, top_p=0.9, min_p=0.05))
-
-
-def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """(V,) -> ids, one after the other"""
-    ids = p.argsort(descending=True).tolist()[: top_k or None]
-    mass, left = float(p[ids].sum()), []
-    while not left or float(p[left].sum()) < top_p * mass:
-        left.append(ids[len(left)])
-    return sorted(v for v in left if p[v] >= min_p * p.max())
-
-
-@pytest.mark.parametrize("cut", CUT)
-@torch.no_grad()
-def test_kept_are_the_ids_that_were_left_and_log_probs_are_over_them(cut):
-    model, sizes = build(), []
-    for prompt, completion in zip(PROMPTS, rollout(model, PROMPTS, streams(), replace(SAMPLING, **CUT[cut]))):
-        logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1].double()
-        for z, token, logp, kept in zip(logits, completion.ids, completion.logp, completion.kept, strict=True):
-            p = (z / SAMPLING.temperature).softmax(-1)
-            expected = left_of(p, **CUT[cut])
-            assert sorted(kept) == expected and token in kept
-            close(torch.tensor(logp), (p[token] / p[expected].sum()).log().float())
-            sizes.append(len(expected))
-    assert max(sizes) < VOCAB / 2 and (cut == "top_k" or min(sizes) < max(sizes))
-
-
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1000])
 def test_kept_sets(vocabulary):
     r, kept = np.random.default_rng(0), KeptSets()
@@ -160,6 +141,7 @@ def test_kept_sets(vocabulary):
     for ids in sets:
         kept.append(ids, vocabulary)
     padded = pickle.loads(pickle.dumps(kept.between(2, 1)))
+    assert all(map(np.array_equal, [None] * 2 + kept + [None] * 1, padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]
     assert all(map(np.array_equal, sets, list(padded)[2:-1])) and np.array_equal(padded[-2], sets[-1])
 
@@ -239,13 +221,3 @@ def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
     assert len(seen) == max(len(c.ids) for c in completions)
     rows = [rows for rows, _ in seen[1:]]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
-
-
-def test_kept_sets_stand_in_a_row_beside_plain_lists():
-    model, prompt, sampling = build(), PROMPTS[0], replace(SAMPLING, top_p=0.8)
-    (completion,) = rollout(model, [prompt], streams(SAMPLES[:1]), sampling)
-    ids = torch.tensor([prompt + completion.ids + [0]])
-    mask = torch.tensor([[0] * len(prompt) + [1] * len(completion.ids) + [0]])
-    row = [None] * len(prompt) + completion.kept + [None]
-    logp, _ = token_logprobs(model, ids, torch.ones_like(ids), mask, temperature=sampling.temperature, kept=[row])
-    close(logp[mask.bool()], torch.tensor(completion.logp))
