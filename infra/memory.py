@@ -1,23 +1,17 @@
 """What a run needs on each rank, from the configurations alone, before anything is loaded; the budgets of tokens that
 fit into what is free; and what is done where memory runs out all the same.
 
-    weights, gradients and reference 4 bytes a parameter each, Adam 8: fp32. Sharded, 1/n of that.
-    rollout: the weights in bf16 where that is the dtype (sharded: all of them, gathered), and for each completion the
-        cache, keys and values of every layer and token, and the distribution that its next token is drawn from.
-    update: the step's completions as tensors, activations of one micro-batch, and two chunks of logits with the
-        gradient of the output head (sharded: and two layers, gathered, with their gradients, embeddings and head).
-
-Weights, gradients, Adam and reference are exact. The cache is an upper bound: every completion at full length. The
-activations of a layer, about 11 h + 4 i numbers a token (h hidden, i intermediate size; counted on Llama-like models
-with fused attention), are an estimate. Left out: the prompts' activations in a rollout, of one layer at a time, and
-what the allocator loses to fragmentation, about a tenth.
+All amounts are upper bounds: every completion at full length. What a layer keeps for its backward pass is counted for
+Llama-like models with fused attention. docs/distributed.md has the sums beside what is held. Left out: the prompts'
+activations in a rollout, of one layer at a time, and what the allocator loses to fragmentation, about a tenth.
 """
 
-import functools
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +42,7 @@ class Costs:
     length: int  # tokens of a completion with its prompt, at most
     sampled: int  # completions that a rank samples, at most
     trained: int  # and trains on
+    checkpoint: float  # on disk, over all ranks
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
@@ -83,47 +78,42 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     head_size = getattr(text, "head_dim", None) or h // all_heads
 
     length = longest_prompt + config.max_completion_length
-    completions = config.prompts_per_step * config.num_generations
-    evaluated = config.eval_prompts * config.eval_k if config.eval_every else 0
+    trained = config.prompts_per_step * config.num_generations
+    sampled = max(trained, config.eval_prompts * config.eval_k if config.eval_every else 0)
     cache = 2 * layers * heads * head_size * length * compute
     distribution = vocabulary * (compute + 4 + 4 + 8)  # logits, those in fp32, probabilities, and their sums in fp64
 
-    ends = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and vocabulary in p.shape)
-    gathered = ends * compute + 2 * (parameters - ends) / layers * (compute + 4)
+    # In an update: the head, and two layers with their gradients.
+    gathered = compute * vocabulary * h + 2 * (compute + 4) * (parameters - vocabulary * h) / layers
     # ids, attention and mask; log-probs of sampler, old policy and reference, with the sampler's entropies; weights
-    batch = completions * length * (3 * 8 + 4 * 4 + 8)
-    head = (2 * chunk_tokens(torch.cuda.is_available()) + h) * vocabulary * 4
-    of_a_layer = 4 * 11 * h + compute * 4 * i
+    batch = trained * length * (3 * 8 + 4 * 4 + 8)
+    # Logits and log-probs; or log-probs, their gradient, and that of the weights, which is added to another.
+    chunk = chunk_tokens(torch.cuda.is_available())
+    head = vocabulary * (4 * h + max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h))
     between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
+    norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
+    # What norms see and, for each product, give; query, key, value, output of each head; four of the feed-forward part.
+    layer = h * (norms * (between + 4) + 2.5 * between) + compute * 4 * (all_heads * head_size + i)
     return Costs(
-        stays={
-            "weights": 4 * part,
-            "Adam": 8 * part if config.steps != 0 else 0,
-            "reference": 4 * part if config.beta else 0,
-        },
+        stays={"weights": 4 * part, "Adam": 8 * part * (config.steps != 0), "reference": 4 * part * (config.beta != 0)},
         rollout=copy,
         row=cache + distribution,
         update=4 * part + (gathered if config.shard else copy) + batch + head,
-        token=h * between * layers + of_a_layer if config.gradient_checkpointing else of_a_layer * layers,
+        token=layer + layers * (h * between if config.gradient_checkpointing else layer),
         length=length,
-        sampled=math.ceil(max(completions, evaluated) / world),
-        trained=math.ceil(completions / world),
+        sampled=math.ceil(sampled / world),
+        trained=math.ceil(trained / world),
+        checkpoint=parameters * (16 if config.ref_sync_every else 12),
     )
 
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
-    """Budgets of tokens that were left open become what so many bytes hold."""
+    """Budgets of tokens that were left open become what so many bytes hold: of completions at full length one or a
+    power of two, so that they seldom differ from run to run."""
     room = ROOM * free - sum(cost.stays.values())
-    return with_budgets(
-        config,
-        tokens_in(room - cost.rollout, cost.row / cost.length, cost.length, MOST_ROLLOUT_TOKENS),
-        tokens_in(room - cost.update, cost.token, cost.length, MOST_MICRO_BATCH_TOKENS),
-    )
-
-
-def tokens_in(room: float, of_a_token: float, completion: int, most: int) -> int:
-    """How many tokens so many bytes hold, as a power of two. A completion goes through whole in any case."""
-    return 1 << int(math.log2(min(most, max(completion, room / of_a_token))))
+    sampled = min((room - cost.rollout) / cost.row, MOST_ROLLOUT_TOKENS / cost.length)
+    trained = min((room - cost.update) / (cost.token * cost.length), MOST_MICRO_BATCH_TOKENS / cost.length)
+    return with_budgets(config, *(cost.length << int(math.log2(max(1, n))) for n in (sampled, trained)))
 
 
 def needed(config: Config, cost: Costs) -> dict[str, float]:
@@ -150,6 +140,9 @@ def check(config: Config, cost: Costs, free: float) -> str:
         f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}, "
         f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
     )
+    if config.steps != 0:  # a checkpoint is there before the one that it replaces goes
+        disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
+        line += f"; checkpoints up to {readable((config.keep_checkpoints + 1) * cost.checkpoint)} of {readable(disk)}"
     if least > free:
         raise UserError(f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, or --shard")
     if config.shard and sum(cost.stays.values()) + need["update"] > free:
@@ -176,15 +169,11 @@ def free_memory() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# ---- Where memory runs out all the same ----
-
-
 def retry_on_oom(make_smaller: Callable) -> Callable:
     """What is computed for a run is done again, with what `make_smaller` leaves of its budget, whenever memory runs
     out: any split gives the same completions and the same sums."""
 
     def decorate(compute: Callable) -> Callable:
-        @functools.wraps(compute)
         def until_it_fits(run: Any, *work: Any) -> Any:
             while True:
                 try:

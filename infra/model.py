@@ -13,9 +13,10 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.integrations import sdpa_attention
 
 from config import Config, UserError
-from infra import checkpoint, ranks, run_folder
+from infra import checkpoint, faults, ranks, run_folder
 from infra.shard import make_mesh, shard
 from logprob import forward_replaced, inputs_of
 from tasks import task_file
@@ -99,6 +100,11 @@ def load(
         reference = [copy.deepcopy(model)] if config.beta else []
     if config.dtype == "bfloat16":
         compute_experts_in_bf16()
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            faults.warn("this GPU emulates bfloat16, slowly; --dtype float32 needs more memory")
+    elif device.type == "cuda":
+        # Of the kernels for fp32 only the one that holds (T x T) scores knows shared key heads: they are repeated.
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     with ranks.fail_together():

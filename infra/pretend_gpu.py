@@ -38,7 +38,7 @@ WHY_NOT = None  # why there can be none here
 if not torch.__version__.startswith("2.13.") or torch.version.cuda:
     WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
 
-plain_attention, plain_linear = F.scaled_dot_product_attention, F.linear
+plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
 TAKES_CPU_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
@@ -94,27 +94,19 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        if gpu.shapes_only and inner.is_floating_point() and not inner.is_meta:
-            inner = torch.empty_strided(inner.size(), inner.stride(), dtype=inner.dtype, device="meta")
+        if gpu.shapes_only:  # whole numbers and truths are there
+            inner = inner.to("meta") if inner.is_floating_point() else numbers_of(inner)
         count(inner.untyped_storage())
         outer = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=torch.device("xla", 0),
-            requires_grad=requires_grad,
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=torch.device("xla", 0), requires_grad=requires_grad,
             _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
-        )
+        )  # fmt: skip
         outer.inner = inner
         return outer
 
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
-
-    def get_device(self) -> int:
-        return 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
@@ -129,9 +121,6 @@ class Pretended(torch.Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first (pretended)")
 
     __array__ = numpy
-
-    def __repr__(self) -> str:
-        return f"Pretended({tuple(self.shape)}, {self.dtype}, cuda:0)"
 
     def __deepcopy__(self, memo: dict) -> "Pretended":
         copy = self.detach().clone().requires_grad_(self.requires_grad)
@@ -228,18 +217,17 @@ def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # of a mask how many it takes must be known
         places = [i.nonzero().unbind(1) if i is not None and i.dtype == torch.bool else [i] for i in args[1]]
         args = (args[0], list(itertools.chain(*places)), *args[2:])
-    shapes: dict[int, torch.Tensor] = {}
-    real: dict[int, torch.Tensor] = {}
+    real = {}
 
     def to_shape(x: torch.Tensor) -> torch.Tensor:
-        if x.is_meta:
-            return x
-        shape = shapes.setdefault(id(x), x.to("meta"))
-        real[id(shape)] = x
+        shape = x.to("meta")
+        real[id(shape)] = x, shape  # which must live as long as its id counts
         return shape
 
     def back(x: torch.Tensor) -> torch.Tensor:
-        return real[id(x)] if id(x) in real else x if x.is_floating_point() else numbers_of(x)
+        if id(x) in real:
+            return real[id(x)][0]
+        return x if x.is_floating_point() else numbers_of(x)
 
     return each(back, func(*each(to_shape, args), **{name: each(to_shape, x) for name, x in kwargs.items()}))
 
@@ -270,13 +258,6 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     return plain_attention(q, k, v, attn_mask, **settings, enable_gqa=enable_gqa)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As everywhere but on XLA, where PyTorch adds the bias by itself."""
-    if bias is None or not x.is_cuda:
-        return plain_linear(x, weight, bias)
-    return torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
-
-
 # ---- torch.cuda ----
 
 
@@ -301,39 +282,25 @@ def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 class Stream:
-    """Of streams and events there is one, which is always ready."""
-
-    device, device_index, stream_id, cuda_stream, priority = DEVICE, 0, 0, 0, 0
+    """A stream or an event. Whatever is asked of it is done already."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __enter__(self) -> "Stream":
         return self
 
-    def nothing(self, *_: Any, **__: Any) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
 
-    __exit__ = wait_stream = wait_event = synchronize = record = wait = nothing
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Stream()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    def __getattr__(self, name: str) -> Callable:
+        return Stream
 
 
-def place(dtype: torch.dtype | None) -> str:
-    return "meta" if gpu.shapes_only and (dtype or torch.get_default_dtype()).is_floating_point else "cpu"
+def empty(size, dtype=None, **_: Any) -> Pretended:
+    return Pretended(torch.empty(size, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
-def empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None) -> Pretended:
-    return Pretended(torch.empty(size, dtype=dtype, device=place(dtype)))
-
-
-def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None) -> Pretended:
-    return Pretended(torch.empty_strided(size, stride, dtype=dtype, device=place(dtype)))
+def empty_strided(size, stride, dtype=None, **_: Any) -> Pretended:
+    return Pretended(torch.empty_strided(size, stride, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
 class Guard(torch._C._acc.DeviceGuard):
@@ -384,7 +351,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
-    F.scaled_dot_product_attention, F.linear = attention, linear
+    F.scaled_dot_product_attention = attention
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu

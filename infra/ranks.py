@@ -33,11 +33,15 @@ def start(shard: bool = False) -> torch.device:
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
+        # cuDNN, which would be the first choice for attention on an H100 or later, makes a plan for each new shape, and
+        # a cache has one with every token: some 30 ms each.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         store, number, count = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)
+        dist.all_reduce(torch.zeros(1, device=device))  # opens what carries tensors: here it fails, or takes its memory
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return device

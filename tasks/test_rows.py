@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,10 +133,8 @@ def test_prompts_that_are_too_long_can_be_left_out():
         with pytest.raises(UserError, match="no prompts to train on, or none held out: see --eval_data"):
             check_prompts(task, PLAIN, 10, config)
         assert len(task.notes) == ("1" * 8 in str(task.notes))
-    config.steps = 0
-    assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, config) == 1
-    config.steps, config.eval_every = 1, 0
-    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, config) == 1
+    assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, replace(config, steps=0)) == 1
+    assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, replace(config, eval_every=0)) == 1
 
 
 def test_a_task_for_its_own_small_model_takes_no_other():
