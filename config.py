@@ -146,6 +146,7 @@ class Config:
     micro_batch_tokens: int | None = setting(None, "padded tokens in a forward pass", at_least=1, may_change=True)
     rollout_tokens: int | None = setting(None, "tokens in the cache of a rollout", at_least=1, may_change=True)
     dtype: str = setting("auto", "all but the weights; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
+    decode: str = setting("plain", "graph: each token is one CUDA graph", names=("plain", "graph"), may_change=True)
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "weights, gradients and Adam are split over the ranks (FSDP2)", may_change=True)

@@ -42,12 +42,14 @@ class Sampling:
     min_p: float = 0.0  # the least probability, as a share of the likeliest token's
     keep_set: bool = True  # where these three cut: which ids are left is recorded, and log-probs are over them
     tokens_at_once: int = 1 << 19  # of the cache, completions at full length; at least one completion
+    drop_share: float = 0.25  # of the rows must have ended before they leave the batch
     with_entropy: bool = False  # that of each token's distribution is recorded
 
     @classmethod
     def of(cls, config: Config, eos_ids: list[int]) -> "Sampling":
         same = ("max_completion_length", "temperature", "top_k", "top_p", "min_p", "keep_set")
-        others = dict(tokens_at_once=config.rollout_tokens, with_entropy=config.top_entropy < 1.0)
+        drop = 0.5 if config.decode == "graph" else 0.25  # other rows are another graph
+        others = dict(tokens_at_once=config.rollout_tokens, with_entropy=config.top_entropy < 1.0, drop_share=drop)
         return cls(eos_ids=eos_ids, **{name: getattr(config, name) for name in same}, **others)
 
 
@@ -155,7 +157,6 @@ def _generate(
     )
     # Only the cache and the inputs are prepared by this configuration; every choice of a token is in `sample`.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
-    config.pad_token_id, config.eos_token_id = 0, sampling.eos_ids
 
     own, was_training = model.generation_config, model.training
     model.generation_config = GenerationConfig()  # the model's own fields would fill in what is not set here
@@ -211,7 +212,7 @@ def _decode(
             progress(t + 1, len(live) - finished)
         if finished == len(live) or t + 1 == L:
             break
-        if 4 * finished >= len(live):  # dropping rows copies the cache: not for each one
+        if finished >= sampling.drop_share * len(live):  # dropping rows copies the cache: not for each one
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)

@@ -154,6 +154,7 @@ DIFFERS = {
     "micro_batch_tokens": (30, {}, "update"),
     "rollout_tokens": (60, {}, "rollout"),
     "dtype": ("bfloat16", {}, "rollout update sampler_gap weights"),
+    "decode": ("graph", {}, "rollout"),
     "attn_implementation": ("eager", {}, "rollout update"),
     "gradient_checkpointing": (True, {}, "update"),
     "gradient_checkpointing, sharded": (True, dict(shard=True), "update"),

@@ -221,11 +221,11 @@ def sample(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """n completions of each picked row, the first of which is the `first` of the step. The ranks share them."""
-    prompts = [encode_prompt(run.tokenizer, rows[i]["prompt"]) for i in picked]
+    cfg, prompts = run.config, [encode_prompt(run.tokenizer, rows[i]["prompt"]) for i in picked]
     mine = ranks.share(len(picked) * n)
     streams = [(first + i // n, i % n) for i in mine]
-    uniform = uniforms(run.config.seed, step, streams, run.config.max_completion_length)
-    with decoding(run.model, getattr(torch, run.config.dtype)), ranks.fail_together():
+    uniform = uniforms(cfg.seed, step, streams, cfg.max_completion_length)
+    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = complete(run, [prompts[i // n] for i in mine], uniform, greedy)
     completions = ranks.gather(completions)
     return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]

@@ -1,32 +1,38 @@
 """A model made ready for decoding, and back: its weights in the dtype of the computation, and whole where they are
-sharded; logits in fp32."""
+sharded; logits in fp32; with --decode graph one CUDA graph a token, where Python would launch a thousand kernels."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache, partial, update_wrapper
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from infra import faults
 from infra.shard import is_sharded, unsharded
 from logprob import forward_replaced, head_returns_logits, linear_in_fp32
+from rollout import Sampling, rollout
+
+sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # builds without CUDA have none
 
 
 @contextmanager
-def decoding(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     weights_at_hand = unsharded(model) if is_sharded(model) else weights_in(model, dtype)
     with weights_at_hand, logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
-        yield
+        steps = forward_replaced(model, Steps(model.forward, max_tokens))
+        with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
+            yield
 
 
 @contextmanager
 def logits_in_fp32(model: PreTrainedModel) -> Iterator[None]:
     """As in scoring: of the states and weights of the computation, not rounded to their dtype."""
-    if not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
-        yield
-        return
-    head = model.get_output_embeddings()
-    with forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias)):
+    head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
+    with in_fp32 if head_returns_logits(model, ids) else nullcontext():
         yield
 
 
@@ -34,12 +40,67 @@ def logits_in_fp32(model: PreTrainedModel) -> Iterator[None]:
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Decoding reads half the bytes in bf16. The fp32 weights come back untouched; buffers (rotary frequencies) keep
     their precision."""
-    parameters = list(model.parameters())
-    weights = [p.data for p in parameters]
+    weights = {p: p.data for p in model.parameters()}
     try:
-        for p in parameters:
-            p.data = p.data.to(dtype)
+        for p, weight in weights.items():
+            p.data = weight.to(dtype)
         yield
     finally:
-        for p, weight in zip(parameters, weights, strict=True):
+        for p, weight in weights.items():
             p.data = weight
+
+
+class Steps:
+    """A model's forward. It reads prompts as ever; then all that changes from token to token stands in tensors that
+    stay where they are. So, with the same rows, the second token's step is captured as a graph, and later replayed."""
+
+    def __init__(self, forward: Callable, max_tokens: int):
+        self.forward, self.max_tokens = forward, max_tokens
+        update_wrapper(self, forward)  # `generate` looks up which arguments there are
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
+        layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
+        if not isinstance(layers[0], StaticLayer):
+            self.ids = self.graph = self.out = None  # the memory of earlier prompts is free
+            out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+            for i, layer in enumerate(layers):
+                if type(layer) is not DynamicLayer:
+                    raise TypeError(f"its cache has a {type(layer).__name__}")
+                layers[i] = StaticLayer(input_ids.shape[1] + self.max_tokens)
+                layers[i].update(layer.keys, layer.values)
+            return out
+        mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
+        if self.ids is None or len(self.ids) != len(input_ids):
+            self.graph = self.out = None
+            self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
+        self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
+        call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
+        if self.out is None or not input_ids.is_cuda:
+            with ExitStack() as afterwards:
+                afterwards.callback(sync_debug_mode, 0)
+                sync_debug_mode(2)  # what lets the host wait for the GPU, as no graph can, raises
+                self.out = call()
+            return self.out
+        if self.graph is None:
+            self.graph, tokens = torch.cuda.CUDAGraph(), layers[0].cumulative_length.clone()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's own thread goes on
+                self.out = call()
+            for layer in layers:
+                layer.cumulative_length.copy_(tokens)  # nothing was computed yet
+        self.graph.replay()
+        return self.out
+
+
+@lru_cache(maxsize=1)
+def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether these steps give the log-probs of plain ones: tried once, on two short prompts."""
+    sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
+    try:
+        plain = [completion.logp for completion in sample()]
+        with forward_replaced(model, Steps(model.forward, 3)):
+            steps = [completion.logp for completion in sample()]
+        torch.testing.assert_close(steps, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
+    except Exception as error:
+        faults.warn(f"--decode graph: goes on plainly, {type(model).__name__} cannot: {error}".splitlines()[0])
+        return False
+    return True

@@ -12,6 +12,7 @@ Left out: whether the code that drew it is still the same.
 
 import argparse
 import re
+import shlex
 import sys
 from pathlib import Path
 
