@@ -1,7 +1,6 @@
 """Bad input and what it gets, before anything is trained or written: a line and exit code 2, or of the user's own code
 what Python shows. And input that looks bad but must work."""
 
-import ast
 import json
 import re
 import shutil
@@ -18,8 +17,6 @@ import train
 from conftest import ROOT, lines, metrics, run, samples
 from infra import faults
 from tasks._characters import char_tokenizer, small_config
-
-CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 REWARDS = """
 import multiprocessing
@@ -53,7 +50,6 @@ def files(tmp_path_factory) -> Path:
     (folder / "syntax.py").write_text("def good(:\n")
     rows = [f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"]
     (folder / "rows.jsonl").write_text("".join(rows))
-    (folder / "too_long.jsonl").write_text("".join(f'{{"prompt": "{"a" * n}"}}\n' for n in (1, 5_000, 300)))
     save_model("abcdef>", folder / "model").save_pretrained(folder / "model")
     (folder / "model" / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     for name, spoil in MODELS.items():
@@ -78,7 +74,6 @@ def spoiled(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-OWN = dict(model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 MODELS = {
     "more_layers": partial(edit, "config.json", num_hidden_layers=3),
@@ -89,21 +84,17 @@ MODELS = {
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "spoiled": spoiled,
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-    "code_of_its_own": partial(edit, "config.json", **OWN),
-    # These must work.
-    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),
+    "code_of_its_own": partial(edit, "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"}),
+    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this and the rest must work
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
-    "template": partial(edit, "tokenizer_config.json", chat_template=CHAT),
 }
 
 GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
 GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
-BAD = [  # flags beside the good ones, the line they get; ... stands for what is between
+BAD = [  # flags beside the good ones -> the line they get; ... stands for what is between
     ("--chat_template_kwargs thinking", "--model {0}/model: its chat_template_kwargs cannot be loaded: "),
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--task addition --model {0}/no_eos", "--model {0}/no_eos: --task addition is for its own small model"),
-    ("--data {0}/none.jsonl", "{0}/none.jsonl: there is no such file"),
-    ("--data {0}/too_long.jsonl", "2 prompts and a completion of 5 exceed the model's context of 256; ... 5000 tokens"),
     ("--model {0}/none", "--model {0}/none: its configuration cannot be loaded: "),
     ("--model {0}/more_layers", "--model {0}/more_layers: its files lack 9 of its config's weights: "),
     ("--model {0}/other_shape", "--model {0}/other_shape: its files lack 6 of its config's weights: "),
@@ -115,16 +106,19 @@ BAD = [  # flags beside the good ones, the line they get; ... stands for what is
     ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
-
-
-def pattern(words: str) -> str:
-    return "(.|\n)*".join(map(re.escape, words.split("...")))
+OF_THE_USER = [  # -> what Python shows at the end
+    ("--reward {0}/syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
+    ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 18, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
+    ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 21, in calls\n...RuntimeError: Connection reset by peer'),
+    ("--report_to wandb", "ModuleNotFoundError: ...wandb"),
+]
 
 
 @pytest.fixture
 def ends(files, capsys, monkeypatch, tmp_path):
     """-> a function that starts a run which must end with this code, and gives what stood on stderr"""
     monkeypatch.setattr(faults, "stop_requests", list)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
@@ -137,28 +131,15 @@ def ends(files, capsys, monkeypatch, tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("words", "message"), BAD, ids=[f"{i}: {words[-40:]}" for i, (words, _) in enumerate(BAD)])
-def test_bad_input_gets_its_line(files, ends, tmp_path, words, message):
-    told = ends(words, code=2)
-    assert re.match("error: " + pattern(message), told), told
-    assert told.count("\n") == 1 and len(told) < 1000
-    assert not (tmp_path / "out").exists() and not (files / "executed").exists()
-
-
-OF_THE_USER = [  # flags, what Python shows at the end
-    ("--reward {0}/syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
-    ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 18, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
-    ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 21, in calls\n...RuntimeError: Connection reset by peer'),
-    ("--report_to wandb", "ModuleNotFoundError: ...wandb"),
-]
-
-
-@pytest.mark.parametrize(("words", "shown"), OF_THE_USER, ids=[words[-17:] for words, _ in OF_THE_USER])
-def test_what_the_users_own_code_raises_is_shown_once_as_python_shows_it(ends, tmp_path, monkeypatch, words, shown):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    told = ends(words, code=1)
-    assert re.search(pattern(shown) + r".*\n\Z", told) and told.count("Traceback") == 1, told
+@pytest.mark.parametrize(("words", "message"), BAD + OF_THE_USER)
+def test_bad_input_gets_its_line_and_the_users_own_code_what_python_shows(files, ends, tmp_path, words, message):
+    of_the_user = (words, message) in OF_THE_USER
+    told = ends(words, code=1 if of_the_user else 2)
+    message = "(.|\n)*".join(map(re.escape, message.split("...")))
+    assert re.search(f"{message}.*\n\\Z" if of_the_user else f"^error: {message}.*\n\\Z", told), told
+    assert told.count("Traceback") == of_the_user and (of_the_user or (told.count("\n") == 1 and len(told) < 1000))
     assert (tmp_path / "out").exists() == ("mine.py" in words), "once all is ready"
+    assert not (files / "executed").exists()
 
 
 def settings_of(files: Path, **changes) -> dict:
@@ -179,28 +160,21 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
 
 def test_models_that_must_work(files, tmp_path):
     """The pad token plays no part: completions end at EOS, and EOS is trained on."""
-    for model in ("model", "no_pad", "pad_is_eos", "template"):
+    for model in ("model", "no_pad", "pad_is_eos"):
         run(settings_of(files, model=files / model), tmp_path / model)
         assert lines(tmp_path / model / "samples.jsonl") == lines(tmp_path / "model/samples.jsonl")
         assert metrics(tmp_path / model) == metrics(tmp_path / "model")
 
 
-FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "os.system"}
+EXECUTES = r"""(?mx) ^\s*(import|from)\s+(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve|yaml)\b
+    | (?<![\w.])(eval|exec|compile|__import__)\( | \b(torch|numpy|np)\.load\( | os\.system | allow_pickle
+    | shell=True | trust_remote_code=(?!config\.trust_remote_code|False)"""
 
 
 def test_nothing_executes_data():
     own = [path for path in ROOT.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
     assert ROOT / "train.py" in own
-    for node in [node for path in own for node in ast.walk(ast.parse(path.read_text(), path))]:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            assert not {name.split(".")[0] for name in names} & FORBIDDEN_MODULES
-        if isinstance(node, ast.Call):
-            assert ast.unparse(node.func) not in FORBIDDEN_CALLS
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            assert given.get("allow_pickle") is None and given.get("shell", "False") == "False"
-            assert given.get("trust_remote_code", "False") in ("config.trust_remote_code", "False")
+    assert [f"{path}: {found[0]}" for path in own if (found := re.search(EXECUTES, path.read_text()))] == []
 
 
 def test_code_that_comes_with_a_model_is_run_when_asked_for(files, ends, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batch import Group
 from config import Config
-from infra import ranks, report
+from infra import report
 from infra.report import RunLog
 from rollout import Completion
 
@@ -38,22 +38,11 @@ def test_the_figures_of_a_step():
     alive = group([[1.0, -0.5], [0.0, 0.0], [1.0, -1.0]], [True, False, True], [1, 2, 4])
     dead = group([[0.0, 0.0]] * 2, [False] * 2, [3, 3], advantages=False)
     missing = group([[math.nan, math.nan], [1.0, 0.0]], [False, True], [3, 2])
-    figures = report.of_groups([alive, dead, missing], NAMES)
-    assert figures == {
-        "reward": pytest.approx((0.5 + 0 + 0 + 0 + 0 + 1) / 6),
-        "reward_std": pytest.approx((np.std([0.5, 0, 0], ddof=1) + 0) / 2),
-        "reward/right": pytest.approx(3 / 6),
-        "reward/penalty": pytest.approx(-1.5 / 6),
-        "completion_length": pytest.approx(18 / 7),
-        "length_correct": pytest.approx((1 + 4 + 2) / 3),
-        "length_incorrect": pytest.approx((2 + 3 + 3 + 3) / 4),
-        "truncated": pytest.approx(1 / 7),
-        "dead_groups": pytest.approx(2 / 3),  # of one reward there is no spread
-        "rejected_groups": pytest.approx(1 / 3),
-        "groups_replaced": 1,
-        "without_reward": 1,
-        "tokens": 18,
-    }
+    rewards = {"reward": (0.5 + 1) / 6, "reward/right": 3 / 6, "reward/penalty": -1.5 / 6, "without_reward": 1}
+    rewards |= {"reward_std": np.std([0.5, 0, 0], ddof=1) / 2, "dead_groups": 2 / 3}  # of one there is no spread
+    lengths = {"length_correct": 7 / 3, "length_incorrect": 11 / 4, "truncated": 1 / 7, "tokens": 18}
+    drawn = {"completion_length": 18 / 7, "rejected_groups": 1 / 3, "groups_replaced": 1}
+    assert report.of_groups([alive, dead, missing], NAMES) == pytest.approx(rewards | lengths | drawn)
     nothing_says = report.of_groups([group([[1.0, 0.0]], None, [2])], NAMES)
     assert (nothing_says["length_correct"], nothing_says["length_incorrect"]) == (None, None)
 
@@ -78,10 +67,9 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
     of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5], "reward": [0, -1, 0]}
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
-    expected = {f"eval/{name}": pytest.approx(np.mean(x)) for name, x in of_prompts.items()}
-    expected |= {f"eval/{name}_ci": pytest.approx(1.96 * np.std(x, ddof=1) / 3**0.5) for name, x in of_prompts.items()}
-    assert report.of_evaluation(greedy, sampled, NAMES) == expected
-
+    expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
+    expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / 3**0.5 for name, x in of_prompts.items()}
+    assert report.of_evaluation(greedy, sampled, NAMES) == pytest.approx(expected)
     one = group([[1.0, 0.0]], None, [1])
     alone = report.of_evaluation([group([[math.nan] * 2], None, [1]), one], [one] * 2, NAMES)
     assert (alone["eval/reward"], alone["eval/reward_ci"]) == (1.0, None)
@@ -98,8 +86,7 @@ def test_memory_on_a_gpu_and_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
-    on_gpu = {"peak_memory_gb": 2.0, "peak_memory_reserved_gb": 3.0}
-    assert report.of_machine(30, 1.0, 2.0).items() >= on_gpu.items()
+    assert list(report.of_machine(30, 1.0, 2.0).values())[-2:] == [2.0, 3.0]
 
 
 def test_every_line_that_is_written_is_json():
@@ -128,28 +115,18 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
         assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
-def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch):
-    def shown(is_terminal: bool) -> str:
-        screen = io.StringIO()
-        screen.isatty = lambda: is_terminal
-        monkeypatch.setattr(sys, "stdout", screen)
-        log = RunLog(Config(out=str(tmp_path), steps=2), str, NAMES)
-        log.open(0)
-        log.bar.mininterval = 0  # each change is drawn
-        log.show_step(dict(reward=0.5, completion_length=7.0, entropy=None, tokens_per_second=1234.4, step=1))
-        log.generating(17, 3)
-        return screen.getvalue()
-
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
+    screen.isatty = lambda: is_terminal
+    log = RunLog(Config(out=str(tmp_path), steps=2), str, NAMES)
+    log.open(0)
+    log.bar.mininterval = 0  # each change is drawn
+    log.show_step(dict(reward=0.5, completion_length=7.0, entropy=None, tokens_per_second=1234.4, step=1))
+    log.generating(17, 3)
     figures = "reward 0.500  completion_length 7.000  entropy -  tokens_per_second 1,234.400"
-    assert shown(is_terminal=False) == f"step 1/2  {figures}\n"
-    *_, stepped, sampling = shown(is_terminal=True).split("\r")
-    assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
-
-
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
-    log = RunLog(Config(out=str(tmp_path)), str, NAMES)
-    log.step({"step": 1, "eval/accuracy": 1.0}, [], [])
-    log.say("started")
-    assert report.finished(tmp_path, "finished") == 0
-    assert capsys.readouterr().out == "" and not any(tmp_path.iterdir())
+    *_, stepped, sampling = f"\r{screen.getvalue()}".split("\r")
+    if is_terminal:
+        assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
+    else:
+        assert sampling == f"step 1/2  {figures}\n"
