@@ -7,7 +7,7 @@ import re
 import pytest
 
 from config import Config, UserError
-from infra import run_folder
+from infra import command_line, run_folder
 from infra.command_line import SETTINGS, kind_of, names_of, parse, ready, warnings, wrong_values
 from tasks import task_names
 
@@ -109,7 +109,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "give one for each of 1 rewards"),
     ("--algorithm rloo --minibatches 4 --num_iterations 2", "--objective reinforce: ... not for 8"),
     ("--num_generations 1 --minibatches 17", "--num_generations 1: | --minibatches 17: ... 16 completions"),
-    ("--delta 1.1 --epsilon_low 1.5 --tis_cap 2 --tis_floor 3", "--delta 1.1: ... 1 | 1.5: | above --tis_cap 2"),
+    ("--delta 1.2 --epsilon_low 1.5 --tis_cap 2 --tis_floor 3", "--delta 1.2: ... 1 | 1.5: | above --tis_cap 2"),
     ("--algorithm gmpo --delta 3", "--delta 3: ... not for --ratio geometric"),
     ("--algorithm gmpo --objective dppo --delta 3", "--delta 3.0: | geometric: ... of dppo"),
     ("--sapo_tau_pos 2 --sapo_tau_neg 2", "--sapo_tau_neg 2.0: is not read by --objective clip | --sapo_tau_pos 2.0"),
@@ -147,6 +147,8 @@ def test_a_program_is_told_all_at_once_and_only_the_first_rank_speaks(capsys, mo
         ready(Config(**wrong, minibatches=200, top_k=10**400), on_gpu=False)
     told = [*(f"--{name} {value}: must be " for name, value in wrong.items()), "--minibatches 200: "]
     assert_told(str(error.value).split("\nerror: "), told)
+    monkeypatch.setattr(command_line, "task_defaults", lambda name, model: dict(steps="5"))
+    assert_refused(capsys, "", ["--steps 5: must be int"])
     monkeypatch.setenv("RANK", "1")
     assert_refused(capsys, "--steps -1", [])
 
