@@ -297,7 +297,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
-    cfg = replace(cfg, out=str(Path(cfg.out).resolve()))  # a reward may change the working directory
+    cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.open_run, cfg)
     if done is None:

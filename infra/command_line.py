@@ -43,7 +43,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         given = vars(given)
         if file := given.pop("config", None):
             given = run_folder.given_in(Path(file)) | given
-        out = Path(str(given.get("out") or ""))
+        out = Path(str(given.get("out") or "")).expanduser()
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
             given = vars(run_folder.settings_of(out)) | given
         unknown += [f"--{name}" for name in given.keys() - SETTINGS.keys()]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batch import Group
 from config import Config
-from infra import report
+from infra import ranks, report
 from infra.report import RunLog
 from rollout import Completion
 
