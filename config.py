@@ -164,6 +164,11 @@ class Config:
     out: str | None = setting(None, "folder of the run, where the same command continues it", may_change=True)
     overwrite: bool = setting(False, "start over there; the run that was there is moved aside", may_change=True)
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if hasattr(value, "item"):  # a number of numpy's or torch's
+                setattr(self, name, value.item())
+
     @property
     def truncates(self) -> bool:
         """Tokens are sampled from a part of the vocabulary."""

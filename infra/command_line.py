@@ -154,7 +154,8 @@ def is_allowed(setting: Field, value: Any) -> bool:
 def contradictions(config: Config) -> Iterator[str]:
     # What is trained, and on what.
     needed = [] if hasattr(task_file(config.task), "model") else ["model"]
-    needed += ["data", "reward"] if config.task == "data" else []
+    rows = "data" if config.steps or not config.eval_data else "eval_data"  # an evaluation trains on nothing
+    needed += [rows, "reward"] if config.task == "data" else []
     yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one for each of {len(config.reward)} rewards"

@@ -55,6 +55,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     if config.chat_template_kwargs:
         with _named(source, "chat_template_kwargs"):
             given = dict(json.loads(config.chat_template_kwargs))
+        if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
+            raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
     # Sampling runs without dropout; scoring with it would compare two different policies.
     for field, value in model_config.to_dict().items():
@@ -168,7 +170,9 @@ def _named(name: str, part: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
+        models = [folder / "model" for folder in (Path(name), Path(name).parent) if (folder / "model").is_dir()]
+        meant = f"; did you mean {models[0]}?" if models and models[0] != Path(name) else ""
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{meant}") from error
 
 
 # ---- Experts under autocast ----

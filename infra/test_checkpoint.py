@@ -283,7 +283,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (without_checkpoint, {}, None),
     (without_checkpoint, dict(steps=9), "--steps 9: the run in .* has made 4, and no checkpoint leads there"),
     (evaluation, dict(steps=0, micro_batch_size=1), 0),
-    (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), "--eval_prompts: 256 there, 9 here\n  --eval_k: 4 there, 8 here"),
+    (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), "--eval_prompts: 256 there, 9 here\n  --eval_k: 4 there, 8"),
     (evaluation, {}, "--steps: 0 there, 4 here"),
     (evaluation, dict(steps=0, model="m"), "--model: None there, m here"),
     (of_files, SAME, None),

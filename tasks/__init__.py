@@ -20,6 +20,7 @@ of different prompts. Left out: tools, several turns, images.
 import importlib
 import itertools
 import json
+import math
 import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_rewards, load_reward
+from tasks._rewards import as_list, call_rewards, load_reward, warn_once
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -146,6 +147,8 @@ def score(
     metrics, extras = [], [{} for _ in pairs]
 
     def log_metric(name: str, value: Any) -> None:
+        if not math.isfinite(float(value)):
+            warn_once(f"log_metric({name!r}) was given {value}")
         metrics.append((f"logged/{name}", float(value)))
 
     def log_extra(name: str, values: Any) -> None:
