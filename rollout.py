@@ -128,6 +128,11 @@ def rollout(
 ) -> list[Completion]:
     """One completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion i;
     greedy sampling needs none. Equal prompts are read once."""
+    due = (len(prompts), sampling.max_completion_length)
+    if sampling.temperature > 0.0 and np.shape(uniform) != due:
+        raise ValueError(f"uniform is {np.shape(uniform)}: must be {due}, (prompts, max_completion_length)")
+    if not all(isinstance(prompt, list) for prompt in prompts):
+        raise ValueError("prompts: must be lists of token ids, one for each completion")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
     while len(done) < len(prompts):
@@ -282,7 +287,9 @@ def _completions(
     tokens: Tensor, logp: Tensor, entropies: Tensor, kept: list[KeptSets], sampling: Sampling
 ) -> list[Completion]:
     if not logp.isfinite().all():
-        raise UserError("the model's logits are not finite during the rollout: its weights hold NaN or inf")
+        raise UserError(
+            "the model's logits are not finite: its weights hold NaN, or grew huge under too high a --learning_rate"
+        )
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
     ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
     lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])

@@ -212,6 +212,21 @@ def test_weights_that_are_not_finite_are_named():
         rollout(model, PROMPTS, streams(), SAMPLING)
 
 
+@pytest.mark.parametrize(
+    "prompts, uniform, told",
+    [
+        (PROMPTS, streams()[:-1], "uniform is .*: must be"),
+        (PROMPTS, streams()[:, :-1], "uniform is .*: must be"),
+        (PROMPTS, None, "uniform is .*: must be"),
+        (["1+1"] * len(PROMPTS), streams(), "must be lists of token ids"),
+        (torch.ones(len(PROMPTS), 3), torch.as_tensor(streams()), "must be lists of token ids"),
+    ],
+)
+def test_what_cannot_be_sampled_is_told(prompts, uniform, told):
+    with pytest.raises(ValueError, match=told):
+        rollout(build(), prompts, uniform, SAMPLING)
+
+
 def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
     model, seen = build(), []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)

@@ -63,5 +63,7 @@ def test_what_is_no_run_is_left_out_and_so_is_what_was_replaced(tmp_path, capsys
     assert "2 seeds" not in (tmp_path / "plot.svg").read_text()
     plot.main([str(runs[0]), "--out", str(tmp_path / "a.pdf")])
     assert capsys.readouterr().out == f"{tmp_path}/a.pdf\n" and (tmp_path / "a.pdf").exists()
+    plot.main([str(runs[0]), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
+    assert capsys.readouterr().err == "left out, because no run has it: rewardx\n"
     with pytest.raises(SystemExit, match="no run has reward"):
         plot.main([str(tmp_path / "empty")])
