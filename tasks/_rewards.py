@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ from config import UserError
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 event_loop = functools.cache(asyncio.Runner)  # one for all calls: a client that is made once stays usable
+thread = ThreadPoolExecutor(1)  # for that loop where another one is running
+folders: list[Path] = []  # of files of rewards
 LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
 
@@ -48,6 +51,11 @@ def _run_file(path: Path) -> ModuleType:
     while (folder / "__init__.py").exists():
         names, folder = [folder.name, *names], folder.parent
         sys.path.insert(1, str(folder))
+    for neighbour in path.resolve().parent.glob("*.py"):  # one of this name may be that of another file
+        other = Path(getattr(sys.modules.get(neighbour.stem), "__file__", None) or "")
+        if other.parent in folders and other != neighbour:
+            del sys.modules[neighbour.stem]
+    folders.append(path.resolve().parent)
     spec = importlib.util.spec_from_file_location(".".join(names), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
@@ -69,7 +77,7 @@ def call_rewards(
     awaited = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
     if awaited:
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)):
-            for i, value in zip(awaited, event_loop().run(_all_of([values[i] for i in awaited])), strict=True):
+            for i, value in zip(awaited, wait_for([values[i] for i in awaited]), strict=True):
                 values[i] = as_list(value)
     return [numbers_of(reward, of_one, columns) for reward, of_one in zip(rewards, values, strict=True)]
 
@@ -80,6 +88,14 @@ def room_for(reward: Callable, given: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
     return {name: x for name, x in given.items() if name in parameters}
+
+
+def wait_for(awaited: list) -> list:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # there is none
+        return event_loop().run(_all_of(awaited))
+    return thread.submit(event_loop().run, _all_of(awaited)).result()  # in a notebook
 
 
 async def _all_of(awaited: list) -> list:

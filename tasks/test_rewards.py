@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from config import UserError
-from tasks._rewards import call_rewards, load_reward, warn_once
+from tasks._rewards import call_rewards, event_loop, load_reward, warn_once
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 NAN = "reward function mine returned nan, which counts as None"
@@ -163,6 +163,19 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     assert events[:13] == events[13:] and len(loops) == 4
 
 
+def test_rewards_are_awaited_where_an_event_loop_is_running():
+    async def asked(completions):
+        return await asyncio.sleep(0, [1.0] * 3)
+
+    async def in_a_notebook():
+        return call_rewards([asked], COLUMNS, {})
+
+    try:
+        assert [asyncio.run(in_a_notebook()) for _ in range(2)] == [[[1.0] * 3]] * 2
+    finally:
+        event_loop.cache_clear()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Files that find each other; what a test imports from here is gone afterwards."""
@@ -175,6 +188,16 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
+
+
+def test_each_file_finds_its_own_neighbours(folder):
+    text = "import nearby\ndef mine(completions):\n    return [nearby.FACTOR] * 3\n"
+    for name, factor in (("one", 1.0), ("two", 2.0)):
+        (folder / name).mkdir()
+        (folder / name / "nearby.py").write_text(f"FACTOR = {factor}\n")
+        (folder / name / "rewards.py").write_text(text)
+    rewards = [load_reward(f"{folder}/{name}/rewards.py:mine", {}) for name in ("one", "two", "one")]
+    assert call_rewards(rewards, COLUMNS, {}) == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize(("name", "error", "words"), NOT_THERE)
