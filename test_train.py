@@ -22,12 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import train
-from advantage import combine_rewards, group_advantages
 from batch import Batch, minibatches
-from config import ALGORITHMS, Config
+from config import Config
 from conftest import ROOT, TIMINGS, assert_same_files, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
-from loss import SWITCHES_READ
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
 from tasks.sorting import model as sorting_model
@@ -248,14 +246,14 @@ def log_probs(model, row: dict, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> tuple:
-    """The updates of a step: each a loop over these of the rows. -> losses, norms of gradients, gradients as clipped,
-    the sums of entropy, KL, tokens clipped low and high, and tokens; the weights afterwards"""
+    """The updates of a step: each a loop over these of the rows. -> losses, norms of gradients, gradients as clipped;
+    the weights afterwards"""
     model = copy.deepcopy(model).double()
     adam = dict(lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
     with torch.no_grad():
         start = [log_probs(model, row, cfg.temperature)[0] for row in rows]
-    losses, norms, grads, sums = [], [], [], np.zeros(5)
+    losses, norms, grads = [], [], []
     for update in updates:
         N, tokens = len(update), sum(len(rows[i]["ids"]) for i in update)
         loss = 0.0
@@ -268,8 +266,6 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
             kl = (start[i] - logp).exp() - (start[i] - logp) - 1  # the reference is the policy at the start
             terms = surrogate - cfg.beta * kl + cfg.entropy_coef * entropy
             loss = loss - weights[cfg.normalization] * terms.sum()
-            low, high = (ratio < 0.8).sum() if A < 0 else 0, (ratio > 1.2).sum() if A > 0 else 0
-            sums += np.array([float(x) for x in (entropy.detach().sum(), kl.detach().sum(), low, high, length)])
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -277,7 +273,7 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         grads.append(gradient_of(optimizer))
         optimizer.step()
-    return losses, norms, grads, sums, flat(model)
+    return losses, norms, grads, flat(model)
 
 
 STEPS = {
@@ -311,38 +307,14 @@ def test_a_step_is_the_papers_equation(go, updates, name):
         for rows_of_update in minibatches(18, settings.get("minibatches", 1), seed=(0, 1, iteration))
     ]
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
-    losses, norms, grads, sums, weights = by_hand(sorting_model(Config())[0], rows, of_updates, cfg)
+    losses, norms, grads, weights = by_hand(sorting_model(Config())[0], rows, of_updates, cfg)
     for (ours, _), expected in zip(actual, grads, strict=True):  # in float32, in float64
         assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
     assert figures["grad_norm"] == pytest.approx(statistics.mean(norms), rel=1e-3) and max(norms) > 0.2
-    assert figures["entropy"] == pytest.approx(sums[0] / sums[4], rel=1e-3)
-    one_token = 1.5 / sums[4]  # whose ratio is a bound, but for rounding
-    assert figures["clip_low"] == pytest.approx(sums[2] / sums[4], abs=one_token)
-    assert figures["clip_high"] == pytest.approx(sums[3] / sums[4], abs=one_token)
     assert (figures["clip_low"] > 0.01 and figures["clip_high"] > 0.01) == (len(grads) > 1)
-    assert figures["kl"] == (pytest.approx(sums[1] / sums[4], rel=2e-3) if "beta" in settings else None)
+    assert (figures["kl"] is None) == ("beta" not in settings)
     assert distance(trained(out) - untrained(), weights - untrained()) <= 0.02
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_switch_of_an_algorithm_reaches_the_step(go, watch, algorithm):
-    calls = watch(train, "policy_loss")
-    others = dict(beta=0.1, kl_estimator="k1", kl_importance=True, tis_cap=3.0, tis_floor=0.5, tis_mode="token_mask")
-    others |= dict(off_policy_mask=2.5, sampler_coef=0.2)
-    own_switches = dict(delta=7.0, sapo_tau_pos=1.5, sapo_tau_neg=2.0) if algorithm != "gmpo" else {}
-    read = SWITCHES_READ[ALGORITHMS[algorithm]["objective"]]
-    others |= {name: x for name, x in own_switches.items() if name in read}
-    out, given = go(steps=1, algorithm=algorithm, reward=own("letters"), **others), calls[0][1]
-    settings = json.loads((out / "config.json").read_text())["settings"]
-    in_the_loss = {"objective", "ratio", "epsilon_low", "epsilon_high", *others}
-    assert {name: given[name] for name in in_the_loss} == {name: settings[name] for name in in_the_loss}
-    assert settings | others | ALGORITHMS[algorithm] == settings and metrics(out)[0]["grad_norm"] > 0.01
-    names = ("reward", "advantage", "length")
-    rewards, advantages, lengths = (torch.tensor([x[name] for x in samples(out)]).reshape(-1, G) for name in names)
-    combined = combine_rewards(rewards[..., None], [1.0], settings["combine_rewards"])
-    expected = group_advantages(combined, settings["scale_rewards"], settings["baseline"], lengths=lengths)
-    torch.testing.assert_close(advantages, expected)
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])

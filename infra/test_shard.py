@@ -128,16 +128,18 @@ def keep_bytes(folder: Path) -> None:
 
 def test_each_rank_holds_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
     """In bfloat16 near the replicated run: that one adds up activations in fp32, this one in bf16."""
-    settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1)
+    settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1, eval_every=1, eval_prompts=2)
     run(settings, tmp_path / "one", partial(keep_bytes, tmp_path))
     run(settings | dict(shard=True), tmp_path / "out", partial(keep_bytes, tmp_path), world=2)
-    (ours,), (theirs,) = metrics(tmp_path / "out"), metrics(tmp_path / "one")
+    (*_, ours), (*_, theirs) = metrics(tmp_path / "out"), metrics(tmp_path / "one")
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
     assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.01)
     one, *parts = (json.loads((tmp_path / of_rank).read_text()) for of_rank in ("0-of-1", "0-of-2", "1-of-2"))
     assert one[1] == 2 * one[0] == 2 * one[2] > 0
     for part in parts:  # vectors are padded to equal parts
         assert all(held <= 1.1 * whole / 2 for held, whole in zip(part, one, strict=True))
+    for file in (tmp_path / "out" / "checkpoint" / "000001" / "model").glob("*.safetensors"):  # after an evaluation
+        assert {x.dtype for x in load_file(file).values()} == {torch.float32}
 
 
 def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
