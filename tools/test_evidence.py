@@ -7,35 +7,30 @@ import pytest
 
 from tools import evidence, plot
 
+BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
 FINDING = """
-```
 python -m tools.ablate --vary epsilon_high=0.2,0.5 --seeds 1,2,3 --out runs/clip_higher \\
     --figures entropy -- --task sorting --steps 100 --learning_rate 5e-4 --num_iterations 4 --minibatches 2
 python -m tools.ablate --vary beta=0,1 --out runs/not_kept
 python -m tools.plot results/clip_higher/* --out results/clip_higher.png --panels entropy
 python -m tools.plot runs/* --out elsewhere.png
-```
 
 ![Entropy](../results/clip_higher.png)
 """
 
 
-def block(name: str) -> str:
-    return f"<!-- made by tools.evidence: {name} -->\n<!-- end -->\n"
-
-
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """Small pages, and logs of this repository."""
-    results = evidence.ROOT / "results"
-    for name in ("default", "clip_higher"):
-        shutil.copytree(results / name, tmp_path / "results" / name)
-    shutil.copy(results / "bench.jsonl", tmp_path / "results")
+    for name in ("default", "clip_higher", "bench.jsonl"):
+        copy = shutil.copy if "." in name else shutil.copytree
+        (tmp_path / "results").mkdir(exist_ok=True)
+        copy(evidence.ROOT / "results" / name, tmp_path / "results" / name)
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(block("default"))
-    (tmp_path / "docs" / "findings.md").write_text(FINDING + block("clip_higher"))
-    (tmp_path / "docs" / "benchmarks.md").write_text(block("step"))
+    (tmp_path / "README.md").write_text(BLOCK.format("default"))
+    (tmp_path / "docs" / "findings.md").write_text(FINDING + BLOCK.format("clip_higher"))
+    (tmp_path / "docs" / "benchmarks.md").write_text(BLOCK.format("step"))
     return tmp_path
 
 
@@ -66,12 +61,15 @@ def test_what_is_not_that_of_the_logs_is_named_and_made_anew(root):
 
 def test_kept_logs_are_those_of_the_runs(root):
     log = '{"step": 1, "loss": 1.23456789e-07, "kl": null, "tokens": 1234567}\n'
+    files = {
+        "config.json": '{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}',
+        "metrics.jsonl": log,
+        "samples.jsonl": "",
+    }
     for name in ("0.1-1", "0.1-1.replaced-1"):
-        run = root / "runs" / "beta" / name
-        run.mkdir(parents=True)
-        (run / "config.json").write_text('{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}')
-        (run / "metrics.jsonl").write_text(log)
-        (run / "samples.jsonl").touch()
+        (root / "runs" / "beta" / name).mkdir(parents=True)
+        for file, text in files.items():
+            (root / "runs" / "beta" / name / file).write_text(text)
     evidence.main(["--keep", str(root / "runs" / "beta")])
     (kept,) = (root / "results" / "beta").iterdir()
     assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
