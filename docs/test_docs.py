@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceCl
 import train
 from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config, settings_that_may_change
+from conftest import assert_same_files, metrics
 from infra.command_line import parse, ready
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
@@ -35,6 +36,7 @@ PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 ADDITIONS, _, EDITS = EXTENDING.partition("## Another optimizer\n")  # these are of train.py, in the place of a flag
 EDITS, _, DISTILLATION = EDITS.partition("## On-policy distillation\n")
+DISTILLATION, _, REMEMBERED = DISTILLATION.partition("## What a run remembers\n")
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -195,8 +197,8 @@ def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
     own = runpy.run_path(str(tmp_path / "my_step.py"))
     config = settings_of(["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path / "run")])
     run, *_ = train.set_up(config, torch.device("cpu"))
-    rows = [{"prompt": "1047+85=", "answer": "1132"}, {"prompt": "723+1409=", "answer": "2132"}]
-    monkeypatch.setattr(run.task, "draw", lambda first, n, seed: rows)
+    run.task.train = [{"prompt": "1047+85=", "answer": "1132"}, {"prompt": "723+1409=", "answer": "2132"}]
+    monkeypatch.setattr(train, "pick_rows", lambda run, n, step: [0, 1])
     gradients = []
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.extend(p.grad.clone() for p in run.model.parameters()))
     monkeypatch.setattr(train.ranks, "clip_gradients", lambda model, norm: torch.zeros(()))
@@ -223,7 +225,7 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """A copy of the code with every file and every diff. What edits train.py itself makes edited.py of it."""
+    """A copy of the code with every file and every diff; what edits train.py itself makes files beside it."""
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}, "each applies by itself"
     copy = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("docs", "results", "runs", ".*", "__pycache__"))
@@ -234,16 +236,34 @@ def fork(tmp_path_factory) -> Path:
     config.num_labels = 1
     tokenizer.save_pretrained(copy / "reward_model")
     LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
-    shutil.copy(copy / "train.py", copy / "edited.py")
+    for name in ("edited.py", "recipes.py", *(f"recipe_{i}.py" for i in range(4))):
+        shutil.copy(copy / "train.py", copy / name)
     for diff in blocks(README + ADDITIONS + EDITS.replace("b/train.py", "b/edited.py"), "diff"):
         for name, text in patched(diff, copy).items():
+            (copy / name).write_text(text)
+    for i, diff in enumerate(blocks(REMEMBERED, "diff")):
+        alone, with_others = (patched(diff.replace("b/train", f"b/{x}"), copy) for x in (f"recipe_{i}", "recipes"))
+        for name, text in (alone | with_others).items():
             (copy / name).write_text(text)
     return copy
 
 
+def make(fork: Path, asked: list[tuple]) -> None:
+    """Runs of these modules, to fail after a step or not, by words. To import PyTorch takes longer than the steps."""
+    code = """import importlib, json, sys
+for name, last, *words in json.load(sys.stdin):
+    module = importlib.import_module(name)
+    step = module.training_step
+    module.training_step = lambda run, n: step(run, n) if last is None or n <= last else 1 / 0
+    assert module.main(words) == (last is not None), (name, words)
+    module.training_step = step"""
+    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(asked).encode(), cwd=fork, capture_output=True)
+    assert ran.returncode == 0, ran.stderr.decode()
+
+
 @pytest.fixture(scope="module")
 def runs(fork) -> dict[str, Path]:
-    """For each command its folder. In one process: to import PyTorch takes longer than the steps."""
+    """For each command its folder."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
     lines += [["train", *ablation.flags, *(f"--{name}={x}" for name, x in ablation.variants[-1].items())]]
@@ -252,12 +272,8 @@ def runs(fork) -> dict[str, Path]:
     for i, line in enumerate(lines):
         shorter = ["--steps", "20"] if "largest" in line else ["--steps", "2", "--prompts_per_step", "4"]
         rate = ["--learning_rate", "0.1"] if line[0] == "edited" else []  # SGD's, in that addition
-        asked.append([*line, *shorter, *rate, "--eval_every", "0", "--out", f"runs/{i}"])
-    program = "import importlib, json, sys\nfor module, *words in json.load(sys.stdin):\n"
-    program += "    assert importlib.import_module(module).main(words) == 0, (module, words)"
-    command = [sys.executable, "-c", program]  # one thread and no GPU, as this process
-    ended = subprocess.run(command, input=json.dumps(asked), cwd=fork, text=True, capture_output=True)
-    assert ended.returncode == 0, ended.stderr
+        asked.append([line[0], None, *line[1:], *shorter, *rate, "--eval_every", "0", "--out", f"runs/{i}"])
+    make(fork, asked)
     return {" ".join(words): fork / "runs" / str(i) for i, words in enumerate(lines)}
 
 
@@ -280,8 +296,29 @@ def test_every_command_of_an_addition(runs):
         assert "chi2" not in line or steps[0]["kl"] == 0 < steps[1]["kl"]
         if "edited" in line:  # another optimizer, whose state is saved
             assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
-        if "edited" in line and "sampler" in line:  # completions of the step before are trained on again, off-policy
-            assert abs(steps[0]["loss"]) < 1e-6 < 1e-4 < abs(steps[1]["loss"])
+
+
+def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
+    """Five steps against a run that fails in the fourth and goes on after the second; all at once on two ranks."""
+    recipes = {f"recipe_{i}": words for i, words in enumerate(commands(REMEMBERED, "python train.py"))}
+    recipes["recipes"], asked = [*itertools.chain(*recipes.values())], []
+    for name, words in recipes.items():
+        words += "--steps 5 --save_every 2 --prompts_per_step 2 --eval_every 0 --out".split()
+        asked += [(name, last, *words, f"runs/{name}{end}") for last, end in ((None, ""), (3, "-cut"), (None, "-cut"))]
+    make(fork, asked[:-1])
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "recipes.py"]
+    subprocess.run([*two, *asked[-1][2:]], cwd=fork, check=True, capture_output=True)
+    on_two, on_one = (metrics(fork / "runs" / name) for name in ("recipes-cut", "recipes"))
+    for ours, theirs in zip(on_two, on_one, strict=True):
+        assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
+    for i in range(4):
+        assert_same_files(fork / "runs" / f"recipe_{i}-cut", fork / "runs" / f"recipe_{i}")
+    replayed, adapted, chosen, shortened = (metrics(fork / "runs" / f"recipe_{i}") for i in range(4))
+    assert abs(replayed[0]["loss"]) < 1e-6 < 1e-4 < abs(replayed[1]["loss"]), "off-policy"
+    assert [line["logged/beta"] for line in adapted[:2]] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
+    assert [line["reward"] for line in chosen] != [line["reward"] for line in shortened], "other prompts"
+    for a, b in itertools.pairwise(shortened):
+        assert b["logged/mean"] == pytest.approx(0.9 * a["logged/mean"] + 0.1 * b["completion_length"])
 
 
 def own(fork: Path, name: str) -> SimpleNamespace:
