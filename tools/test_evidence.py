@@ -34,38 +34,31 @@ def root(tmp_path, monkeypatch):
     return tmp_path
 
 
-def stale() -> list[str]:
-    return evidence.not_of_the_logs(evidence.pages(), evidence.tables(), evidence.pictures())
-
-
 def test_what_is_not_that_of_the_logs_is_named_and_made_anew(root):
+    def check(words: str) -> None:
+        with pytest.raises(SystemExit, match=words):
+            evidence.main(["--check"])
+
     evidence.main([])
     evidence.main(["--check"])
-    page, finding = root / "docs" / "benchmarks.md", root / "docs" / "findings.md"
+    page, log = root / "docs" / "benchmarks.md", root / "results" / "clip_higher" / "0.5-2" / "metrics.jsonl"
     made = page.read_text()
     page.write_text(made.replace("| ours / TRL | 0.", "| ours / TRL | 1.", 1))
-    log = root / "results" / "clip_higher" / "0.5-2" / "metrics.jsonl"
     log.write_text(log.read_text().replace('"entropy": 0.', '"entropy": 1.'))
-    wrong = ["docs/benchmarks.md: the table step", "docs/findings.md: the table clip_higher", "results/clip_higher.png"]
-    assert [line.partition(" is not ")[0] for line in stale()] == wrong
-    with pytest.raises(SystemExit, match="clip_higher is not that of the logs\nresults"):
-        evidence.main(["--check"])
+    check(r"^docs/benchmarks.md: the table step .*\n.*: the table clip_higher .*\nresults/clip_higher.png is")
     evidence.main([])
-    assert stale() == [] and page.read_text() == made
+    evidence.main(["--check"])
+    assert page.read_text() == made
     (root / "README.md").write_text("![Reward](results/other.png)\n")
-    assert stale() == ["README.md: no command on a page draws results/other.png"]
-    finding.write_text(finding.read_text().replace("--steps 100", "--steps 90"))  # the logs are of another command
-    with pytest.raises(SystemExit, match=r"0\.2-1 was made with --steps 100, not 90"):
-        stale()
+    check("^README.md: no command on a page draws results/other.png$")
+    (root / "docs" / "findings.md").write_text(FINDING.replace("--steps 100", "--steps 90"))
+    check(r"0\.2-1 was made with --steps 100, not 90")
 
 
 def test_kept_logs_are_those_of_the_runs(root):
     log = '{"step": 1, "loss": 1.23456789e-07, "kl": null, "tokens": 1234567}\n'
-    files = {
-        "config.json": '{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}',
-        "metrics.jsonl": log,
-        "samples.jsonl": "",
-    }
+    config = '{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}'
+    files = {"config.json": config, "metrics.jsonl": log, "samples.jsonl": ""}
     for name in ("0.1-1", "0.1-1.replaced-1"):
         (root / "runs" / "beta" / name).mkdir(parents=True)
         for file, text in files.items():
