@@ -20,7 +20,6 @@ of different prompts. Left out: tools, several turns, images.
 import importlib
 import itertools
 import json
-import math
 import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -147,7 +146,7 @@ def score(
     metrics, extras = [], [{} for _ in pairs]
 
     def log_metric(name: str, value: Any) -> None:
-        if not math.isfinite(float(value)):
+        if not np.isfinite(float(value)):
             warn_once(f"log_metric({name!r}) was given {value}")
         metrics.append((f"logged/{name}", float(value)))
 

@@ -58,7 +58,7 @@ def test_rows_of_a_file(tmp_path):
 
 
 def test_rows_of_the_hub(monkeypatch):
-    def load_dataset(name, subset, split):
+    def load_dataset(name, subset, split, data_files):
         return [{"problem": split, "solution": f"{name} \\boxed{{1}}"}]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))

@@ -99,7 +99,8 @@ def trl_trainer(run: train.Run, args: argparse.Namespace) -> Any:
         per_device_train_batch_size=args.rows, gradient_checkpointing=False, save_strategy="no", report_to="none",
         bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
-    rows = datasets.Dataset.from_list(run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed))
+    drawn = run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed)
+    rows = datasets.Dataset.from_list([run.task.train[i] for i in drawn])
     trainer = trl.GRPOTrainer(run.model, run.task.rewards, config, rows, processing_class=run.tokenizer)
     if args.way == "TRL, plain head":
         trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
@@ -161,7 +162,7 @@ def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
     drawn = [rng.choice(words, args.prompt_tokens or rng.integers(32, 65)) for _ in range(cfg.prompts_per_step)]
     rows = [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
     task = Task(rows, [], [shortness], [1.0])
-    task.draw = lambda first, n, seed: (rows * n)[:n]
+    task.draw = lambda first, n, seed: [i % len(rows) for i in range(n)]
     wrap(train, "load_task", lambda original, config: task)
     padded = args.rows * (max(map(len, drawn)) + cfg.max_completion_length)
     flags = [*STEP.split(), *args.flags, "--micro_batch_tokens", str(padded)]
@@ -265,7 +266,7 @@ def learn(args: argparse.Namespace) -> None:
     log = log_of(args, args.way, args.seed)
     words = [*args.flags, "--warmup_steps", "0", "--seed", args.seed, "--out", str(log.parent)]  # TRL's warm-up differs
     run, lines, reached = run_of(words), [], [None]
-    made = run_folder.provenance() | {"settings": run_folder.plain(run.config) | {"trainer": args.way}}
+    made = run_folder.provenance() | {"settings": vars(run.config) | {"trainer": args.way}}
     log.parent.mkdir(parents=True, exist_ok=True)
     log.with_name("config.json").write_text(json.dumps(made, indent=1))
 
