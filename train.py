@@ -294,6 +294,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
 
 
+@faults.handlers_put_back()
 def train(cfg: Config) -> int:
     """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())

@@ -90,6 +90,17 @@ def end_with_torchrun() -> None:
             os._exit(1)
 
 
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """A notebook goes on after the run; other ranks may still be sent copies of a signal."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items() if not dist.is_initialized() else ():
+            signal.signal(number, handler)
+
+
 def stop_requests() -> list[int]:
     """Grows by a signal that asks to stop after the step. A second one, later than a copy by torchrun, ends it now."""
     caught: list[int] = []

@@ -4,6 +4,7 @@ what Python shows. And input that looks bad but must work."""
 import json
 import re
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, dynamic_modu
 
 import train
 from conftest import ROOT, lines, metrics, run, samples
-from infra import faults
 from tasks._characters import char_tokenizer, small_config
 
 REWARDS = """
@@ -126,13 +126,12 @@ OF_THE_USER = [  # -> what Python shows at the end
 @pytest.fixture
 def ends(files, capsys, monkeypatch, tmp_path):
     """-> a function that starts a run which must end with this code, and gives what stood on stderr"""
-    monkeypatch.setattr(faults, "stop_requests", list)
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
         flags = f"{GOOD} {words} --out {tmp_path}/out".replace("{0}", str(files))
-        assert train.main(flags.split()) == code
+        assert train.main(flags.split()) == code and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         shown = capsys.readouterr()
         assert "step 1/" not in shown.out
         return shown.err.replace(str(files), "{0}")

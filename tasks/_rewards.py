@@ -93,9 +93,12 @@ def room_for(reward: Callable, given: dict[str, Any]) -> dict[str, Any]:
 def wait_for(awaited: list) -> list:
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # there is none
-        return event_loop().run(_all_of(awaited))
-    return thread.submit(event_loop().run, _all_of(awaited)).result()  # in a notebook
+    except RuntimeError:
+        in_notebook = False
+    else:
+        in_notebook = True
+    run = event_loop().run
+    return thread.submit(run, _all_of(awaited)).result() if in_notebook else run(_all_of(awaited))
 
 
 async def _all_of(awaited: list) -> list:
