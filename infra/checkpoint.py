@@ -1,6 +1,7 @@
 """Save a run and continue it, save the trained model.
 
-    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, Run.state, state.json
+    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, Run.state, state.json,
+                              SHA256SUMS
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
 A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
@@ -15,13 +16,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -65,9 +67,9 @@ def save(
                 _call(dcp.save, part, storage_writer=HuggingFaceStorageWriter(beside / name, save_distributed=True))
         if first:
             save_file(tensors, beside / "state.safetensors")
-            files = sorted(str(path.relative_to(beside)) for path in beside.rglob("*.safetensors"))
-            about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "files": files}
-            write_text(beside / "state.json", json.dumps(about | {"state": kept}, indent=2))
+            about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "state": kept}
+            write_text(beside / "state.json", json.dumps(about, indent=2))
+            write_text(beside / "SHA256SUMS", "\n".join([*checksums(beside), ""]))
             for lines in out.glob("*.jsonl"):  # those up to this step must outlive a crash as well
                 flush(lines)
     if first:
@@ -80,11 +82,10 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     """Put everything back as `save` found it, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
     parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    ranks.on_first(check, folder)
     with ranks.fail_together(), _reading(folder):
         tensors = load_file(file) if (file := folder / "state.safetensors").exists() else {}
         about = json.loads((folder / "state.json").read_text(), object_hook=partial(_from_json, tensors=tensors))
-        for file in about["files"]:
-            safe_open(folder / file, "pt")  # fails where it is not there, or not whole
         if about["optimizer"] != (kind := type(optimizer).__name__):
             raise UserError(f"the checkpoint {folder} is of a run with {about['optimizer']}, not {kind}")
     with _reading(folder):
@@ -98,9 +99,24 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
 
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Of the policy alone. A rank that calls this needs no other one."""
+    check(folder)
     with _reading(folder):
         _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
     return model
+
+
+def checksums(folder: Path) -> list[str]:
+    """A line for each file, as sha256sum has it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    return [f"{file_digest(path.open('rb'), 'sha256').hexdigest()}  {path.relative_to(folder)}" for path in files]
+
+
+def check(folder: Path) -> None:
+    """Every file is as it was written, the state included. Checkpoints of earlier versions have no sums."""
+    with _reading(folder):
+        written = (folder / "SHA256SUMS").read_text() if (folder / "SHA256SUMS").exists() else ""
+        if changed := {*written.splitlines()} - {*checksums(folder)}:
+            raise ValueError(f"{min(changed).split()[-1]} is not as it was written")
 
 
 def _call(call: Callable, part: dict[str, Tensor], alone: bool = False, **storage: Any) -> None:
