@@ -147,6 +147,8 @@ class RunLog:
         """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
+            if name == "metrics.jsonl" and [line["step"] for line in lines if line["step"]] != [*range(1, done + 1)]:
+                self.say(f"note: {self.out / name}: steps are missing or stand twice")
             run_folder.write_text(self.out / name, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
         # disable=None: there is a bar only where there is a terminal; miniters=0: it is drawn within a step, too

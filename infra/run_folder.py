@@ -9,6 +9,7 @@
 Nothing is written before all is ready to start, and no run is written over: --overwrite renames its folder.
 """
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -120,8 +121,11 @@ def given_in(file: Path) -> dict:
 
 def read_lines(file: Path) -> list[dict]:
     """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+    *lines, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    whole = [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+    with contextlib.suppress(UserError):
+        whole.append(parse(last, file))
+    return whole
 
 
 def parse(text: bytes, where: Path | str) -> dict:

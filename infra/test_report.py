@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batch import Group
 from config import Config
-from infra import ranks, report
+from infra import ranks, report, run_folder
 from infra.report import RunLog
 from rollout import Completion
 
@@ -113,6 +113,24 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
     for length in range(100):
         ids = rng.choices([*range(220, 259), *"中".encode()], k=length)
         assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "text, steps, noted",
+    [
+        ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2], 0),  # step 3 will be run again
+        ('{"step": 1}\n{"step": 2}', [1, 2], 0),  # a whole line, without its end
+        ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2], 0),
+        ('{"step": 1}\n{"step": 2}\n{"step": 2}\n', [1, 2, 2], 1),
+        ('{"step": 0}\n{"step": 2}\n', [0, 2], 1),
+        ("", [], 1),
+    ],
+)
+def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, capsys, text, steps, noted):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
+    assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == steps
+    assert capsys.readouterr().out.count("steps are missing or stand twice") == noted
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
