@@ -75,9 +75,9 @@ def leave(code: int) -> None:
 
 def is_lost_contact(error: BaseException) -> bool:
     """A collective call, be it of PyTorch's own (of shards, of a checkpoint), fails so where another rank is gone. What
-    a user's code raises may read alike."""
+    a user's code raises may read alike, and so does NCCL where memory runs out."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    reads_so = any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
+    reads_so = any(word in str(error) for word in ("gloo", "NCCL", "onnection")) and "out of memory" not in str(error)
     return isinstance(error, RuntimeError) and reads_so and raised_in.startswith(os.path.dirname(torch.__file__))
 
 

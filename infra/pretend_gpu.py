@@ -11,8 +11,7 @@ by the host that wait for the device are counted in gpu.waits, and raise while a
 How: a wrapper subclass whose C++ device is XLA. Of all devices that is the one that autograd serves in a build without
 CUDA and that CUDA's own rules of autocast accept. What has no public name is that of torch 2.13.
 
-Left out, since it cannot be pretended: kernels, with their limits, rounding and speed, and which of them computes an
-attention; streams; NCCL; fragmentation; dtypes that a CPU computes and CUDA does not.
+Left out, since it cannot be pretended: kernels (their limits, rounding and speed), streams, NCCL, fragmentation.
 """
 
 import collections
@@ -120,8 +119,6 @@ class Pretended(torch.Tensor):
     def numpy(self, **_: Any) -> None:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first (pretended)")
 
-    __array__ = numpy
-
     def __deepcopy__(self, memo: dict) -> "Pretended":
         copy = self.detach().clone().requires_grad_(self.requires_grad)
         copy._is_param = getattr(self, "_is_param", False)
@@ -167,8 +164,6 @@ class Pretended(torch.Tensor):
             gpu.captured.append((func, args, kwargs, out))
         if target == "cpu":
             return each(numbers_of, out)
-        if target == "meta":
-            return each(lambda x: x.to("meta"), out)
         if func._schema.is_mutable:
             for x in outer.values():
                 if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # resized
@@ -184,10 +179,9 @@ def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
     if not elsewhere or func.namespace == "c10d" or func in (aten._to_copy.default, aten.copy_.default):
         return
     first_is_ours = isinstance(tensors[0], Pretended)
-    if func in TAKES_CPU_INDICES and first_is_ours:
-        return
     by_entry = torch.Tag.pointwise in func.tags or "_foreach" in func.name()
-    if by_entry and all(x.dim() == 0 for x in elsewhere) and (first_is_ours or not func._schema.is_mutable):
+    numbers = by_entry and all(x.dim() == 0 for x in elsewhere) and (first_is_ours or not func._schema.is_mutable)
+    if numbers or (func in TAKES_CPU_INDICES and first_is_ours):
         return
     raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {func} (pretended)")
 
@@ -208,10 +202,8 @@ def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Floats have no numbers. What whole numbers are made of them is 0, and what truths is true."""
-    if name == "_local_scalar_dense":
+    if name in ("_local_scalar_dense", "equal"):
         return 1.0
-    if name == "equal":
-        return True
     if name == "copy_":
         return args[0] if args[0].is_meta else args[0].zero_()
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # of a mask how many it takes must be known
@@ -303,13 +295,6 @@ def empty_strided(size, stride, dtype=None, **_: Any) -> Pretended:
     return Pretended(torch.empty_strided(size, stride, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
-class Guard(torch._C._acc.DeviceGuard):
-    """Autograd asks how many devices there are, and for their streams: there is one, without a stream."""
-
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.XLA
-
-
 _kept_alive: list = []
 
 
@@ -318,7 +303,9 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
     if _kept_alive:
         return gpu
-    guard, library = Guard(), torch.library.Library("aten", "IMPL")
+    # Autograd asks how many devices there are, and for their streams: there is one, without a stream.
+    guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
+    library = torch.library.Library("aten", "IMPL")
     _kept_alive.extend([guard, library])
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))

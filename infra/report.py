@@ -252,7 +252,8 @@ def open_tracker(config: Config) -> Callable[[str, float, int], None]:
 def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
     with ranks.fail_together():  # told once
         told = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
-        raise UserError(f"{told}. Check the rewards, lower --learning_rate, or try --dtype float32")
+        dtype = "try --dtype float32, which on a GPU takes up to twice the memory and several times as long"
+        raise UserError(f"{told}. Check the rewards, lower --learning_rate, or {dtype}")
 
 
 def finished(out: Path, note: str = "") -> int:

@@ -188,6 +188,7 @@ def test_on_a_gpu_segments_grow_unless_the_allocator_has_other_settings(given, m
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert ranks.start() == torch.device("cuda", 0)
     assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "which would make a plan for each token"
 
 
 def test_objects_travel_between_cpus_and_tensors_between_gpus():
