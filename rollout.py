@@ -107,7 +107,7 @@ def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
     """Random numbers for a purpose of this name (in step numbers[0], say), which are those of no other name or numbers.
     The streams of completions, minibatches and epochs have keys of their own, as plain lists, which numpy pads with
     zeros: [seed, step] would be the stream of (seed, step, 0, 0). They stay, for the runs that have them."""
-    key = hashlib.sha256(repr((name, seed, *map(int, numbers))).encode()).digest()
+    key = hashlib.sha256(repr((name, *map(int, (seed, *numbers)))).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(key)))
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +47,11 @@ def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, given, filled_i
     once = resolve(config, TASK, on_gpu)
     assert vars(once) | given | filled_in == vars(once)
     assert config == Config(**given) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
+
+
+def test_what_changes_during_a_run_is_no_setting():
+    with pytest.raises(FrozenInstanceError):
+        Config().beta = 0.1
 
 
 def test_a_run_may_be_continued_with_what_does_not_change_it():

@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import train
-from batch import Batch, minibatches
+from batch import Batch, collate, minibatches
 from config import Config
 from conftest import ROOT, TIMINGS, assert_same_files, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
+from loss import policy_loss
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
 from tasks.sorting import model as sorting_model
@@ -176,6 +178,7 @@ def test_a_run_by_torchrun_from_another_directory_and_one_from_a_program_are_tha
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
     assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
+    assert "max_grad_norm 1000000.0" in shown, "what is not as usual is named"
     assert_same_run(tmp_path / "two", one)
     assert train.train(Config(**sorting | dict(data=str(sorting["data"]), out=str(tmp_path / "program")))) == 0
     assert_same_run(tmp_path / "program", one)
@@ -372,6 +375,30 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
+def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
+    monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
+    go("sampler", old_policy="sampler")
+    with pytest.raises(AssertionError):
+        go("policy")
+    assert "error: --old_policy policy: is not what sampled the completions of earlier steps" in capsys.readouterr().err
+
+
+def test_a_figure_of_the_loss_or_of_ones_own_is_one_of_the_step(go, monkeypatch):
+    def with_another(*args, **switches):
+        loss, stats = policy_loss(*args, **switches)
+        return loss, stats | {"mine": (2.0 * args[4].sum(), args[4].sum())}
+
+    def logging(run: train.Run, batch: Batch, step: int) -> tuple:
+        run.log("mine", 10.0 * step + len(run.logged))
+        return update(run, batch, step)
+
+    update = train.update
+    monkeypatch.setattr(train, "policy_loss", with_another)
+    monkeypatch.setattr(train, "update", logging)
+    lines = metrics(go(minibatches=2, eval_every=1, eval_prompts=2))
+    assert [(line["mine"], line["logged/mine"]) for line in lines if line["step"]] == [(2.0, 10.5), (2.0, 20.5)]
+
+
 def test_with_the_sampler_as_the_old_policy_the_gap_is_that_of_the_policy(go):
     """Of rounding alone while the policy has not moved, but not 0, as between the old policy and the sampler."""
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(go(old_policy="sampler", top_p=0.9)))
@@ -512,7 +539,8 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
 
 # ---- In a script of one's own ----
 
-PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+PLAIN += (ast.Assign, ast.AnnAssign, ast.AugAssign)
 
 
 def test_an_import_changes_nothing():

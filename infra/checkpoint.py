@@ -42,7 +42,7 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Safetenso
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list)  # fields of these, with what makes them again
-LONG |= {"words": partial(array, "i"), "offsets": partial(array, "q")}
+LONG = LONG | {"words": partial(array, "i"), "offsets": partial(array, "q")}
 
 
 def save(
