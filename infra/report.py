@@ -12,6 +12,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,9 @@ class RunLog:
             f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
             f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s) ({device.type})"
         )
-        others = [name for name, x in vars(cfg).items() if getattr(Config, name, None) not in (None, x)]  # than usual
-        shown = dict.fromkeys((*ALGORITHMS[cfg.algorithm], *others))
+        usual, own = vars(Config()), [f.name for f in fields(cfg) if f.metadata["heading"] == "The objective"]
+        rest = [name for name, x in vars(cfg).items() if x != usual[name] and (name in own or usual[name] is not None)]
+        shown = dict.fromkeys((*ALGORITHMS[cfg.algorithm], *rest))
         self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in shown))
         for note in notes:
             self.say(f"note: {note}")
