@@ -99,7 +99,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
     prompt_lengths = torch.tensor([len(group.prompt_ids) for _, group, _ in rows])
-    steps = torch.tensor([group.step for _, group, _ in rows])
+    steps = torch.tensor([group.step for _, group, _ in rows], device=device)
     tensors = ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp, sampler_entropy
     something_cut = any(group.completions[i].kept for _, group, i in rows)
     return Batch(*(x.to(device) for x in tensors), steps=steps, kept=kept if something_cut else None)
@@ -118,7 +118,7 @@ def has_signal(group: Group, mask_truncated: bool) -> bool:
 
 
 def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
-    """-> (P, G), the tokens of each completion that are trained on"""
+    """-> (P, G), the tokens of each completion that are trained on: 0 where mask_truncated leaves one out"""
 
     def length(group: Group, i: int) -> int:
         return len(group.completions[i].ids) * is_trained_on(group, i, mask_truncated)

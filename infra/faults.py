@@ -102,7 +102,7 @@ def handlers_put_back() -> Iterator[None]:
 
 
 def stop_requests() -> list[int]:
-    """Grows by a signal that asks to stop after the step. A second one, later than a copy by torchrun, ends it now."""
+    """Grows by a signal asking to stop after the step. A second one, later than torchrun's copy, ends the process."""
     caught: list[int] = []
     times: list[float] = []
 

@@ -37,7 +37,7 @@ def start(shard: bool = False) -> torch.device:
         # a cache has one with every token: some 30 ms each.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
-        store, number, count = next(dist.rendezvous("env://"))
+        store, number, count = next(dist.rendezvous("env://", timeout=timedelta(hours=2)))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)

@@ -127,7 +127,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 GROUP = Group([1, 2], {"prompt": "a"}, [Completion([3], [-0.1], True)], torch.tensor([math.nan]), index=7)
 GROUP.completions[0].kept = KeptSets(array("i", [3, 5]), array("q", [0, 2]))
 STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "mean": 0.1 + 0.2, "buffer": [GROUP, GROUP]}
-NO_STATE = [(1, 2), {1: 2}, {1}, np.ones(1), nn.Parameter(torch.ones(1)), {"<class>": "Group"}]
+NO_STATE = [(1, 2), {1: 2}, {1}, np.ones(1), torch.ones(1, requires_grad=True), {"<class>": "Group"}]
 STATE["nested"] = {"": [[], {}, None, True, 2**70, math.inf, "\u4f60\n", {"step": torch.tensor(3)}]}
 
 
