@@ -61,7 +61,7 @@ class Steps:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):
-            self.ids = self.graph = self.out = None  # the memory of earlier prompts is free
+            self.keys = self.graph = self.out = None  # the memory of earlier prompts is free
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
             for i, layer in enumerate(layers):
                 if type(layer) is not DynamicLayer:
@@ -70,8 +70,8 @@ class Steps:
                 layers[i].update(layer.keys, layer.values)
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
-        if self.ids is None or len(self.ids) != len(input_ids):
-            self.graph = self.out = None
+        if self.keys is not layers[0].keys:  # others after a choice of rows
+            self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
         call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)

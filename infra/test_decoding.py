@@ -1,0 +1,130 @@
+"""Steps that can be a CUDA graph sample what plain ones do: on a CPU, and as graphs on a GPU that is pretended."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from conftest import VOCAB, tiny_model
+from infra import decoding as module
+from infra import pretend_gpu
+from infra.decoding import decoding
+from infra.pretend_gpu import gpu, on_pretended_gpu
+from rollout import Completion, Sampling, rollout, uniforms
+
+PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]
+LENGTH, ENDS = 10, [2, 4, 8, 11, 22, 33, 44, 55]
+STREAMS = uniforms(0, 1, [(i, 0) for i in range(len(PROMPTS))], LENGTH)
+SAMPLINGS = [
+    Sampling(LENGTH, ENDS, top_p=0.8, with_entropy=True, drop_share=0.5),
+    Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),  # four at once, some without padding
+    Sampling(LENGTH, ENDS[:1], temperature=0.0),
+]
+KINDS = {"llama": 4, "qwen2": 1, "qwen3": 2, "gemma": 2}  # heads of keys and values; of queries there are 4
+needs_gpu = pytest.mark.skipif(pretend_gpu.WHY_NOT is not None, reason=str(pretend_gpu.WHY_NOT))
+
+
+def model_of(kind: str, device: str = "cpu") -> nn.Module:
+    return tiny_model(kind, torch.float32, spread=2.0, num_key_value_heads=KINDS.get(kind, 2)).to(device)
+
+
+def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
+    with decoding(model, dtype, decode, LENGTH):
+        return rollout(model, PROMPTS, STREAMS if sampling.temperature else None, sampling)
+
+
+def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
+    """In between the weights change, as in an update."""
+    found = []
+    for sampling in SAMPLINGS:
+        found += sampled(model, sampling, decode, dtype)
+        model.get_output_embeddings().weight.data.mul_(0.9)
+    return found
+
+
+def compare(ours: list[Completion], theirs: list[Completion]) -> tuple[float, float]:
+    """-> share of the tokens before which, and with which, completions are the same; largest gap of their log-probs"""
+    gaps = []
+    for a, b in zip(ours, theirs, strict=True):
+        gaps += [abs(a.logp[t] - b.logp[t]) for t in range(len(b.ids)) if a.ids[: t + 1] == b.ids[: t + 1]]
+    return len(gaps) / sum(len(b.ids) for b in theirs), max(gaps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_fixed_shapes_sample_the_same(kind, capsys):
+    plain = all_sampled(model_of(kind), "plain")
+    steps = all_sampled(model_of(kind), "graph")
+    assert "--decode" not in capsys.readouterr().err and len({len(c.ids) for c in plain}) > 3, "rows end early"
+    share, gap = compare(steps, plain)
+    assert share == 1.0 and gap <= 1e-5  # of float32; log-probs are of the size of 1 to 10
+    for a, b in zip(steps, plain, strict=True):
+        assert np.allclose(a.entropy or 0, b.entropy or 0, rtol=0, atol=1e-5)
+        assert [set(ids) for ids in a.kept or []] == [set(ids) for ids in b.kept or []]
+
+
+def graphs(kind: str, dtype: torch.dtype) -> tuple[list[Completion], int, int]:
+    """-> what is sampled, how many graphs were replayed, bytes that are held afterwards beside the model"""
+    replays, replay, model = [], pretend_gpu.Graph.replay, model_of(kind, "cuda")
+    pretend_gpu.Graph.replay = lambda graph: replays.append(replay(graph))
+    held = gpu.held
+    return all_sampled(model, "graph", dtype), len(replays), gpu.held - held
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3 in bfloat16"])
+def test_graphs_sample_the_same(kind):
+    kind, _, dtype = kind.partition(" in ")
+    dtype = getattr(torch, dtype or "float32")
+    found, replays, held = on_pretended_gpu(graphs, kind, dtype)
+    share, gap = compare(found, all_sampled(model_of(kind), "plain", dtype))
+    exact = dtype == torch.float32
+    assert share >= (1.0 if exact else 0.5) and gap <= (1e-5 if exact else 0.1)
+    assert replays > LENGTH and held == 0
+
+
+def waits() -> list[dict]:
+    """-> as graphs and plainly, for a token, the reads by the host that wait for the GPU"""
+    model, found = model_of("qwen2", "cuda"), []
+    for decode in ("graph", "plain"):
+        sampled(model, SAMPLINGS[-1], decode)  # what is done once
+        for length in (4, 5):
+            gpu.waits.clear()
+            sampled(model, Sampling(length, [VOCAB]), decode)
+            found.append(gpu.waits.copy())
+    return [dict(found[1] - found[0]), dict(found[3] - found[2])]
+
+
+@needs_gpu
+def test_as_graphs_the_host_reads_one_number_a_token_how_many_rows_have_ended():
+    number = "_local_scalar_dense"
+    assert on_pretended_gpu(waits) == [{number: 1}, {number: 2}]  # plainly also whether there is padding
+
+
+REFUSED = {
+    "gemma2": "its cache has a DynamicSlidingWindowLayer",
+    "falcon_h1": "its cache has a LinearAttentionAndFullAttentionLayer",
+    "bloom": "missing 1 required positional argument: 'position_ids'",
+    "mamba": "missing 2 required positional arguments",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_is_not_made_for_it_says_so_once_and_goes_on_plainly(kind, capsys):
+    assert all_sampled(model_of(kind), "graph") == all_sampled(model_of(kind), "plain")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--decode graph" in line]
+    assert REFUSED[kind] in line
+
+
+def experts_in_a_loop() -> list[str]:
+    said: list[str] = []
+    module.faults.warn = said.append
+    module.sync_debug_mode = lambda mode: setattr(gpu, "captured", [] if mode else None)
+    torch.cuda.CUDAGraph = None  # is not reached
+    sampled(model_of("qwen3_moe", "cuda"), SAMPLINGS[-1], "graph")
+    return said
+
+
+@needs_gpu
+def test_where_the_host_waits_within_a_step_nothing_is_captured():
+    (said,) = on_pretended_gpu(experts_in_a_loop)
+    assert "--decode graph" in said and "not permitted when stream is capturing" in said
