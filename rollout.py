@@ -129,10 +129,9 @@ def rollout(
     """One completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion i;
     greedy sampling needs none. Equal prompts are read once."""
     due = (len(prompts), sampling.max_completion_length)
-    if sampling.temperature > 0.0 and np.shape(uniform) != due:
-        raise ValueError(f"uniform is {np.shape(uniform)}: must be {due}, (prompts, max_completion_length)")
-    if not all(isinstance(prompt, list) for prompt in prompts):
-        raise ValueError("prompts: must be lists of token ids, one for each completion")
+    sampled = sampling.temperature > 0.0
+    if not all(isinstance(prompt, list) for prompt in prompts) or (sampled and np.shape(uniform) != due):
+        raise ValueError(f"prompts must be lists of token ids; uniform must be {due}, not {np.shape(uniform)}")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
     while len(done) < len(prompts):

@@ -304,7 +304,7 @@ def train(cfg: Config) -> int:
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
     run, log, noted = set_up(cfg, device)
-    models = {"model": run.model} | ({"reference": run.reference} if cfg.ref_sync_every else {})
+    models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:
         run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
     # All is ready: only from here on anything is written.

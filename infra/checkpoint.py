@@ -1,7 +1,6 @@
 """Save a run and continue it, save the trained model.
 
-    out/checkpoint/000040/    weights, reference (where it is refreshed), the optimizer's state, Run.state, state.json,
-                              SHA256SUMS
+    out/checkpoint/000040/    weights, those of the reference, the optimizer's state, Run.state, state.json; SHA256SUMS
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
 A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
@@ -92,7 +91,8 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
         if (folder / "optimizer").exists():
             parts["optimizer"] = _room_for_state(folder / "optimizer", models["model"])
         for name, part in parts.items():
-            _call(dcp.load, part, storage_reader=HuggingFaceStorageReader(folder / name))
+            if (folder / name).exists():  # earlier versions kept no reference that is not refreshed
+                _call(dcp.load, part, storage_reader=HuggingFaceStorageReader(folder / name))
     _restore(optimizer, models["model"], parts.get("optimizer", {}) | about["numbers"])
     return about["cursor"], about.get("state", {})  # of an earlier version
 

@@ -211,6 +211,8 @@ def contradictions(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
+    if config.steps and config.model and (Path(config.model) / "state.json").is_file():
+        yield f"this run goes on only as long as {config.model} is there, which its own run deletes when it goes on"
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))

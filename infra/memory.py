@@ -103,7 +103,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         length=length,
         sampled=math.ceil(sampled / world),
         trained=math.ceil(trained / world),
-        checkpoint=parameters * (16 if config.ref_sync_every else 12),
+        checkpoint=parameters * (16 if config.beta else 12),
     )
 
 

@@ -170,9 +170,9 @@ def _named(name: str, part: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        models = [folder / "model" for folder in (Path(name), Path(name).parent) if (folder / "model").is_dir()]
-        meant = f"; did you mean {models[0]}?" if models and models[0] != Path(name) else ""
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{meant}") from error
+        models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
+        meant = [f"; did you mean {folder}?" for folder in models if folder.is_dir()]
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
 
 
 # ---- Experts under autocast ----

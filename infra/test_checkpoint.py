@@ -360,6 +360,17 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert_same_files(tmp_path / "out.replaced-1", tmp_path / "out")
 
 
+def test_a_run_needs_no_other_runs_folder_for_its_reference(sorting, tmp_path):
+    """Whatever has become of the model that both were loaded from."""
+    run(sorting | dict(steps=1), tmp_path / "first")
+    settings = sorting | dict(model=tmp_path / "first" / "model", beta=0.5, learning_rate=1e-3)
+    run(settings | dict(steps=3), tmp_path / "whole")
+    run(settings, tmp_path / "half")
+    shutil.copytree(tmp_path / "whole" / "model", settings["model"], dirs_exist_ok=True)
+    run(settings | dict(steps=3), tmp_path / "half")
+    assert_same_files(tmp_path / "half", tmp_path / "whole")
+
+
 def pause(noted: Path) -> None:
     """For minutes. A process that this one leaves behind, as a reward function might, lives on."""
     if left := os.fork():

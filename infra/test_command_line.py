@@ -186,7 +186,8 @@ def test_every_number_has_bounds():
     assert len(numbers) > 30 and numbers == set(" ".join(names for *_, names in BOUNDS).split())
 
 
-def test_what_is_allowed_but_worth_a_line():
+def test_what_is_allowed_but_worth_a_line(tmp_path):
+    (tmp_path / "state.json").touch()
     for settings, *notes in (
         (dict(top_k=5, keep_set=False), "log-probs are of the whole"),
         (dict(ratio="sequence", top_entropy=0.5), "sequence ... not the chosen ones alone"),
@@ -194,6 +195,8 @@ def test_what_is_allowed_but_worth_a_line():
         (dict(beta=0.1, kl_estimator="k1"), "adds noise"),
         (dict(ratio="sequence", beta=0.1, tis_cap=2.0, top_p=0.9),),
         (dict(top_entropy=0.5, scale_rewards="mean"),),
+        (dict(model=str(tmp_path)), "goes on only as long as"),
+        (dict(model=str(tmp_path), steps=0),),
     ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 

@@ -20,7 +20,7 @@ from config import UserError
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 event_loop = functools.cache(asyncio.Runner)  # one for all calls: a client that is made once stays usable
-thread = ThreadPoolExecutor(1)  # for that loop where another one is running
+thread = ThreadPoolExecutor(1)  # for that loop where another one is running, as in a notebook
 folders: list[Path] = []  # of files of rewards
 LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
@@ -77,7 +77,9 @@ def call_rewards(
     awaited = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
     if awaited:
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)):
-            for i, value in zip(awaited, wait_for([values[i] for i in awaited]), strict=True):
+            run, all_of = event_loop().run, _all_of([values[i] for i in awaited])
+            given = thread.submit(run, all_of).result() if asyncio._get_running_loop() else run(all_of)
+            for i, value in zip(awaited, given, strict=True):
                 values[i] = as_list(value)
     return [numbers_of(reward, of_one, columns) for reward, of_one in zip(rewards, values, strict=True)]
 
@@ -88,17 +90,6 @@ def room_for(reward: Callable, given: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
     return {name: x for name, x in given.items() if name in parameters}
-
-
-def wait_for(awaited: list) -> list:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        in_notebook = False
-    else:
-        in_notebook = True
-    run = event_loop().run
-    return thread.submit(run, _all_of(awaited)).result() if in_notebook else run(_all_of(awaited))
 
 
 async def _all_of(awaited: list) -> list:
