@@ -16,7 +16,6 @@ finished rows leave the batch while the others go on, and sampling is one pass o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
-import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from config import Config, UserError
+from config import UserError
 
 Progress = Callable[[int, int], None]  # is told how many tokens were sampled and how many rows go on
 
@@ -44,13 +43,6 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # of the cache, completions at full length; at least one completion
     drop_share: float = 0.25  # of the rows must have ended before they leave the batch
     with_entropy: bool = False  # that of each token's distribution is recorded
-
-    @classmethod
-    def of(cls, config: Config, eos_ids: list[int]) -> "Sampling":
-        same = ("max_completion_length", "temperature", "top_k", "top_p", "min_p", "keep_set")
-        drop = 0.5 if config.decode == "graph" else 0.25  # other rows are another graph
-        others = dict(tokens_at_once=config.rollout_tokens, with_entropy=config.top_entropy < 1.0, drop_share=drop)
-        return cls(eos_ids=eos_ids, **{name: getattr(config, name) for name in same}, **others)
 
 
 @dataclass
@@ -101,14 +93,6 @@ class Completion:
     truncated: bool  # it reached the length limit without an end-of-sequence token
     entropy: list[float] | None = None  # where it was asked for; of the whole distribution
     kept: KeptSets | None = None  # for each token the ids that it was sampled from; None where nothing is cut
-
-
-def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
-    """Random numbers for a purpose of this name (in step numbers[0], say), which are those of no other name or numbers.
-    The streams of completions, minibatches and epochs have keys of their own, as plain lists, which numpy pads with
-    zeros: [seed, step] would be the stream of (seed, step, 0, 0). They stay, for the runs that have them."""
-    key = hashlib.sha256(repr((name, *map(int, (seed, *numbers)))).encode()).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(key)))
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from config import UserError
 from conftest import VOCAB, rounding, tiny_model
 from logprob import token_logprobs
-from rollout import Completion, KeptSets, Sampling, generator, rollout, sample, uniforms
+from rollout import Completion, KeptSets, Sampling, rollout, sample, uniforms
 
 KINDS = ["qwen2", "gemma2", "gpt2", "bloom", "qwen3_moe", "mamba"]
 DISTINCT = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 20], [3]]
@@ -203,13 +203,6 @@ def test_streams_are_named_by_seed_step_prompt_and_sample():
     assert all(not np.array_equal(base, stream) for part in others for stream in part)
     assert np.array_equal(base, uniforms(0, 1, [(7, 7), (0, 0)], 5)[1])
     assert np.array_equal(base[:3], uniforms(0, 1, [(0, 0)], 3)[0])
-
-
-def test_generators_are_named_by_purpose_seed_and_numbers():
-    names = [("a", 0), ("a", 0, 0), ("a", 0, 0, 0), ("a", 1), ("b", 0), ("a", 0, 12), ("a", 0, 1, 2), ("a", 0, 1)]
-    first = [int(generator(*name).integers(2**62)) for name in names]
-    assert len({*first}) == len(names)
-    assert first[0] == generator("a", np.int64(0)).integers(2**62) == 4450455305437647052
 
 
 def test_weights_that_are_not_finite_are_named():

@@ -12,10 +12,9 @@ rank knows all completions (a few megabytes), each token's weight is fixed befor
 import math
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,44 +22,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from advantage import combine_rewards, group_advantages, on_high_entropy
-from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
+from batch import Batch, Group, collate, has_signal, micro_batches, minibatches, trained_lengths
 from config import Config, UserError
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
-from infra.model import load, open_model
+from infra.run import Run, set_up
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Completion, Progress, Sampling, rollout, uniforms
-from tasks import Task, load_task, score, task_file
-from tasks._prompts import check_prompts, encode_prompt, notes
+from rollout import Completion, rollout, uniforms
+from tasks import score
+from tasks._prompts import encode_prompt
 
 LOSS_SWITCHES = (  # settings that policy_loss reads
     "objective", "ratio", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator", "kl_importance", "tis_mode",
     "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos", "sapo_tau_neg",
 )  # fmt: skip
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null where none
-
-
-@dataclass
-class Run:
-    """What outlives a step. A checkpoint has model, reference, optimizer, cursor and state, and no other field."""
-
-    config: Config
-    device: torch.device
-    task: Task
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
-    optimizer: torch.optim.Optimizer
-    sampling: Sampling
-    limits: Limits  # of a micro-batch
-    progress: Progress | None = None  # is told how far a rollout is
-    cursor: int = 0  # prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # of a fork, alike on all ranks: JSON, tensors, Groups
-    logged: list[tuple[str, float]] = field(default_factory=list)  # in this step: their means go to metrics.jsonl
-
-    def log(self, name: str, value: float) -> None:
-        self.logged.append((f"logged/{name}", float(value)))
 
 
 # ---- The step ----
@@ -275,23 +252,6 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
     return highest * factor[cfg.lr_schedule]
-
-
-def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
-    """-> the run, its log, and notes on what was found"""
-    with ranks.fail_together():  # all that can be wrong before the weights are loaded
-        task = load_task(cfg)
-        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
-        longest = check_prompts(task, opened.tokenizer, opened.context, cfg)
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest)
-    log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
-    log.say(memory_plan)
-    model, reference, ends = load(opened, cfg, device)
-    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
-    sampling, limits = Sampling.of(cfg, ends), memory.limits(cfg, model, longest)
-    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
 
 
 @faults.handlers_put_back()

@@ -216,7 +216,8 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
-    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model((whole, Counting()), config))
+    loaded = whole, Counting()
+    conftest.replace("infra.run.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
@@ -234,9 +235,9 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     held = {"in all": gigabytes * 1e9 - CONTEXT}
 
     def lengthened(rollout):
-        def sampling(*args, **settings):
+        def sampling(model, prompts, uniform, *rest, **settings):
             gpu.peak = gpu.held
-            made, more = rollout(*args, **settings), LENGTH - SAMPLED
+            made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"], gpu.peak = gpu.peak, gpu.held
             return [replace(one, ids=one.ids + [3] * more, logp=one.logp + [0.0] * more) for one in made]
 

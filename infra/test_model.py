@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ import logprob
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra.decoding import decoding
 from infra.model import compute_experts_in_bf16
+from infra.run import generator
 
 
 class Products(TorchDispatchMode):
@@ -87,3 +89,10 @@ def test_the_gradient_of_a_heads_bias_in_bf16_is_summed_in_float32(monkeypatch):
         logprob.token_logprobs(model, ids, attention, completion)[0].sum().backward()
         gradients.append(model.lm_head.bias.grad)
     assert distance(gradients[1], 600 * gradients[0]) < 2 * torch.finfo(torch.bfloat16).eps  # of both results
+
+
+def test_generators_are_named_by_purpose_seed_and_numbers():
+    names = [("a", 0), ("a", 0, 0), ("a", 0, 0, 0), ("a", 1), ("b", 0), ("a", 0, 12), ("a", 0, 1, 2), ("a", 0, 1)]
+    first = [int(generator(*name).integers(2**62)) for name in names]
+    assert len({*first}) == len(names)
+    assert first[0] == generator("a", np.int64(0)).integers(2**62) == 4450455305437647052

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+import infra.run
 import rollout
 import train
 from config import Config
@@ -163,7 +164,7 @@ def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
     rows = [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
     task = Task(rows, [], [shortness], [1.0])
     task.draw = lambda first, n, seed: [i % len(rows) for i in range(n)]
-    wrap(train, "load_task", lambda original, config: task)
+    wrap(infra.run, "load_task", lambda original, config: task)
     padded = args.rows * (max(map(len, drawn)) + cfg.max_completion_length)
     flags = [*STEP.split(), *args.flags, "--micro_batch_tokens", str(padded)]
     return run_of(flags), plan_tokens(cfg, tokenizer)
