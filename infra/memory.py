@@ -42,7 +42,7 @@ class Costs:
     length: int  # tokens of a completion with its prompt, at most
     sampled: int  # completions that a rank samples, at most
     trained: int  # and trains on
-    checkpoint: float  # on disk, over all ranks
+    checkpoints: float  # on disk, over all ranks; one is there before the one that it replaces goes
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
@@ -103,7 +103,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         length=length,
         sampled=math.ceil(sampled / world),
         trained=math.ceil(trained / world),
-        checkpoint=parameters * (16 if config.beta else 12),
+        checkpoints=parameters * (16 if config.beta else 12) * (config.keep_checkpoints + 1),
     )
 
 
@@ -140,9 +140,9 @@ def check(config: Config, cost: Costs, free: float) -> str:
         f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}, "
         f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
     )
-    if config.steps != 0:  # a checkpoint is there before the one that it replaces goes
+    if config.steps != 0:
         disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
-        line += f"; checkpoints up to {readable((config.keep_checkpoints + 1) * cost.checkpoint)} of {readable(disk)}"
+        line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
         raise UserError(f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, or --shard")
     if config.shard and sum(cost.stays.values()) + need["update"] > free:

@@ -132,6 +132,8 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     least = memory.peak(small(rollout_tokens=1, micro_batch_size=1)[0], cost)
     said = ["in smaller parts" in memory.check(config, cost, free) for free in (most, most - 1, least)]
     assert said == [False, True, True]
+    disk = memory.readable(2 * 4 * 3 * sum(p.numel() for p in Qwen2ForCausalLM(SMALL).parameters()))  # Adam has two
+    assert f"checkpoints up to {disk} on disk" in memory.check(config, cost, most)
     with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
         memory.check(config, cost, least - 1)
     config, cost = small(shard=True, micro_batch_size=9)
@@ -269,8 +271,9 @@ def test_what_is_planned_is_held(name):
 
 
 if __name__ == "__main__":
-    print("| | GB | rollout planned | held | update planned | held |\n|---|---|---|---|---|---|")
+    table = ["| | GB | rollout planned | held | update planned | held |", "|---|---|---|---|---|---|"]
     for name, (_, gigabytes, _) in CASES.items():
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for part in ("rollout", "update") for amount in found[part]]
-        print("|", " | ".join([name, str(gigabytes), *figures]), "|", flush=True)
+        table.append(f"| {' | '.join([name, str(gigabytes), *figures])} |")
+    print("\n".join(table))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from conftest import assert_same_run, at, die, errors, fail, metrics, replace, run, tiny_model
-from infra import ranks, shard
+from infra import faults, ranks, shard
 from logprob import token_logprobs
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks.sorting import LETTERS
@@ -200,6 +200,13 @@ def test_objects_travel_between_cpus_and_tensors_between_gpus():
         assert dist.distributed_c10d._get_object_coll_device() == "cpu"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("message, lost", [("NCCL error: remote process exited", True), ("NCCL: out of memory", False)])
+def test_where_nccl_runs_out_of_memory_no_contact_was_lost(message, lost):
+    with pytest.raises(RuntimeError) as raised:
+        exec(compile(f"raise RuntimeError({message!r})", torch.__file__, "exec"))  # as if there
+    assert faults.is_lost_contact(raised.value) is lost
 
 
 CALLS = {  # their names differ between versions of PyTorch
