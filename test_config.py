@@ -20,6 +20,7 @@ from config import ALGORITHMS, Config, UserError, resolve, settings_that_may_cha
 from conftest import ROOT, distance, metrics, samples
 from infra import faults
 from infra.command_line import ready
+from loss import policy_loss
 from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
@@ -32,6 +33,7 @@ RESOLVED = [  # on a GPU?, what is given, what is filled in
     (True, {}, dict(dtype="bfloat16", micro_batch_tokens=None, rollout_tokens=None)),  # decided by its memory, later
     (True, dict(dtype="float32"), {}),
     (False, dict(micro_batch_size=3), dict(micro_batch_tokens=None)),  # rows given alone: any number of tokens
+    (False, {}, {name: x for name, x in policy_loss.__kwdefaults__.items() if name in vars(Config())}),  # one default
     (False, dict(data="d.jsonl"), dict(task="data")),
     (False, dict(data="d.jsonl", task="sorting"), {}),
     (False, dict(task="sorting", algorithm="gspo", seed=4), dict(out="runs/sorting-gspo-4")),

@@ -212,8 +212,7 @@ def log_probs(model, row: dict, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> tuple:
-    """The updates of a step: each a loop over these of the rows. -> losses, norms of gradients, gradients as clipped;
-    the weights afterwards"""
+    """The updates of a step, each a loop over these rows. -> losses, gradients' norms, gradients as clipped, weights"""
     model = copy.deepcopy(model).double()
     adam = dict(lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
@@ -509,8 +508,10 @@ def test_prompts_and_streams(go, draws):
 
 
 def test_what_a_reward_draws_is_another_number_in_each_step_and_the_same_when_run_again(go):
-    (once, again, other) = (samples(go(f"{i}", seed=seed, reward=own("drawn"))) for i, seed in enumerate((0, 0, 1)))
-    assert once == again and len({line["reward"] for line in once + other}) == len(once + other)
+    settings = dict(eval_every=2, eval_prompts=2, reward=own("drawn"))  # evaluated before the first step, too
+    once, again, other = (go(f"{i}", seed=seed, **settings) for i, seed in enumerate((0, 0, 1)))
+    assert metrics(once) == metrics(again) and samples(once) == samples(again)
+    assert len({line["reward"] for line in samples(once) + samples(other)}) == 2 * len(samples(once))
 
 
 def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
@@ -580,18 +581,20 @@ def test_what_a_run_leaves(go):
 
 
 def test_evaluation_against_counting(go, watch):
-    rewarded = watch(sys.modules[__name__], "lucky")
+    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout")
     out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=own("lucky"), correct="lucky")
     calls = [columns | {"values": values} for _, columns, values in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
     at = [0, 4, 7]  # sampled, greedy; two steps; sampled, greedy; a step; sampled, greedy
     assert len(calls) == 9 and len(samples(out, "eval")) == 6
+    assert [args[3].temperature == 0.0 for args, *_ in rollouts] == [i - 1 in at for i in range(9)], "greedy"
     trained_on = {prompt for i in (2, 3, 6) for prompt in calls[i]["prompts"]}
     for figures, i in zip(evaluated, at):
         sampled, greedy = calls[i], calls[i + 1]
         assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
         groups = [sampled["values"][j : j + 3] for j in range(0, 21, 3)]
+        assert {x["trainer_state"].global_step for x in (sampled, greedy)} == {max(0, figures["step"] - 1)}
         assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]
         of_prompts = {name: greedy["values"] for name in ("accuracy", "reward", "reward/lucky")}
         of_prompts["completion_length"] = [len(ids) for ids in greedy["completion_ids"]]
@@ -689,8 +692,5 @@ def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
     assert before["eos_token_id"] == ENDS
     assert before | {"transformers_version": 0} == after | {"transformers_version": 0}
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
-
-
-def test_string_prompts_to_a_chat_model_are_noted(go, chat, capsys):
-    go(**chat | dict(data=chat["model"] / "strings.jsonl", reward=own("letters"), reward_weights=[1.0]))
+    go("strings", **chat | dict(data=chat["model"] / "strings.jsonl", reward=own("letters"), reward_weights=[1.0]))
     assert len(re.findall("strings do not get the model's chat template", capsys.readouterr().out)) == 1
