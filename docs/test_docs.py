@@ -140,9 +140,9 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
 
 
 def test_the_findings_come_from_runs_of_their_commands():
-    commits = set()  # one, and the settings are those that the command has today
+    """Those of a command have one commit, and the settings that the command has today."""
     for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
-        args.out = HERE / "results" / args.out.name
+        args.out, commits = HERE / "results" / args.out.name, set()
         for folder, words, _ in ablate.runs_of(args):
             made, meant = json.loads((folder / "config.json").read_text()), vars(settings_of(words))
             names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()}
@@ -150,7 +150,7 @@ def test_the_findings_come_from_runs_of_their_commands():
             commits.add(made["commit"])
             if meant["max_grad_norm"] == 100:  # "never takes hold"
                 assert max(step.get("grad_norm", 0) for step in plot.read_log(folder).lines) < 100
-    assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
+        assert len(commits) == 1 and re.fullmatch("[0-9a-f]{40}", commits.pop())
 
 
 def test_the_page_of_objectives_has_every_preset_and_switch():

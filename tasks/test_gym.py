@@ -29,10 +29,12 @@ def test_a_data_set_of_reasoning_gym():
         assert worth[:2] == [1.0, 1.0] and worth[2] < 1.0 and worth[3:] == [0.0, 0.0]
 
 
-def test_what_a_scorer_cannot_read_is_wrong():
+@pytest.mark.parametrize("name, text", [("prime_factorization", "<answer>x</answer>"), ("fraction_simplification", "")])
+def test_what_a_scorer_cannot_read_is_wrong(name, text):
+    """The first raises a ValueError, the second gives something for no answer at all."""
     pytest.importorskip("reasoning_gym")
-    task = load_task(Config(task='gym:prime_factorization:{"size": 10}'))  # raises ValueError
-    assert rewards(task, task.train[0], "<answer>what?</answer>") == [0.0]
+    task = load_task(Config(task=f'gym:{name}:{{"size": 10}}'))
+    assert rewards(task, task.train[0], text) == [0.0]
 
 
 @pytest.mark.parametrize(
