@@ -165,9 +165,7 @@ class Config:
     overwrite: bool = setting(False, "start over there; the run that was there is moved aside", may_change=True)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # a number of numpy's or torch's
-                setattr(self, name, value.item())
+        vars(self).update({name: x.item() for name, x in vars(self).items() if hasattr(x, "item")})  # numpy's numbers
 
     @property
     def truncates(self) -> bool:

@@ -113,8 +113,7 @@ def rollout(
     """One completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion i;
     greedy sampling needs none. Equal prompts are read once."""
     due = (len(prompts), sampling.max_completion_length)
-    sampled = sampling.temperature > 0.0
-    if not all(isinstance(prompt, list) for prompt in prompts) or (sampled and np.shape(uniform) != due):
+    if not all(isinstance(prompt, list) for prompt in prompts) or (sampling.temperature and np.shape(uniform) != due):
         raise ValueError(f"prompts must be lists of token ids; uniform must be {due}, not {np.shape(uniform)}")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     done: list[Completion] = []
@@ -270,9 +269,7 @@ def _completions(
     tokens: Tensor, logp: Tensor, entropies: Tensor, kept: list[KeptSets], sampling: Sampling
 ) -> list[Completion]:
     if not logp.isfinite().all():
-        raise UserError(
-            "the model's logits are not finite: its weights hold NaN, or grew huge under too high a --learning_rate"
-        )
+        raise UserError("the model's logits are not finite: weights of NaN, or huge ones of too high a --learning_rate")
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
     ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
     lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])

@@ -80,8 +80,7 @@ def made_steps(out: Path) -> int | None:
 def other_settings(there: Config, here: Config) -> list[str]:
     """What makes another run of it."""
     may_change = {*settings_that_may_change()} | (set() if here.truncates else {"keep_set"})
-    if there.steps == 0:  # an evaluation, whose figures would be written over
-        may_change -= {"steps", "eval_prompts", "eval_k"}
+    may_change -= set() if there.steps else {"steps", "eval_prompts", "eval_k"}  # figures would be written over
     changed = [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
     return [name for name in changed if name not in PATHS or paths(there, name) != paths(here, name)]
 

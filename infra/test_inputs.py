@@ -93,18 +93,11 @@ GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
 GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags beside the good ones -> the line they get; ... stands for what is between
     ("--chat_template_kwargs thinking", "--model {0}/model: its chat_template_kwargs cannot be loaded: "),
-    (
-        '--chat_template_kwargs {"think":1}',
-        "--chat_template_kwargs: the chat template of {0}/model does not read think",
-    ),
+    ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--task addition --model {0}/no_eos", "--model {0}/no_eos: --task addition is for its own small model"),
     ("--model {0}/none", "--model {0}/none: its configuration cannot be loaded: "),
-    ("--model {0}", "--model {0}: its configuration cannot be loaded: ...; did you mean {0}/model?"),
-    (
-        "--model {0}/checkpoint",
-        "--model {0}/checkpoint: its configuration cannot be loaded: ...; did you mean {0}/model?",
-    ),
+    ("--model {0}/checkpoint", "--model {0}/checkpoint: its configuration ...; did you mean {0}/model?"),
     ("--model {0}/more_layers", "--model {0}/more_layers: its files lack 9 of its config's weights: "),
     ("--model {0}/other_shape", "--model {0}/other_shape: its files lack 6 of its config's weights: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),

@@ -122,7 +122,6 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
         ('{"step": 1}\n{"step": 2}', [1, 2], 0),  # a whole line, without its end
         ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2], 0),
         ('{"step": 1}\n{"step": 2}\n{"step": 2}\n', [1, 2, 2], 1),
-        ('{"step": 0}\n{"step": 2}\n', [0, 2], 1),
         ("", [], 1),
     ],
 )

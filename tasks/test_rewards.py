@@ -164,16 +164,12 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
 
 
 def test_rewards_are_awaited_where_an_event_loop_is_running():
-    async def asked(completions):
-        return await asyncio.sleep(0, [1.0] * 3)
-
     async def in_a_notebook():
-        return call_rewards([asked], COLUMNS, {})
+        return call_rewards([lambda completions: asyncio.sleep(0, [1.0] * 3)], COLUMNS, {})
 
-    try:
-        assert [asyncio.run(in_a_notebook()) for _ in range(2)] == [[[1.0] * 3]] * 2
-    finally:
-        event_loop.cache_clear()
+    event_loop.cache_clear()
+    assert [asyncio.run(in_a_notebook()) for _ in range(2)] == [[[1.0] * 3]] * 2
+    event_loop.cache_clear()
 
 
 @pytest.fixture
