@@ -51,7 +51,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     model, reference, ends = load(opened, cfg, device)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
-    same = ("max_completion_length", "temperature", "top_k", "top_p", "min_p", "keep_set")
+    same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()
     sampling = Sampling(
         eos_ids=ends,
         tokens_at_once=cfg.rollout_tokens,
