@@ -236,7 +236,10 @@ def fork(tmp_path_factory) -> Path:
     LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
     for name in ("edited.py", "recipes.py", *(f"recipe_{i}.py" for i in range(4))):
         shutil.copy(copy / "train.py", copy / name)
-    for diff in blocks(README + ADDITIONS + EDITS.replace("b/train.py", "b/edited.py"), "diff"):
+    shutil.copy(copy / "infra/run.py", copy / "infra/edited.py")
+    (copy / "edited.py").write_text((copy / "train.py").read_text().replace("from infra.run ", "from infra.edited "))
+    edits = EDITS.replace("b/train.py", "b/edited.py").replace("b/infra/run.py", "b/infra/edited.py")
+    for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, copy).items():
             (copy / name).write_text(text)
     for i, diff in enumerate(blocks(REMEMBERED, "diff")):

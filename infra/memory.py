@@ -1,9 +1,9 @@
 """What a run needs on each rank, from the configurations alone, before anything is loaded; the budgets of tokens that
 fit into what is free; and what is done where memory runs out all the same.
 
-All amounts are upper bounds: every completion at full length. What a layer keeps for its backward pass is counted for
-Llama-like models with fused attention. docs/distributed.md has the sums beside what is held. Left out: the prompts'
-activations in a rollout, of one layer at a time, and what the allocator loses to fragmentation, about a tenth.
+All amounts are upper bounds: every completion at full length, Llama-like models with fused attention; a table in
+docs/distributed.md has them beside what is held. Left out: the prompts' activations in a rollout, of one layer at a
+time, and what the allocator loses to fragmentation, about a tenth.
 """
 
 import math
@@ -31,14 +31,14 @@ MOST_MICRO_BATCH_TOKENS = 1 << 15  # by then the GPU is busy, and gathering shar
 
 
 @dataclass
-class Costs:
-    """Bytes on each rank; `needed` puts them together."""
-
+class Costs:  # bytes on each rank; `needed` puts them together
     stays: dict[str, float]  # from step to step: weights, Adam, reference
     rollout: float  # without completions
     row: float  # of the rollout: a completion at full length
     update: float  # without micro-batches
     token: float  # of a micro-batch
+    head: float  # and the larger of these two, one after the other: the output head in its backward pass,
+    layer: float  # and for each token a layer in its own
     length: int  # tokens of a completion with its prompt, at most
     sampled: int  # completions that a rank samples, at most
     trained: int  # and trains on
@@ -55,8 +55,7 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) ->
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """Of a micro-batch. Where log-probs come from logits, the model is called once for each row, which must be as often
-    on every rank that shares a sharded one."""
+    """Where log-probs come from logits, each row is a call of the model, of which sharded ranks must make as many."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     packs = reads_together(model, longest_prompt + config.max_completion_length)
@@ -89,7 +88,6 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     batch = trained * length * (3 * 8 + 4 * 4 + 8)
     # Logits and log-probs; or log-probs, their gradient, and that of the weights, which is added to another.
     chunk = chunk_tokens(torch.cuda.is_available())
-    head = vocabulary * (4 * h + max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h))
     between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # What norms see and, for each product, give; query, key, value, output of each head; four of the feed-forward part.
@@ -98,8 +96,10 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         stays={"weights": 4 * part, "Adam": 8 * part * (config.steps != 0), "reference": 4 * part * (config.beta != 0)},
         rollout=copy,
         row=cache + distribution,
-        update=4 * part + (gathered if config.shard else copy) + batch + head,
-        token=layer + layers * (h * between if config.gradient_checkpointing else layer),
+        update=4 * part + (gathered if config.shard else copy) + batch + 4 * h * vocabulary,
+        token=(layers + 1) * (h * between if config.gradient_checkpointing else layer),
+        head=vocabulary * max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h),
+        layer=layer,
         length=length,
         sampled=math.ceil(sampled / world),
         trained=math.ceil(trained / world),
@@ -108,11 +108,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
-    """Budgets of tokens that were left open become what so many bytes hold: of completions at full length one or a
-    power of two, so that they seldom differ from run to run."""
+    """Budgets that were left open: of completions at full length a power of two, which seldom differs between runs."""
     room = ROOM * free - sum(cost.stays.values())
     sampled = min((room - cost.rollout) / cost.row, MOST_ROLLOUT_TOKENS / cost.length)
-    trained = min((room - cost.update) / (cost.token * cost.length), MOST_MICRO_BATCH_TOKENS / cost.length)
+    trained = (room - cost.update - cost.head) / ((cost.token + cost.layer) * cost.length)
+    trained = min(trained, MOST_MICRO_BATCH_TOKENS / cost.length)
     return with_budgets(config, *(cost.length << int(math.log2(max(1, n))) for n in (sampled, trained)))
 
 
@@ -121,8 +121,8 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
-    update = cost.update + tokens * cost.token if config.steps != 0 else 0.0
-    return cost.stays | {"rollout": cost.rollout + rows * cost.row, "update": update}
+    update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
+    return cost.stays | {"rollout": cost.rollout + rows * cost.row, "update": update * (config.steps != 0)}
 
 
 def peak(config: Config, cost: Costs) -> float:
