@@ -84,15 +84,12 @@ def test_a_real_model_by_hand(monkeypatch, ranks):
     update = 4 * P / ranks + 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # gradients; the completions as tensors
     update += V * 4 * h  # the head's gradient; then log-probs of a chunk, and what is made of them, or a layer
     head = V * (6 * 2048 + 4 * h)
-    update += (
-        2 * P if ranks == 1 else 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4)
-    )  # a copy, or two layers with gradients
+    # A copy in bf16; or the head, and two layers with their gradients.
+    update += 2 * P if ranks == 1 else 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4)
     of_a_layer = h * (57 / 28 * (b + 4) + 2.5 * b) + 2 * 4 * (h + 18_944)
     expected = {"weights": 4 * P / ranks, "Adam": 8 * P / ranks, "reference": 4 * P / ranks}
-    expected |= {
-        "rollout": 2 * P + 16 * row,
-        "update": update + 16_384 * 29 * of_a_layer + max(head, 16_384 * of_a_layer),
-    }
+    micro_batch = 16_384 * 29 * of_a_layer + max(head, 16_384 * of_a_layer)
+    expected |= {"rollout": 2 * P + 16 * row, "update": update + micro_batch}
     need = memory.needed(config, cost)
     assert need == {name: pytest.approx(amount) for name, amount in expected.items()}
     assert memory.peak(config, cost) == 16 * P / ranks + max(need["rollout"], need["update"])
