@@ -195,7 +195,7 @@ def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
 def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name == "copy_" and args[0].is_meta:
         return args[0]
-    if name == "mm" and len(args) == 3:  # out_dtype, which a CPU does not know
+    if name == "mm" and len(args) == 3 and args[0].dtype == args[1].dtype:  # out_dtype, which a CPU does not know
         return torch.mm(args[0].to(args[2]), args[1].to(args[2]))
     return func(*args, **kwargs)
 
