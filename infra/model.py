@@ -171,7 +171,7 @@ def _named(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
-        meant = [f"; did you mean {folder}?" for folder in models if folder.is_dir()]
+        meant = [f"; did you mean {folder}?" for folder in models if (folder / "config.json").is_file()]
         raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
 
 
