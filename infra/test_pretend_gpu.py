@@ -4,6 +4,7 @@ which nobody has done yet."""
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -65,9 +66,9 @@ def compare_gradients() -> None:
 
     def both(accumulate: Callable) -> Callable:
         def accumulating(run, batch):
-            dtype, run.config.dtype = run.config.dtype, "float32"
+            config, run.config = run.config, replace(run.config, dtype="float32")
             accumulate(run, batch)
-            exact, run.config.dtype = flat_gradient(run.model), dtype
+            exact, run.config = flat_gradient(run.model), config
             result = accumulate(run, batch)
             cosine = cosine_similarity(flat_gradient(run.model), exact, dim=0)
             print(f"cosine {float(cosine):.6f}")
