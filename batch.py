@@ -110,8 +110,7 @@ def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
 
 
 def has_signal(group: Group, mask_truncated: bool) -> bool:
-    """0 < #correct < G; where nothing says what is correct, rewards that differ. Two completions at least are trained
-    on."""
+    """0 < #correct < G (where nothing says what is correct, rewards that differ), and two completions trained on."""
     values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(is_trained_on(group, i, mask_truncated) for i in range(len(group.completions)))
     return trained >= 2 and not bool(all_equal(values[None]))
@@ -119,11 +118,9 @@ def has_signal(group: Group, mask_truncated: bool) -> bool:
 
 def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
     """-> (P, G), the tokens of each completion that are trained on: 0 where mask_truncated leaves one out"""
-
-    def length(group: Group, i: int) -> int:
-        return len(group.completions[i].ids) * is_trained_on(group, i, mask_truncated)
-
-    return torch.tensor([[length(group, i) for i in range(len(group.completions))] for group in groups])
+    trained = [[is_trained_on(group, i, mask_truncated) for i in range(len(group.completions))] for group in groups]
+    lengths = [[len(completion.ids) for completion in group.completions] for group in groups]
+    return torch.tensor(trained) * torch.tensor(lengths)
 
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
@@ -134,9 +131,7 @@ def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int
     return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 
 
-class Pack(NamedTuple):
-    """Completions of one prompt that are read as one row: the prompt, then one behind another."""
-
+class Pack(NamedTuple):  # completions of one prompt that are read as one row: the prompt, then one behind another
     has_gradient: bool
     length: int
     rows: list[int]
@@ -163,10 +158,8 @@ def micro_batches(
     if as_many_on_every_rank:
         most = max(len(pieces_of(other)) for other in range(world))
         rows = packs[-1].rows[:1]
-        masked = batch[rows]
-        masked.mask = torch.zeros_like(masked.mask)
         for _ in range(most - len(pieces)):
-            yield rows, masked
+            yield rows, replace(batch[rows], mask=torch.zeros_like(batch.mask[rows]))
 
 
 def _packs(batch: Batch, rows: Iterable[int], limits: Limits) -> list[Pack]:

@@ -173,11 +173,6 @@ class Config:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-def settings_that_may_change() -> list[str]:
-    """Those that may be others when a run is continued."""
-    return [each.name for each in dataclasses.fields(Config) if each.metadata["may_change"]]
-
-
 def task_of(config: Config) -> str:
     """The name of the task, which need not be given."""
     return config.task or ("data" if config.data else "addition")

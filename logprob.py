@@ -14,9 +14,8 @@ That is right only if what the head returns is what the model returns: some mode
 The two are compared once, on a short input. If they differ, the log-probs come from the model's logits, one row at a
 time, computed again in the backward pass: correct, slower, one row's logits held.
 
-Completions of one prompt may go through the model as one row, so that the prompt is read once.
-
-Left out: a head split over devices.
+Completions of one prompt may go through the model as one row, so that the prompt is read once. Left out: a head split
+over devices.
 """
 
 import inspect
@@ -56,8 +55,7 @@ def token_logprobs(
 
     Position t scores token t, both at this temperature; 0 where completion_mask is 0. Padding may stand on either
     side. The entropy carries a gradient only with entropy_grad. kept[b][t] are the ids that logp[b, t] is over; None
-    there: all, as the entropy always is. together: so many rows, one after the other, are read as one, what they begin
-    with once: the same values, from models that do as the mask and the positions of such a row say.
+    there: all, as the entropy always is. together: so many rows, one behind the other, are read as one row.
     """
     real = attention_mask.bool()
     # Real tokens move to the left, in order. All padding then stands behind what is scored, so a causal model needs
@@ -120,17 +118,17 @@ def inputs_of(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -> t
 
 
 def _through_head(model: nn.Module, inputs: dict[str, Tensor], before: Tensor, score: Callable) -> Tensor:
-    """The fast way: inside the model's forward the output head returns (1, n, 2) instead of (R, L, V)."""
+    """The fast way: inside the model's forward the output head returns (n, 2) instead of (R, L, V)."""
     head = model.get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:
         hidden = hidden.flatten(0, 1)[before]  # (n, H)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        return score(hidden, head.weight, head.bias, slice(None))[None]
+        return score(hidden, head.weight, head.bias, slice(None))
 
     with forward_replaced(head, forward):
-        return model(**inputs, use_cache=False).logits[0]
+        return model(**inputs, use_cache=False).logits
 
 
 def _through_logits(model: nn.Module, inputs: dict[str, Tensor], before: Tensor, score: Callable) -> Tensor:

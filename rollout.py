@@ -113,7 +113,7 @@ def rollout(
     """One completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion i;
     greedy sampling needs none. Equal prompts are read once."""
     due, given = (len(prompts), sampling.max_completion_length), np.shape(uniform)
-    enough = sampling.temperature == 0.0 or (len(given) == 2 and given[0] == due[0] and given[1] >= due[1])
+    enough = sampling.temperature == 0.0 or (given[:1] == due[:1] and given[1:] >= due[1:])
     if not enough or not all(isinstance(prompt, list) for prompt in prompts):
         raise ValueError(f"prompts must be lists of token ids; uniform must be {due}, not {given}")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length

@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaForCausalLM
 
 import train
-from config import ALGORITHMS, Config, UserError, resolve, settings_that_may_change
+from config import ALGORITHMS, Config, UserError, resolve
 from conftest import ROOT, distance, metrics, samples
 from infra import faults
 from infra.command_line import ready
+from infra.run_folder import settings_that_may_change
 from loss import policy_loss
 from tasks._characters import char_tokenizer, small_config
 

@@ -9,7 +9,6 @@ It is prompts_per_step x num_generations completions. Ranks and micro-batches ar
 rank knows all completions (a few megabytes), each token's weight is fixed before they are split, gradients are summed.
 """
 
-import math
 import sys
 import time
 from dataclasses import replace
@@ -26,7 +25,7 @@ from batch import Batch, Group, collate, has_signal, micro_batches, minibatches,
 from config import Config, UserError
 from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
 from infra.decoding import decoding
-from infra.run import Run, set_up
+from infra.run import Run, learning_rate, set_up
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, rollout, uniforms
@@ -147,8 +146,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
     logp = torch.zeros_like(batch.sampler_logp)
-    shard = run.config.shard
-    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), as_many_on_every_rank=shard):
+    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), run.config.shard):
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -243,15 +241,6 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 
 # ---- The run ----
-
-
-def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Linear warm-up, then the schedule down to 0 after the last step."""
-    if step <= cfg.warmup_steps:
-        return highest * step / cfg.warmup_steps
-    done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
-    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    return highest * factor[cfg.lr_schedule]
 
 
 @faults.handlers_put_back()

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceCl
 
 import train
 from advantage import combine_rewards, group_advantages
-from config import ALGORITHMS, Config, settings_that_may_change
+from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics
 from infra.command_line import parse, ready
+from infra.run_folder import settings_that_may_change
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from tasks._characters import small_config

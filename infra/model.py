@@ -130,9 +130,6 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
-    spoiled = [key for key, weights in model.named_parameters() if not weights.isfinite().all()]
-    if spoiled:
-        raise UserError(f"--model {name}: {len(spoiled)} weights are NaN or infinite: {', '.join(spoiled[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
         raise UserError(f"--model {name}: has a head of its own: set tie_word_embeddings to false in its config.json")

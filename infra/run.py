@@ -1,6 +1,7 @@
 """What a run is made of, and random numbers for a purpose of one's own."""
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,15 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     limits = memory.limits(cfg, model, longest)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
+
+
+def learning_rate(cfg: Config, step: int, highest: float) -> float:
+    """Linear warm-up, then the schedule down to 0 after the last step."""
+    if step <= cfg.warmup_steps:
+        return highest * step / cfg.warmup_steps
+    done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    return highest * factor[cfg.lr_schedule]
 
 
 def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:

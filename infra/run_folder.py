@@ -20,12 +20,13 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import transformers
 
-from config import Config, UserError, resolve, settings_that_may_change
+from config import Config, UserError, resolve
 
 PATHS = ("model", "data", "eval_data", "reward")  # settings that may name a file
 locks = []  # held as long as this process lives
@@ -83,6 +84,11 @@ def other_settings(there: Config, here: Config) -> list[str]:
     may_change -= set() if there.steps else {"steps", "eval_prompts", "eval_k"}  # figures would be written over
     changed = [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
     return [name for name in changed if name not in PATHS or paths(there, name) != paths(here, name)]
+
+
+def settings_that_may_change() -> list[str]:
+    """Those that may be others when a run is continued."""
+    return [each.name for each in fields(Config) if each.metadata["may_change"]]
 
 
 def paths(config: Config, name: str) -> list[Path]:
