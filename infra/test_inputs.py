@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, dynamic_module_utils
 
 import train
@@ -68,12 +67,6 @@ def edit(name: str, folder: Path, **changes) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
 
-def spoiled(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][2, 3] = torch.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 MODELS = {
     "more_layers": partial(edit, "config.json", num_hidden_layers=3),
@@ -82,7 +75,6 @@ MODELS = {
     "no_eos": lambda folder: [edit(name, folder, eos_token_id=None, eos_token=None) for name in CONFIGS],
     "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
-    "spoiled": spoiled,
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "code_of_its_own": partial(edit, "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"}),
     "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this and the rest must work
