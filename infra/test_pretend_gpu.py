@@ -54,9 +54,10 @@ def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, wo
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
-    run(small | given, cpu, world=world)
+    settings = small | given | dict(max_completion_length=5, eval_prompts=2)
+    run(settings, cpu, world=world)
     for steps in (1, 2):
-        shown = run(small | given | dict(steps=steps), out, partial(on_a_gpu, kind), world=world)
+        shown = run(settings | dict(steps=steps), out, partial(on_a_gpu, kind), world=world)
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     (assert_same_files if kind == "pretended" else assert_same_run)(without_reserved(out), cpu)
 
