@@ -51,7 +51,6 @@ class Batch:
     old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
-    steps: Tensor | None = None  # (N,), in which each row was sampled
     kept: list[KeptSets] | None = None  # N rows of T sets, which every log-prob is over; None: nothing was cut
     together: list[int] | None = None  # so many rows, one after the other, are read as one
 
@@ -99,10 +98,9 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
     prompt_lengths = torch.tensor([len(group.prompt_ids) for _, group, _ in rows])
-    steps = torch.tensor([group.step for _, group, _ in rows], device=device)
     tensors = ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp, sampler_entropy
     something_cut = any(group.completions[i].kept for _, group, i in rows)
-    return Batch(*(x.to(device) for x in tensors), steps=steps, kept=kept if something_cut else None)
+    return Batch(*(x.to(device) for x in tensors), kept=kept if something_cut else None)
 
 
 def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:
@@ -144,12 +142,15 @@ def micro_batches(
     so that little is padding, and rows without a gradient apart from the others, so that they may go without a backward
     pass. With `as_many_on_every_rank`, a rank with fewer pieces also gets fully masked ones, because sharded weights
     come together only where all ranks take part."""
+    lengths = batch.attention.sum(1) - batch.prompt_lengths  # (N,), of completions
+    columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths
+    facts = list(zip(*(column.tolist() for column in columns)))  # of each row
     share = Limits(math.ceil(len(batch) / world), None, limits.hidden_size)  # the same on all ranks; limits may not be
-    packs = _packs(batch, range(len(batch)), share)
+    packs = _packs(facts, range(len(batch)), share)
 
     def pieces_of(rank: int) -> list[list[Pack]]:
         rows = [row for pack in packs[rank::world] for row in pack.rows]
-        return _pieces(_packs(batch, rows, limits), limits)
+        return _pieces(_packs(facts, rows, limits), limits)
 
     pieces = pieces_of(rank)
     for piece in pieces:
@@ -162,24 +163,21 @@ def micro_batches(
             yield rows, replace(batch[rows], mask=torch.zeros_like(batch.mask[rows]))
 
 
-def _packs(batch: Batch, rows: Iterable[int], limits: Limits) -> list[Pack]:
+def _packs(facts: list[tuple[bool, int, int, int]], rows: Iterable[int], limits: Limits) -> list[Pack]:
     """As many completions of a prompt in a row as is cheapest and within the limits. The longest come first, and those
     with a gradient before them.
 
     With k completions of c tokens behind a prompt of p, each costs p/k + c tokens, and a token of a model of size h
     12 h^2 multiplications a layer and 2 h for each of the p + k c in its row: the least where k = sqrt(p (p + 6h)) / c.
     """
-    h, lengths, starts = limits.hidden_size, batch.attention.sum(1).tolist(), batch.prompt_lengths.tolist()
-    kinds = list(zip(batch.has_gradient.tolist(), batch.prompts.tolist()))
-    order = sorted(rows, key=lambda row: (kinds[row], -lengths[row]))
-    packs = []
-    for (has_gradient, _), same in groupby(order, kinds.__getitem__):
+    h, packs = limits.hidden_size, []
+    order = sorted(rows, key=lambda row: (facts[row][:3], -facts[row][3]))
+    for (has_gradient, _, p), same in groupby(order, lambda row: facts[row][:3]):
         rows = list(same)
-        p, completions = starts[rows[0]], sum(lengths[row] - starts[row] for row in rows)
-        k = math.sqrt(p * (p + 6 * h)) * len(rows) / completions if h else 1
+        lengths = [facts[row][3] for row in rows]
+        k = math.sqrt(p * (p + 6 * h)) * len(rows) / max(1, sum(lengths)) if h else 1
         for n in range(math.ceil(len(rows) / max(1, int(k))), len(rows) + 1):
-            split = [rows[i::n] for i in range(n)]
-            of_prompt = [Pack(has_gradient, p + sum(lengths[row] - p for row in part), part) for part in split]
+            of_prompt = [Pack(has_gradient, p + sum(lengths[i::n]), rows[i::n]) for i in range(n)]
             if all(limits.allow(len(pack.rows), pack.length) for pack in of_prompt):
                 break
         packs += of_prompt

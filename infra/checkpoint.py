@@ -40,8 +40,11 @@ from rollout import Completion, KeptSets
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
-LONG = dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list)  # fields of these, with what makes them again
-LONG = LONG | {"words": partial(array, "i"), "offsets": partial(array, "q")}
+LONG = {  # fields of these, with what makes them again
+    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list),
+    "words": partial(array, "i"),
+    "offsets": partial(array, "q"),
+}
 
 
 def save(

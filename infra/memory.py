@@ -6,6 +6,7 @@ docs/distributed.md has them beside what is held. Left out: the prompts' activat
 time, and what the allocator loses to fragmentation, about a tenth.
 """
 
+import functools
 import math
 import os
 import shutil
@@ -174,6 +175,7 @@ def retry_on_oom(make_smaller: Callable) -> Callable:
     out: any split gives the same completions and the same sums."""
 
     def decorate(compute: Callable) -> Callable:
+        @functools.wraps(compute)
         def until_it_fits(run: Any, *work: Any) -> Any:
             while True:
                 try:
