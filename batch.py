@@ -51,6 +51,7 @@ class Batch:
     old_logp: Tensor | None = None  # (N, T); None: those of the current policy, detached
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed over the whole update, not over these rows
+    steps: Tensor | None = None  # (N,), in which each row was sampled
     kept: list[KeptSets] | None = None  # N rows of T sets, which every log-prob is over; None: nothing was cut
     together: list[int] | None = None  # so many rows, one after the other, are read as one
 
@@ -98,9 +99,10 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     advantages = torch.tensor([float(group.advantages[i]) for _, group, i in rows])
     prompts = torch.tensor([p for p, _, _ in rows])
     prompt_lengths = torch.tensor([len(group.prompt_ids) for _, group, _ in rows])
+    steps = torch.tensor([group.step for _, group, _ in rows], device=device)
     tensors = ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp, sampler_entropy
     something_cut = any(group.completions[i].kept for _, group, i in rows)
-    return Batch(*(x.to(device) for x in tensors), kept=kept if something_cut else None)
+    return Batch(*(x.to(device) for x in tensors), steps=steps, kept=kept if something_cut else None)
 
 
 def is_trained_on(group: Group, i: int, mask_truncated: bool) -> bool:

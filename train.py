@@ -57,7 +57,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         rejected = cfg.dynamic_sampling and not group.has_signal  # where further rounds brought no other group
         group.advantages = torch.zeros_like(of_group) if rejected else of_group
     batch = collate(groups, cfg.mask_truncated, run.device)
-    if cfg.old_policy == "policy" and any(group.step != step for group in groups):
+    if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: is not what sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
