@@ -243,7 +243,8 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"], gpu.peak = gpu.peak, gpu.held
-            return [replace(one, ids=one.ids + [3] * more, logp=one.logp + [0.0] * more) for one in made]
+            ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
+            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more) for i, one in enumerate(made)]
 
         return sampling
 
