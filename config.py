@@ -184,7 +184,8 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     its memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    defaults["out"] = f"runs/{task_of(config)}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
+    name = "-".join(task_of(config).split(":")[:2])  # of gym:NAME:JSON without what may be in no name of a folder
+    defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
     config = dataclasses.replace(config, **left_open)
     if config.dtype == "auto":

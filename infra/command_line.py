@@ -167,7 +167,7 @@ def is_allowed(setting: Field, value: Any) -> bool:
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
         return False
     if names_of(setting):
-        return value in names_of(setting)
+        return (value.partition(":")[0] if setting.name == "task" else value) in names_of(setting)
     if kind in (str, bool):
         return value != ""
     is_finite = isinstance(value, int) or math.isfinite(value) or value == bounds.get("at_most")

@@ -54,6 +54,7 @@ class Task:
     weights: list[float]  # one for each reward
     correct: str | None = None  # the reward that says whether an answer is right; None: nothing does
     correct_at: float = 1.0  # its value, or more, for a right answer
+    to_row: Callable[[dict], dict] = dict  # of a row of --data, which others have made
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     notes: list[str] = field(default_factory=list)  # on what was found, to be told
     max_steps: int | None = None  # of the run; 0: it evaluates
@@ -92,8 +93,9 @@ def task_names() -> list[str]:
 
 def task_file(name: str) -> ModuleType:
     """The file of a task: a module with DEFAULTS, load and perhaps model."""
-    if name not in task_names():
-        raise UserError(f"--task {name}: must be one of {', '.join(task_names())}")
+    name, colon, _ = name.partition(":")  # gym:NAME
+    if name not in task_names() or (colon and name != "gym"):
+        raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
     fixed = file.DEFAULTS.keys() - {setting.name for setting in fields(Config) if setting.default is None}
     if fixed:  # a default for it would change nothing
@@ -116,11 +118,11 @@ def load_task(config: Config) -> Task:
     task.max_steps = config.steps
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0
-        task.train, task.eval = hold_out(read_rows(config.data), count)
+        task.train, task.eval = hold_out(read_rows(config.data, task.to_row), count)
         if len(task.eval) < count:
             task.notes.append(f"{len(task.eval)} prompts, a fifth of {config.data}, are held out, not {count}")
     if config.eval_data:
-        task.eval = read_rows(config.eval_data)
+        task.eval = read_rows(config.eval_data, task.to_row)
     if config.reward:
         own = dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))

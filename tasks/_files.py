@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from config import Config, UserError
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # that the package datasets reads
 
 
-def read_rows(source: str) -> list[dict]:
+def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """A file with a row in JSON on each line, another file that the package datasets can read, or the train split of a
     hub data set. Every row has all columns, so that calls of a reward do too."""
     ending = Path(source.removesuffix(".gz")).suffix
@@ -21,6 +22,7 @@ def read_rows(source: str) -> list[dict]:
     else:
         files = {"data_files": source} if ending in FORMATS else {}
         rows = dict(enumerate(load_hub(FORMATS.get(ending, source), split="train", **files), start=1))
+    rows = {number: to_row(row) if isinstance(row, dict) else row for number, row in rows.items()}
     for number, row in rows.items():
         if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
             needs = 'an object with a "prompt", a string or a list of chat messages'

@@ -2,7 +2,7 @@
 
     python -m tools.make_models addition     about six CPU-minutes
     python -m tools.make_models chain        about one
-    python -m tools.make_models smollm2      a chat model of 135M weights out of a package of 93 MB; needs gguf, accelerate
+    python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 A supervised warm-up teaches two ways to answer: at once, which is mostly wrong, and with the steps first, which is
 right more often. Both are shown for every kind of prompt, but long ones are mostly answered at once. So it is left to

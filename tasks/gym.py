@@ -1,0 +1,48 @@
+"""Reasoning Gym: `--task gym:NAME` is any of its procedural data sets, judged by its own scorer.
+
+    --task gym:chain_sum
+    --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    settings of the data set, as JSON
+
+Needs `pip install reasoning-gym`. The answer is what stands in the last <answer> and </answer>; a right one is worth 1,
+of some scorers a wrong one a part of it. Row i is drawn from seed + i, so sets of two seeds share rows: both splits
+are cut from one set, each question once. Some sets take seconds for a row, and want a smaller "size".
+"""
+
+import json
+import re
+
+from config import Config, UserError
+from tasks import Task, text_of
+
+DEFAULTS = {}  # all as for a real model
+ASK = "\nPut your final answer inside <answer> and </answer>."
+RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24
+    simple_integration spiral_matrix string_insertion""".split()
+
+
+def load(config: Config) -> Task:
+    _, name, settings = [*config.task.split(":", 2), "", ""][:3]
+    if found := {*RUNS_ANSWERS} & {*re.findall(r"\w+", config.task)}:  # the data set, or a part of a composite one
+        raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
+    try:
+        from reasoning_gym import create_dataset, utils
+
+        data_set = create_dataset(name, **dict(size=2048, seed=0) | json.loads(settings or "{}"))
+    except (ImportError, TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"--task {config.task}: gym:NAME or gym:NAME:JSON of Reasoning Gym: {error}") from error
+    entries = list({entry["question"]: entry for entry in data_set}.values())
+
+    def gym_score(prompts, completions, completion_ids, number: list[int], **columns) -> list[float]:
+        answers = [utils.extract_answer(text_of(completion)) for completion in completions]
+        return [score(answer, entries[n]) for answer, n in zip(answers, number, strict=True)]
+
+    def score(answer: str | None, entry: dict) -> float:
+        try:
+            return 0.0 if answer is None else data_set.score_answer(answer, entry)
+        except Exception:  # several scorers raise whatever Python's own functions do on what they cannot read
+            return 0.0
+
+    asked = [[{"role": "user", "content": entry["question"] + ASK}] for entry in entries]
+    rows = [{"prompt": prompt, "number": n} for n, prompt in enumerate(asked)]
+    held_out = len(rows) // 5
+    return Task(rows[held_out:], rows[:held_out], [gym_score], [1.0], correct="gym_score")
