@@ -1,23 +1,28 @@
-"""A step of this codebase against TRL's, on the same tokens.
+"""This codebase and TRL: a step of each on the same tokens, and what each learns from the same prompts.
 
-    python -m tools.bench step --size 50m --equal        ours, TRL, and TRL with a plain output head
-    python -m tools.bench step --ways "ours; ../before"  ours, and ours in another checkout
+    python -m tools.bench step                               ours, TRL, and TRL with a plain output head
+    python -m tools.bench step --ways "ours; ../before" --prompt_tokens 150 -- --prompts_per_step 8
+    python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
 
-Needs tools/requirements-bench.txt. Each measurement is a process of its own, the contestants in turn; it becomes a line
-of results/bench.jsonl, and a table. The tokens of every completion are drawn beforehand. The samplers do all they ever
-do, but find the planned token all but certain. So lengths, rewards and gradients are the same, which is checked.
+Needs tools/requirements-bench.txt. What stands behind `--` is for train.py, and TRL is given what it has for it. A way
+that is a folder is ours in that checkout. Each measurement is a process of its own, the contestants in turn.
+
+A step becomes a line of results/bench.jsonl, and a table. The tokens of every completion are drawn beforehand. Both
+samplers do all they ever do, but find the planned token all but certain. So lengths, rewards and gradients are the
+same, which is checked. To learn, each samples by itself; the same command again makes the runs that are missing.
 """
 
 import argparse
+import itertools
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,194 +30,88 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 import rollout
 import train
+from config import Config
 from infra import command_line, run_folder
-from tools.ablate import markdown
+from tasks import Task
+from tasks._prompts import encode_prompt
+from tasks.chain import shortness
+from tools.ablate import markdown, paired
 
 ROOT = Path(__file__).parent.parent
-LOG = "results/bench.jsonl"
+LOG = ROOT / "results" / "bench.jsonl"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAD, EOS = 0, 1
+WAYS = "ours", "TRL", "TRL, plain head"
 LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
-ROWS = 8  # TRL's per_device_train_batch_size; ours has micro-batches of as many padded tokens
-PROMPT_LENGTHS = 32, 64
-SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
-SIZES = {  # prompts of a step, tokens of a completion, and the shape of a Qwen2
-    "12m": (4, 256, 32_000, 256, 1024, 4, 4, 2),
-    "50m": (2, 128, 151_936, 256, 1024, 11, 4, 2),
-    "grouped": (4, 256, 32_000, 896, 1792, 2, 14, 2),  # the heads of 0.5B
-    "0.5B": (16, 1024, 151_936, 896, 4864, 24, 14, 2),
-    "1.5B": (16, 1024, 151_936, 1536, 8960, 28, 12, 2),
-}
-Work = namedtuple("Work", "prompts tokens lengths")  # tokens (N, L): the completions of a step, PAD after their end
+STEP = """--model models/smollm2 --task sorting --eval_every 0 --prompts_per_step 4 --num_generations 8
+    --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0"""
 
 
-def plan_work(args: argparse.Namespace) -> Work:
-    """Ragged lengths are log-normal, of median limit / 4; beyond the limit they are cut off, as equal ones are."""
-    rng = np.random.default_rng(0)
-    n, vocab = args.prompts * args.group, SIZES[args.size][2]
-    stops = np.exp(rng.normal(math.log(args.limit / 4), 0.8, n)).astype(int).clip(1)
-    if args.equal:
-        stops[:] = args.limit + 1
-    tokens = rng.integers(2, vocab, (n, args.limit))
-    for row, stop in zip(tokens, stops):
-        row[stop - 1 : stop] = EOS
-        row[stop:] = PAD
-    sizes = rng.integers(*PROMPT_LENGTHS, args.prompts, endpoint=True)
-    prompts = [" ".join(f"t{i}" for i in rng.integers(2, vocab, size)) for size in sizes]
-    return Work(prompts, torch.as_tensor(tokens, device=DEVICE), stops.clip(max=args.limit).tolist())
+# ---- The two trainers ----
 
 
-def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
+def run_of(words: list[str]) -> train.Run:
+    config = command_line.ready(command_line.parse(words, DEVICE == "cuda"), DEVICE == "cuda")
+    return train.set_up(config, torch.device(DEVICE))[0]
 
 
-def make(size: str) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerFast]:
-    shape = dict(zip(SHAPE, SIZES[size][2:]))
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape["vocab_size"])}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"t{PAD}", eos_token=f"t{EOS}")
-    special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape, **special)), tokenizer
+def train_all(run: train.Run, args: argparse.Namespace, end_step: Callable[[dict], None]) -> None:
+    """All steps of the run, by us or by TRL. `end_step` is called after each, with its metrics and what it took."""
+    trainer = None if args.way == "ours" else trl_trainer(run, args)
+    spent = {"rollout": 0.0, "start": read_clock()}
 
-
-def wrap(owner: Any, name: str, around: Callable) -> None:
-    """From here on a call of `owner.name` is a call of `around`, with the original before the arguments."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
-
-
-class Clock:
-    """Seconds and CPU-seconds of each step and of phases in it, the calls of `owner.name`; memory above that of now."""
-
-    def __init__(self, **phases: tuple[Any, str]) -> None:
-        for phase, (owner, name) in phases.items():
-            wrap(owner, name, partial(self.timed, phase))
-        self.steps, self.held = [], bytes_held("VmRSS")
-        self.now, self.start = {}, read_clock()
-
-    def timed(self, phase: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
         start = read_clock()
         result = original(*args, **kwargs)
-        self.now[phase] = self.now.get(phase, 0) + read_clock() - start
+        spent["rollout"] += read_clock() - start
         return result
 
-    def end_step(self) -> None:
-        self.steps.append(self.now | {"step": read_clock() - self.start})
-        self.now, self.start = {}, read_clock()
+    def end(metrics: dict) -> None:
+        end_step(metrics | {"rollout": spent["rollout"], "step": read_clock() - spent["start"]})
+        spent.update(rollout=0.0, start=read_clock())
 
-    def figures(self) -> dict[str, list[float]]:
-        """Of each phase its values in each step but the first, which warms up; with _cpu at the end in CPU-seconds."""
-        made = {"memory_gb": [(bytes_held("VmHWM") - self.held) / 1e9]}
-        for phase in self.steps[-1]:
-            made[phase], made[f"{phase}_cpu"] = np.stack([step[phase] for step in self.steps[1:]], 1).round(4).tolist()
-        return made
+    def log(original: Callable, *logged: Any) -> None:
+        original(*logged)
+        metrics = trainer.state.log_history[-1]
+        if "grad_norm" in metrics:  # else it is the summary at the end
+            completions = trainer.args.generation_batch_size
+            end(metrics | {"tokens": round(metrics["completions/mean_length"] * completions)})
 
-
-def read_clock() -> np.ndarray:
-    getattr(torch, DEVICE).synchronize()
-    return np.array([time.perf_counter(), time.process_time()])
-
-
-def bytes_held(kind: str) -> int:
-    """-> bytes held now, VmRSS, or at the peak, VmHWM: of this process as Linux counts them, or on a GPU by PyTorch"""
-    if DEVICE == "cuda":
-        return torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()
-    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    if trainer:
+        wrap(run.model, "generate", timed)
+        wrap(trainer, "log", log)
+        trainer.train()
+        return
+    wrap(train, "rollout", timed)
+    for step in range(1, 1 + run.config.steps):
+        end(train.training_step(run, step)[0])
 
 
-OUR_PHASES = {"rollout": (train, "rollout"), "forward": (train, "token_logprobs"), "update": (train, "update")}
-
-
-def our_run(work: Work, args: argparse.Namespace) -> train.Run:
-    """The run of a command line. Micro-batches hold as many padded tokens as TRL's."""
-    model, tokenizer = make(args.size)
-    wrap(train, "open_model", lambda original, source, config: original((model, tokenizer), config))
-    padded = ROWS * (max(len(prompt.split()) for prompt in work.prompts) + max(work.lengths))
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "prompts.jsonl"
-        data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in work.prompts))
-        words = f"""--model random --data {data} --reward tools.bench:reward --out {folder}/out --eval_every 0
-            --prompts_per_step {args.prompts} --num_generations {args.group} --max_completion_length {args.limit}
-            --learning_rate 1e-6 --warmup_steps 0 --steps {1 + args.steps} --micro_batch_tokens {padded}"""
-        config = command_line.ready(command_line.parse(words.split(), DEVICE == "cuda"), DEVICE == "cuda")
-        run, *_ = train.set_up(config, torch.device(DEVICE))
-    force_ours(work, tokenizer(work.prompts)["input_ids"])
-    return run
-
-
-def force_ours(work: Work, prompts: list[list[int]]) -> None:
-    """The uniform numbers only say which completion and which token of it they are for: any would pick the planned."""
-    n, places = work.tokens.numel(), np.arange(work.tokens.numel()).reshape(len(prompts), -1, work.tokens.shape[1])
-
-    def numbered_rollout(original, model, asked, uniform, *args, **kwargs):
-        rows = {tuple(prompt): iter(its) for prompt, its in zip(prompts, places, strict=True)}  # its (G, L)
-        uniform = np.stack([(next(rows[tuple(prompt)]) + 0.5) / n for prompt in asked])  # in any order of prompts
-        return original(model, asked, uniform, *args, **kwargs)
-
-    def forced_sample(original, logits, u, *args):
-        planned = work.tokens.flatten()[(u * n).long(), None]  # (B, 1)
-        return original(logits.scatter_(1, planned, LIKELY), u, *args)
-
-    wrap(train, "rollout", numbered_rollout)
-    wrap(rollout, "sample", forced_sample)
-
-
-def measure_ours(args: argparse.Namespace) -> tuple[dict, dict]:
-    """-> figures, and facts of the work"""
-    run, metrics = our_run(plan_work(args), args), []
-    clock = Clock(**OUR_PHASES, backward=(torch.Tensor, "backward"))
-    for step in range(1, 2 + args.steps):
-        metrics.append(train.training_step(run, step)[0])
-        clock.end_step()
-    return clock.figures(), {"grad_norm": [m["grad_norm"] for m in metrics], "trained": metrics[-1]["tokens"]}
-
-
-def force_trl(model: transformers.PreTrainedModel, work: Work) -> None:
-    def forced_generate(original: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        start = input_ids.shape[1]
-        force = [lambda ids, scores: scores.scatter_(1, work.tokens[:, ids.shape[1] - start, None], LIKELY)]
-        return original(input_ids=input_ids, logits_processor=transformers.LogitsProcessorList(force), **kwargs)
-
-    wrap(model, "generate", forced_generate)
-
-
-def measure_trl(args: argparse.Namespace, plain: bool = False) -> tuple[dict, dict]:
+def trl_trainer(run: train.Run, args: argparse.Namespace) -> Any:
+    """With our model, prompts in our order, rewards and settings, as far as TRL has them."""
     import datasets
     import trl
 
-    work, n = plan_work(args), args.prompts * args.group
-    settings = dict(
-        per_device_train_batch_size=ROWS, gradient_accumulation_steps=n // ROWS, num_generations=args.group,
-        max_completion_length=args.limit, max_steps=1 + args.steps, loss_type="grpo", beta=0.0, learning_rate=1e-6,
-        lr_scheduler_type="constant", adam_beta2=0.99, shuffle_dataset=False, gradient_checkpointing=False,
+    cfg, same = run.config, "num_generations max_completion_length temperature scale_rewards beta learning_rate"
+    same = f"{same} adam_beta1 adam_beta2 weight_decay max_grad_norm epsilon_high seed".split()
+    config = trl.GRPOConfig(
+        tempfile.mkdtemp(), **{name: getattr(cfg, name) for name in same}, epsilon=cfg.epsilon_low, max_steps=cfg.steps,
+        loss_type={"sequence": "grpo", "global": "dapo", "constant": "dr_grpo"}[cfg.normalization],
+        gradient_accumulation_steps=cfg.prompts_per_step * cfg.num_generations // args.rows,
+        per_device_train_batch_size=args.rows, reward_weights=run.task.weights, shuffle_dataset=False,
+        mask_truncated_completions=cfg.mask_truncated, lr_scheduler_type="constant", gradient_checkpointing=False,
         bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, report_to="none", logging_steps=1,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    model, tokenizer = make(args.size)
-    with tempfile.TemporaryDirectory() as folder:
-        config, prompts = trl.GRPOConfig(folder, **settings), datasets.Dataset.from_dict({"prompt": work.prompts})
-        trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer)
-        force_trl(model, work)
-        if plain:
-            trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
-        methods = [("rollout", "_generate_single_turn"), ("forward", "_get_per_token_logps_and_entropies")]
-        phases = {phase: (trainer, name) for phase, name in [*methods, ("prepare", "_prepare_inputs")]}
-        clock = Clock(**phases, backward=(Tensor, "backward"))
-        wrap(trainer.callback_handler, "on_step_end", lambda original, *args: (clock.end_step(), original(*args))[1])
-        trainer.train()
-    for step in clock.steps:
-        step["update"] = step["step"] - step.pop("prepare")
-    logged = [line for line in trainer.state.log_history if "grad_norm" in line]
-    facts = {"trained": round(n * logged[-1]["completions/mean_length"]), "trl": trl.__version__}
-    return clock.figures(), facts | {"grad_norm": [line["grad_norm"] for line in logged]}
+    rows = datasets.Dataset.from_list(run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed))
+    trainer = trl.GRPOTrainer(run.model, run.task.rewards, config, rows, processing_class=run.tokenizer)
+    if args.way == "TRL, plain head":
+        trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
+    return trainer
 
 
 def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
@@ -223,23 +122,127 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
     return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
 
 
-WAYS = {"ours": measure_ours, "TRL": measure_trl, "TRL, plain head": partial(measure_trl, plain=True)}
+def wrap(owner: Any, name: str, around: Callable) -> None:
+    """From here on a call of `owner.name` is a call of `around`, with the original before the arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
-def measure_one(way: str) -> tuple[dict, dict]:
-    """The same command in a process of its own. A way that is a folder is ours in that checkout."""
-    root, way = (Path(way), "ours") if Path(way).is_dir() else (ROOT, way)
-    command = [sys.executable, "-m", "tools.bench", *sys.argv[1:], "--way", way]
-    ended = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    return tuple(json.loads(ended.stdout.splitlines()[-1]))
+def read_clock() -> float:
+    """CPU-seconds, which other work on the machine hardly changes; on a GPU seconds."""
+    getattr(torch, DEVICE).synchronize()
+    return time.perf_counter() if DEVICE == "cuda" else time.process_time()
+
+
+def gigabytes(kind: str) -> float:
+    """Held now, VmRSS, or at the peak, VmHWM: by this process as Linux counts it, or on a GPU by PyTorch."""
+    if DEVICE == "cuda":
+        return (torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e9
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1e9
+
+
+def in_a_process(way: str, *words: str) -> list[str]:
+    """The same command, for one way; where that is a folder, with the code of that checkout. -> what it printed"""
+    root, way = (Path(way).resolve(), "ours") if Path(way).is_dir() else (ROOT, way)
+    command = [sys.executable, __file__, "--way", way, *words, *sys.argv[1:]]
+    env = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
+# ---- A step ----
+
+
+def plan_tokens(cfg: Config, tokenizer: Any) -> Tensor:
+    """The completions of a step, (N, L). Lengths are log-normal, of median L / 4, and cut off at L."""
+    rng, limit = np.random.default_rng(0), cfg.max_completion_length
+    n, first = cfg.prompts_per_step * cfg.num_generations, 1 + max(tokenizer.all_special_ids)
+    tokens = rng.integers(first, len(tokenizer), (n, limit))
+    for row in tokens:
+        stop = max(1, int(rng.lognormal(math.log(limit / 4), 0.8)))
+        row[stop - 1 : stop] = tokenizer.eos_token_id
+        row[stop:] = tokenizer.pad_token_id
+    return torch.as_tensor(tokens, device=DEVICE)
+
+
+def plan_prompts(cfg: Config, tokenizer: Any, tokens: int | None) -> list[dict]:
+    rng = np.random.default_rng(1)
+    words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
+    drawn = [rng.choice(words, tokens or rng.integers(32, 65)) for _ in range(cfg.prompts_per_step)]
+    return [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
+
+
+def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
+    """It draws the prompts of the plan, in their order. Micro-batches hold as many padded tokens as TRL's."""
+    words = [*STEP.split(), "--steps", str(1 + args.steps), *args.flags]
+    cfg = command_line.parse(words, DEVICE == "cuda")
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    rows = plan_prompts(cfg, tokenizer, args.prompt_tokens)
+    task = Task(rows, [], [shortness], [1.0])
+    task.draw = lambda first, n, seed: (rows * n)[:n]
+    wrap(train, "load_task", lambda original, config: task)
+    longest = max(len(encode_prompt(tokenizer, row["prompt"])) for row in rows)
+    padded = args.rows * (longest + cfg.max_completion_length)
+    return run_of([*words, "--micro_batch_tokens", str(padded)]), plan_tokens(cfg, tokenizer)
+
+
+def force_ours(tokens: Tensor) -> None:
+    """The uniform numbers only say which completion and which token of it they are for: any would pick the planned."""
+    n = tokens.numel()
+
+    def forced(original: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
+        return original(logits.scatter_(1, tokens.flatten()[(u * n).long(), None], LIKELY), u, *args)
+
+    wrap(train, "uniforms", lambda original, *args: (np.arange(n).reshape(tokens.shape) + 0.5) / n)
+    wrap(rollout, "sample", forced)
+
+
+def force_trl(tokens: Tensor, original: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
+
+    return original(input_ids=input_ids, logits_processor=[forced], **kwargs)
+
+
+def measure(args: argparse.Namespace) -> tuple[dict, dict]:
+    """-> figures, each a list with a value of every step but the first, which warms up; and facts of the work"""
+    (run, tokens), lines = planned_run(args), []
+    if args.way == "ours":
+        force_ours(tokens)
+    else:
+        wrap(run.model, "generate", partial(force_trl, tokens))
+    held = gigabytes("VmRSS")
+    train_all(run, args, lines.append)
+    unit, peak, cfg = "" if DEVICE == "cuda" else "_cpu", gigabytes("VmHWM"), run.config
+    figures = {name + unit: [round(line[name], 4) for line in lines[1:]] for name in ("rollout", "step")}
+    facts = dict(size=cfg.model, prompts=cfg.prompts_per_step, group=cfg.num_generations, lengths="ragged")
+    facts |= dict(limit=cfg.max_completion_length, prompt_tokens=args.prompt_tokens, tokens=lines[-1]["tokens"])
+    facts["grad_norm"] = [line["grad_norm"] for line in lines]
+    return figures | {"memory_gb": [peak - held], "peak_gb": [peak]}, facts
+
+
+def compare_steps(args: argparse.Namespace) -> None:
+    ways = args.ways.split("; ")
+    results, facts = {way: {} for way in ways}, {}
+    for way in ways * args.repeats:  # A B A B ...
+        figures, facts[way] = json.loads(in_a_process(way)[-1])
+        for name, values in figures.items():
+            results[way].setdefault(name, []).extend(values)
+    check_same_work(facts)
+    made, command = run_folder.provenance(), " ".join(["python -m tools.bench", *sys.argv[1:]])
+    hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
+    entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
+    entry |= made["versions"] | facts[ways[0]] | dict(results=results, facts=facts)
+    with LOG.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+    print(step_table(entry))
 
 
 def check_same_work(facts: dict[str, dict]) -> None:
-    ours, tolerance = facts["ours"], 1e-2 if DEVICE == "cuda" else 1e-3
+    """Gradients in fp32 differ by rounding, and by what Adam makes of it in a step; in bf16 on a GPU by more."""
+    first, tolerance = next(iter(facts.values())), 1e-2 if DEVICE == "cuda" else 1e-3
     for way, its in facts.items():
-        same = np.allclose(its["grad_norm"], ours["grad_norm"], rtol=tolerance)
-        if not same or its["trained"] != ours["trained"]:
-            sys.exit(f"error: not the same work: {way} {its}, ours {ours}")
+        if not np.allclose(its["grad_norm"], first["grad_norm"], rtol=tolerance) or its["tokens"] != first["tokens"]:
+            sys.exit(f"error: not the same work: {way} {its}, not {first}")
 
 
 def tables(log: Path) -> str:
@@ -247,67 +250,104 @@ def tables(log: Path) -> str:
     newest = {}
     for entry in map(json.loads, log.read_text().splitlines()):
         if re.search(r"\bbench(\.py)? step", entry["command"]):
-            differ = [str(entry[name]) for name in ("size", "lengths", "prompts", "limit", "transformers")]
-            on = "CPU" if "CPU" in entry["hardware"] else entry["hardware"]
-            newest[*differ, on, *entry["results"]] = entry
-    return "\n\n".join(step_table(newest[key]) for key in sorted(newest))
+            table, on = step_table(entry), "CPU" if "CPU" in entry["hardware"] else entry["hardware"]
+            newest[table.partition(":")[0], entry["transformers"], on, *entry["results"]] = table
+    return "\n\n".join(newest[key] for key in sorted(newest))
 
 
 def step_table(entry: dict) -> str:
-    """Medians. On a CPU CPU-seconds are compared: other work on the machine hardly changes them."""
+    """Medians."""
     unit = "_cpu" if "CPU" in entry["hardware"] else ""
-    phases = ["rollout", "forward", "backward", "update", "step"]
-    names = [*(phase + unit for phase in phases), "memory_gb"]
-    of = {way: np.array([statistics.median(its[name]) for name in names]) for way, its in entry["results"].items()}
-    rows = [["", *phases, "tokens a second", "peak GB"]]
-    for way, its in of.items():
-        *seconds, memory = (f"{value:.2f}" for value in its)
-        rows.append([way, *seconds, f"{entry['tokens'] / its[-2]:,.0f}", memory])
+    names, rows, of = ["rollout" + unit, "step" + unit, "memory_gb"], [], {}
+    for way, its in entry["results"].items():
+        of[way] = np.array([statistics.median(its[name]) for name in names])
+        rows.append([way, *(f"{x:.2f}" for x in of[way]), f"{entry['tokens'] / of[way][1]:,.0f}"])
     first, *others = of
     for way in others:
-        *ratios, memory = (f"{value:.2f}" for value in of[first] / of[way])
-        rows.append([f"{first} / {way}", *ratios, f"{of[way][-2] / of[first][-2]:.1f}", memory])
-    shape = "**{size}, {prompts} prompts × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
+        ratios = of[first] / of[way]
+        rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[1]:.1f}"])
+    asked = f" of {entry['prompt_tokens']} tokens" if entry.get("prompt_tokens") else ""
+    shape = "**{size}, {prompts} prompts{asked} × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
     about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
-    return f"{shape.format(**entry)}\n\n{markdown(*rows)}\n\n{about.format(**entry)}"
+    table = markdown(["", "rollout", "step", "peak GB", "tokens a second"], *rows)
+    return f"{shape.format(asked=asked, **entry)}\n\n{table}\n\n{about.format(**entry)}"
 
 
-def main() -> None:
+# ---- The same training ----
+
+
+def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
+    return args.out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}" / "metrics.jsonl"
+
+
+def learn(args: argparse.Namespace) -> None:
+    """One run. Its seconds are those of the steps, without evaluations, which are ours on both sides."""
+    log = log_of(args, args.way, args.seed)
+    words = [*args.flags, "--warmup_steps", "0", "--seed", args.seed, "--out", str(log.parent)]  # TRL's warm-up differs
+    run, lines, reached = run_of(words), [], []
+    made = run_folder.provenance() | {"settings": run_folder.plain(run.config) | {"trainer": args.way}}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.with_name("config.json").write_text(json.dumps(made, indent=1))
+
+    def end_step(metrics: dict) -> None:
+        line = {"step": len(lines) + 1, "reward": metrics["reward"]}
+        line["seconds"] = metrics["step"] + sum(line["seconds"] for line in lines[-1:])
+        if run.config.eval_every and line["step"] % run.config.eval_every == 0:
+            line |= train.evaluate(run, line["step"])[0]
+        if line.get("eval/accuracy", 0) >= args.target:
+            reached.append(line["seconds"])
+        lines.append(line | {"seconds to target": reached[0] if reached else None})
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    train_all(run, args, end_step)
+
+
+def compare_learning(args: argparse.Namespace) -> None:
+    for seed, way in itertools.product(args.seeds, args.ways.split("; ")):
+        if not log_of(args, way, seed).with_name("finished").exists():
+            in_a_process(way, "--seed", seed)
+            log_of(args, way, seed).with_name("finished").touch()
+            print(f"done: {way}, seed {seed}", flush=True)
+    print(learn_table(args))
+
+
+def learn_table(args: argparse.Namespace) -> str:
+    ways = args.ways.split("; ")
+    runs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in ways]
+    figures = [f"reward:1-{len(runs[0][0])}", "eval/accuracy:last", "seconds:last", "seconds to target:last"]
+    rows = [row for name in figures for row in paired(name, [{"": way} for way in ways], runs)]
+    seeds = f"mean ± std of {len(args.seeds)} seeds"
+    return markdown(["figure", "", seeds, f"minus {ways[0]}, 95 % interval", ""], *rows)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step"])
-    parser.add_argument("--size", choices=SIZES, default="12m")
-    parser.add_argument("--prompts", type=int, help="of a step; default by size")
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--limit", type=int, help="tokens of a completion, at most; default by size")
-    parser.add_argument("--equal", action="store_true", help="all completions are as long as that")
+    parser.add_argument("what", choices=["step", "learn"])
     parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
+    parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--prompt_tokens", type=int, help="of each prompt of a step; default: 32 to 64")
     parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
-    parser.add_argument("--log", type=Path, default=ROOT / LOG)
+    parser.add_argument("--out", type=Path, help="learn: folder of the runs")
+    parser.add_argument("--seeds", default="1,2,3", type=lambda given: given.split(","))
+    parser.add_argument("--target", type=float, default=0.95, help="held-out greedy accuracy")
     parser.add_argument("--way", choices=WAYS, help="this one, here")
-    args = parser.parse_args()
-    prompts, limit, *_ = SIZES[args.size]
-    args.prompts, args.limit = args.prompts or prompts, args.limit or limit
-    if args.way:
-        print(json.dumps(WAYS[args.way](args)))
-        return
-    ways = args.ways.split("; ")
-    results, facts = {way: {} for way in ways}, {}
-    for way in ways * args.repeats:  # A B A B ...
-        figures, facts[way] = measure_one(way)
-        for name, values in figures.items():
-            results[way].setdefault(name, []).extend(values)
-    check_same_work(facts)
-    made, command = run_folder.provenance(), " ".join(["python -m tools.bench", *sys.argv[1:]])
-    hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
-    entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
-    entry |= made["versions"] | {name: getattr(args, name) for name in ("size", "prompts", "group", "limit")}
-    entry |= dict(lengths="equal" if args.equal else "ragged", tokens=facts["ours"]["trained"])
-    entry |= dict(results=results, facts=facts)
-    with args.log.open("a") as file:
-        file.write(json.dumps(entry) + "\n")
-    print(step_table(entry))
+    parser.add_argument("--seed", help="of this one")
+    args = parser.parse_args(own)
+    args.flags = words[len(own) + 1 :]
+    return args
+
+
+def main(words: list[str]) -> None:
+    args = parse(words)
+    if args.what == "learn":
+        (learn if args.way else compare_learning)(args)
+    elif args.way:
+        print(json.dumps(measure(args)))
+    else:
+        compare_steps(args)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""Candidates for a task of docs/real_model.md: prompts that anybody can make anew, and what is right for each.
+
+python results/real_model/candidates.py runs/candidates     a file of prompts for each of them
+"""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+THINGS = """a cat, a dog, snow, rain, the sea, a river, a tree, a flower, the sun, the moon, a star, a car, a train,
+a plane, a bridge, a house, a door, a window, a chair, a table, a book, a pen, paper, music, a song, a guitar, a drum,
+bread, milk, honey, an apple, a lemon, rice, soup, tea, coffee, sugar, salt, a king, a queen, a teacher, a doctor,
+a farmer, a baker, a painter, winter, summer, spring, autumn, morning, night, a storm, wind, fire, ice, gold, silver,
+iron, glass, wood, stone, sand, a bird, a fish, a horse, a cow, a sheep, a bee, an ant, a spider, a lion, a bear, a fox,
+a wolf, an owl, a frog, a snake, a garden, a forest, a mountain, a desert, an island, a city, a village, a school,
+a market, a garage, a kitchen, a clock, a phone, a camera, a lamp, a candle, a key, a coin, a map, a letter, a ship"""
+THINGS = [" ".join(thing.split()) for thing in THINGS.split(",")]
+
+
+def text_of(completion) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def last_number(completions, answer, **columns) -> list[float]:
+    """1 if the last number of the text is the answer."""
+    found = [re.findall(r"-?\d+", text_of(completion).replace("−", "-")) for completion in completions]
+    return [float(numbers[-1:] == [right]) for numbers, right in zip(found, answer, strict=True)]
+
+
+def lower_case(completions, **columns) -> list[float]:
+    """1 for a text with letters, none of them a capital."""
+    return [float(text_of(completion).islower()) for completion in completions]
+
+
+def three_words(completions, **columns) -> list[float]:
+    return [float(len(text_of(completion).split()) == 3) for completion in completions]
+
+
+def has_word(completions, answer, **columns) -> list[float]:
+    texts = [re.findall(r"\w+", text_of(completion).lower()) for completion in completions]
+    return [float(word in words) for words, word in zip(texts, answer, strict=True)]
+
+
+def json_object(completions, **columns) -> list[float]:
+    """1 for a text that is an object in JSON and nothing else."""
+    right = []
+    for completion in completions:
+        try:
+            right.append(float(isinstance(json.loads(text_of(completion)), dict)))
+        except ValueError:
+            right.append(0.0)
+    return right
+
+
+def rows() -> dict[str, list[tuple[str, str | None]]]:
+    """Name -> (what is asked, the answer)."""
+    pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+    small = [(a, b) for a, b in pairs if a < 17 and b < 17]
+    random.Random(0).shuffle(pairs)
+    return {
+        "sum": [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs],
+        "sum_bare": [(f"{a} + {b} =", str(a + b)) for a, b in pairs],
+        "sum_only": [(f"What is {a} + {b}? Answer with the number only.", str(a + b)) for a, b in pairs],
+        "sum_words": [(f"What is {UNITS[a]} plus {UNITS[b]}? Give a number.", str(a + b)) for a, b in small],
+        "difference": [(f"What is {max(a, b)} - {min(a, b)}?", str(abs(a - b))) for a, b in pairs],
+        "product": [(f"What is {a} times {b}?", str(a * b)) for a, b in pairs if a < 13 and b < 13],
+        "story": [(f"Ann has {a} apples. She gets {b} more. How many has she now?", str(a + b)) for a, b in pairs],
+        "larger": [(f"Which number is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs if a != b],
+        "lower_case": [(f"Describe {thing}. Use only lower case letters.", None) for thing in THINGS],
+        "three_words": [(f"Describe {thing} in exactly three words.", None) for thing in THINGS],
+        "has_word": [(f"Write a sentence about {thing} with the word blue.", "blue") for thing in THINGS],
+        "json_object": [(f"Describe {thing} as a JSON object. Write nothing else.", None) for thing in THINGS],
+    }
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, asked in rows().items():
+        lines = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in asked]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
