@@ -15,10 +15,8 @@ same, which is checked. To learn, each samples by itself; the same command again
 import argparse
 import itertools
 import json
-import math
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,20 +36,16 @@ import train
 from config import Config
 from infra import command_line, run_folder
 from tasks import Task
-from tasks._prompts import encode_prompt
 from tasks.chain import shortness
 from tools.ablate import markdown, paired
 
 ROOT = Path(__file__).parent.parent
-LOG = ROOT / "results" / "bench.jsonl"
+LOG = "results/bench.jsonl"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = "ours", "TRL", "TRL, plain head"
 LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
 STEP = """--model models/smollm2 --task sorting --eval_every 0 --prompts_per_step 4 --num_generations 8
-    --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0"""
-
-
-# ---- The two trainers ----
+    --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 
 
 def run_of(words: list[str]) -> train.Run:
@@ -81,14 +75,13 @@ def train_all(run: train.Run, args: argparse.Namespace, end_step: Callable[[dict
             completions = trainer.args.generation_batch_size
             end(metrics | {"tokens": round(metrics["completions/mean_length"] * completions)})
 
+    wrap(*((run.model, "generate") if trainer else (train, "rollout")), timed)
     if trainer:
-        wrap(run.model, "generate", timed)
         wrap(trainer, "log", log)
         trainer.train()
-        return
-    wrap(train, "rollout", timed)
-    for step in range(1, 1 + run.config.steps):
-        end(train.training_step(run, step)[0])
+    else:
+        for step in range(1, 1 + run.config.steps):
+            end(train.training_step(run, step)[0])
 
 
 def trl_trainer(run: train.Run, args: argparse.Namespace) -> Any:
@@ -101,11 +94,10 @@ def trl_trainer(run: train.Run, args: argparse.Namespace) -> Any:
     config = trl.GRPOConfig(
         tempfile.mkdtemp(), **{name: getattr(cfg, name) for name in same}, epsilon=cfg.epsilon_low, max_steps=cfg.steps,
         loss_type={"sequence": "grpo", "global": "dapo", "constant": "dr_grpo"}[cfg.normalization],
-        gradient_accumulation_steps=cfg.prompts_per_step * cfg.num_generations // args.rows,
-        per_device_train_batch_size=args.rows, reward_weights=run.task.weights, shuffle_dataset=False,
-        mask_truncated_completions=cfg.mask_truncated, lr_scheduler_type="constant", gradient_checkpointing=False,
-        bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, report_to="none", logging_steps=1,
-        save_strategy="no", disable_tqdm=True,
+        mask_truncated_completions=cfg.mask_truncated, reward_weights=run.task.weights, lr_scheduler_type="constant",
+        gradient_accumulation_steps=cfg.prompts_per_step * cfg.num_generations // args.rows, shuffle_dataset=False,
+        per_device_train_batch_size=args.rows, gradient_checkpointing=False, save_strategy="no", report_to="none",
+        bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
     rows = datasets.Dataset.from_list(run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed))
     trainer = trl.GRPOTrainer(run.model, run.task.rewards, config, rows, processing_class=run.tokenizer)
@@ -149,40 +141,31 @@ def in_a_process(way: str, *words: str) -> list[str]:
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
-# ---- A step ----
-
-
 def plan_tokens(cfg: Config, tokenizer: Any) -> Tensor:
     """The completions of a step, (N, L). Lengths are log-normal, of median L / 4, and cut off at L."""
     rng, limit = np.random.default_rng(0), cfg.max_completion_length
     n, first = cfg.prompts_per_step * cfg.num_generations, 1 + max(tokenizer.all_special_ids)
     tokens = rng.integers(first, len(tokenizer), (n, limit))
     for row in tokens:
-        stop = max(1, int(rng.lognormal(math.log(limit / 4), 0.8)))
+        stop = max(1, int(rng.lognormal(np.log(limit / 4), 0.8)))
         row[stop - 1 : stop] = tokenizer.eos_token_id
         row[stop:] = tokenizer.pad_token_id
     return torch.as_tensor(tokens, device=DEVICE)
 
 
-def plan_prompts(cfg: Config, tokenizer: Any, tokens: int | None) -> list[dict]:
-    rng = np.random.default_rng(1)
-    words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
-    drawn = [rng.choice(words, tokens or rng.integers(32, 65)) for _ in range(cfg.prompts_per_step)]
-    return [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
-
-
 def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
     """It draws the prompts of the plan, in their order. Micro-batches hold as many padded tokens as TRL's."""
-    words = [*STEP.split(), "--steps", str(1 + args.steps), *args.flags]
-    cfg = command_line.parse(words, DEVICE == "cuda")
+    cfg, rng = command_line.parse([*STEP.split(), *args.flags], DEVICE == "cuda"), np.random.default_rng(0)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-    rows = plan_prompts(cfg, tokenizer, args.prompt_tokens)
+    words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
+    drawn = [rng.choice(words, args.prompt_tokens or rng.integers(32, 65)) for _ in range(cfg.prompts_per_step)]
+    rows = [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
     task = Task(rows, [], [shortness], [1.0])
     task.draw = lambda first, n, seed: (rows * n)[:n]
     wrap(train, "load_task", lambda original, config: task)
-    longest = max(len(encode_prompt(tokenizer, row["prompt"])) for row in rows)
-    padded = args.rows * (longest + cfg.max_completion_length)
-    return run_of([*words, "--micro_batch_tokens", str(padded)]), plan_tokens(cfg, tokenizer)
+    padded = args.rows * (max(map(len, drawn)) + cfg.max_completion_length)
+    flags = [*STEP.split(), *args.flags, "--micro_batch_tokens", str(padded)]
+    return run_of(flags), plan_tokens(cfg, tokenizer)
 
 
 def force_ours(tokens: Tensor) -> None:
@@ -203,8 +186,8 @@ def force_trl(tokens: Tensor, original: Callable, input_ids: Tensor, **kwargs: A
     return original(input_ids=input_ids, logits_processor=[forced], **kwargs)
 
 
-def measure(args: argparse.Namespace) -> tuple[dict, dict]:
-    """-> figures, each a list with a value of every step but the first, which warms up; and facts of the work"""
+def measure(args: argparse.Namespace) -> None:
+    """Prints figures, each a list with a value of every step but the first, which warms up; and facts of the work."""
     (run, tokens), lines = planned_run(args), []
     if args.way == "ours":
         force_ours(tokens)
@@ -217,7 +200,7 @@ def measure(args: argparse.Namespace) -> tuple[dict, dict]:
     facts = dict(size=cfg.model, prompts=cfg.prompts_per_step, group=cfg.num_generations, lengths="ragged")
     facts |= dict(limit=cfg.max_completion_length, prompt_tokens=args.prompt_tokens, tokens=lines[-1]["tokens"])
     facts["grad_norm"] = [line["grad_norm"] for line in lines]
-    return figures | {"memory_gb": [peak - held], "peak_gb": [peak]}, facts
+    print(json.dumps([figures | {"memory_gb": [peak - held], "peak_gb": [peak]}, facts]))
 
 
 def compare_steps(args: argparse.Namespace) -> None:
@@ -232,7 +215,7 @@ def compare_steps(args: argparse.Namespace) -> None:
     hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
     entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
     entry |= made["versions"] | facts[ways[0]] | dict(results=results, facts=facts)
-    with LOG.open("a") as file:
+    with (ROOT / LOG).open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(step_table(entry))
 
@@ -256,24 +239,21 @@ def tables(log: Path) -> str:
 
 
 def step_table(entry: dict) -> str:
-    """Medians."""
-    unit = "_cpu" if "CPU" in entry["hardware"] else ""
-    names, rows, of = ["rollout" + unit, "step" + unit, "memory_gb"], [], {}
+    """Medians. The rest of a step is scoring and the update."""
+    unit, rows, of = "_cpu" if "CPU" in entry["hardware"] else "", [], {}
     for way, its in entry["results"].items():
-        of[way] = np.array([statistics.median(its[name]) for name in names])
-        rows.append([way, *(f"{x:.2f}" for x in of[way]), f"{entry['tokens'] / of[way][1]:,.0f}"])
+        rollout, step, memory = (np.median(its[name]) for name in ("rollout" + unit, "step" + unit, "memory_gb"))
+        of[way] = np.array([rollout, step - rollout, step, memory])
+        rows.append([way, *(f"{x:.2f}" for x in of[way]), f"{entry['tokens'] / step:,.0f}"])
     first, *others = of
     for way in others:
         ratios = of[first] / of[way]
-        rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[1]:.1f}"])
+        rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[2]:.1f}"])
     asked = f" of {entry['prompt_tokens']} tokens" if entry.get("prompt_tokens") else ""
     shape = "**{size}, {prompts} prompts{asked} × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
     about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
-    table = markdown(["", "rollout", "step", "peak GB", "tokens a second"], *rows)
+    table = markdown(["", "rollout", "rest", "step", "peak GB", "tokens a second"], *rows)
     return f"{shape.format(asked=asked, **entry)}\n\n{table}\n\n{about.format(**entry)}"
-
-
-# ---- The same training ----
 
 
 def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
@@ -284,7 +264,7 @@ def learn(args: argparse.Namespace) -> None:
     """One run. Its seconds are those of the steps, without evaluations, which are ours on both sides."""
     log = log_of(args, args.way, args.seed)
     words = [*args.flags, "--warmup_steps", "0", "--seed", args.seed, "--out", str(log.parent)]  # TRL's warm-up differs
-    run, lines, reached = run_of(words), [], []
+    run, lines, reached = run_of(words), [], [None]
     made = run_folder.provenance() | {"settings": run_folder.plain(run.config) | {"trainer": args.way}}
     log.parent.mkdir(parents=True, exist_ok=True)
     log.with_name("config.json").write_text(json.dumps(made, indent=1))
@@ -296,7 +276,7 @@ def learn(args: argparse.Namespace) -> None:
             line |= train.evaluate(run, line["step"])[0]
         if line.get("eval/accuracy", 0) >= args.target:
             reached.append(line["seconds"])
-        lines.append(line | {"seconds to target": reached[0] if reached else None})
+        lines.append(line | {"seconds to target": reached[:2][-1]})
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     train_all(run, args, end_step)
@@ -327,7 +307,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, help="of each prompt of a step; default: 32 to 64")
-    parser.add_argument("--steps", type=int, default=2, help="measured in each process, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")
     parser.add_argument("--out", type=Path, help="learn: folder of the runs")
     parser.add_argument("--seeds", default="1,2,3", type=lambda given: given.split(","))
@@ -341,12 +320,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    if args.what == "learn":
-        (learn if args.way else compare_learning)(args)
-    elif args.way:
-        print(json.dumps(measure(args)))
+    if args.what == "step":
+        (measure if args.way else compare_steps)(args)
     else:
-        compare_steps(args)
+        (learn if args.way else compare_learning)(args)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
 A table stands on any page between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, `step`
-(the benchmark), or that of a `python -m tools.ablate ... --out runs/NAME` in a code block, whose logs are in results/.
+(the benchmark), or that of a `python -m tools.ablate ... --out runs/NAME`, or of `tools.bench learn`, in a code block,
+whose logs are in results/.
 Pictures are those of each `python -m tools.plot ... --out results/...` there, known by a fingerprint of what they show.
 Left out: whether the code that drew it is still the same.
 """
@@ -32,15 +33,18 @@ def pages() -> list[Path]:
 def commands(tool: str) -> list[list[str]]:
     """The words behind `python -m tools.TOOL` of each line of a page that begins with it."""
     text = "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
-    return [shlex.split(words) for words in re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)]
+    found = re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)
+    return [shlex.split(words, comments=True) for words in found]
 
 
 def tables() -> dict[str, str]:
     made = {"default": default_table(), "step": bench.tables(ROOT / bench.LOG)}
-    for args in map(ablate.parse, commands("ablate")):
+    asked = [(ablate.table, ablate.parse(words)) for words in commands("ablate")]
+    asked += [(bench.learn_table, bench.parse(words)) for words in commands("bench") if words[0] == "learn"]
+    for table, args in asked:
         args.out = ROOT / "results" / args.out.name
         if args.out.is_dir():
-            made[args.out.name] = ablate.table(args)
+            made[args.out.name] = table(args)
     return made
 
 
