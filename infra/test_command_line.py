@@ -167,7 +167,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
     ({"steps": "many", "beta": -1, "reward": "r.py:f"}, "", "--reward r.py:f", "--beta -1", "--steps many"),
-    ({"lerning_rate": 1, "task": "math"}, "--zzz", "--zzz", "--lerning_rate: ... --learning_rate?", "--task math"),
+    ({"lerning_rate": 1, "task": "chess"}, "--zzz", "--zzz", "--lerning_rate: ... --learning_rate?", "--task chess"),
     ({"settings": {"algorithm": "rloo", "gone": 1}}, "--minibatches 2", "--gone: ", "--objective reinforce"),
     ({"algorithm": ["ppo"], "out": 3}, "", "--algorithm ['ppo']", "--out 3"),
     ([1], "", "mine.json: damaged, no JSON object"),
@@ -182,7 +182,7 @@ def test_a_mistake_is_told(tmp_path, capsys, case):
 
 
 def test_a_program_is_told_all_at_once_and_only_the_first_rank_speaks(capsys, monkeypatch):
-    wrong = dict(steps="5", beta=None, seed=True, eval_k=2.0, reward="r.py:f", out=3, task="math")
+    wrong = dict(steps="5", beta=None, seed=True, eval_k=2.0, reward="r.py:f", out=3, task="chess")
     with pytest.raises(UserError) as error:
         ready(Config(**wrong, minibatches=200, top_k=10**400), on_gpu=False)
     told = [*(f"--{name} {value}: must be " for name, value in wrong.items()), "--minibatches 200: "]

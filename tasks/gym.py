@@ -33,8 +33,7 @@ def load(config: Config) -> Task:
     entries = list({entry["question"]: entry for entry in data_set}.values())
 
     def gym_score(prompts, completions, completion_ids, number: list[int], **columns) -> list[float]:
-        answers = [utils.extract_answer(text_of(completion)) for completion in completions]
-        return [score(answer, entries[n]) for answer, n in zip(answers, number, strict=True)]
+        return [score(utils.extract_answer(text_of(x)), entries[n]) for x, n in zip(completions, number, strict=True)]
 
     def score(answer: str | None, entry: dict) -> float:
         try:

@@ -55,7 +55,7 @@ def add_task(tmp_path, monkeypatch):
 
 def test_the_tasks_that_are_there():
     """What suits the small model of some of them is too fast for one of the user's own."""
-    assert task_names() == ["addition", "chain", "countdown", "data", "gsm8k", "sorting", "tldr"]
+    assert task_names() == ["addition", "chain", "countdown", "data", "gsm8k", "gym", "math", "sorting", "tldr"]
     for name in task_names():
         defaults = task_defaults(name, None)
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()

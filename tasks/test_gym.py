@@ -1,0 +1,66 @@
+"""Data sets of Reasoning Gym: each question once, the answer in tags, their own scorers."""
+
+import pytest
+
+from config import Config, UserError
+from infra.command_line import parse, ready
+from tasks import load_task
+from tasks.gym import RUNS_ANSWERS
+
+EASY = 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 200}'
+
+
+@pytest.fixture(scope="module")
+def easy():
+    pytest.importorskip("reasoning_gym")
+    return load_task(Config(task=EASY))
+
+
+def rewards(task, row: dict, *texts: str) -> list[float]:
+    columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    return task.rewards[0](prompts=[row["prompt"]] * len(texts), completions=completions, completion_ids=[], **columns)
+
+
+def test_a_data_set_of_reasoning_gym(easy):
+    """Its questions once each, on one side; the last tag holds the answer, which its own scorer judges."""
+    asked = [row["prompt"][0]["content"] for row in easy.train + easy.eval]
+    assert len(asked) == len(set(asked)) > 100 and len(easy.eval) == len(asked) // 5
+    for row in easy.train[:20]:
+        question = row["prompt"][0]["content"].partition(": ")[2].partition(" =")[0]
+        tags = [f"<answer>{answer}</answer>" for answer in ("17", eval(question), "99")]
+        one, nothing, after, untagged = rewards(easy, row, tags[1], tags[0][:9], tags[2] + tags[1], str(eval(question)))
+        assert one == after == easy.correct_at == 1.0 and nothing == untagged == 0.0
+        assert rewards(easy, row, tags[1] + tags[2])[0] < 1.0
+
+
+def test_what_a_scorer_cannot_read_is_wrong():
+    pytest.importorskip("reasoning_gym")
+    task = load_task(Config(task='gym:prime_factorization:{"size": 10}'))  # raises ValueError
+    assert rewards(task, task.train[0], "<answer>what?</answer>") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        *((f"gym:{name}", "as Python code") for name in RUNS_ANSWERS),
+        ('gym:composite:{"datasets": [{"name": "puzzle24", "weight": 1}]}', "puzzle24 runs"),
+        ("gym", "gym:NAME"),
+        ("gym:nothing", "gym:NAME"),
+        ("gym:chain_sum:{", "gym:NAME:JSON"),
+        ('gym:chain_sum:{"no_such": 1}', "no_such"),
+        ('gym:chain_sum:{"min_terms": -1}', "min_terms must be positive"),
+        ("addition:chain_sum", "must be one of"),
+    ],
+)
+def test_a_data_set_that_cannot_be(task, told):
+    if "chain_sum" in task:
+        pytest.importorskip("reasoning_gym")
+    with pytest.raises(UserError, match=told):
+        load_task(Config(task=task))
+
+
+def test_the_folder_of_its_run_is_named_after_the_data_set():
+    """Without the settings, which are JSON."""
+    config = ready(parse(["--task", EASY, "--model", "m"], on_gpu=False), on_gpu=False)
+    assert config.out == "runs/gym-chain_sum-grpo-0" and config.task == EASY

@@ -1,0 +1,67 @@
+"""Problems with their answers, judged by math-verify."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from config import Config, UserError
+from tasks import load_task
+from tasks.math import ASK, equal_answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (
+            "34",
+            ["\\boxed{34}", "no \\boxed{1}, \\boxed{34.0}"],
+            ["$34$", "\\boxed{34}, \\boxed{35}", "\\boxed{34"],
+        ),
+        (72, ["\\boxed{72}"], ["\\boxed{}"]),
+        ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
+        ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
+        ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
+        ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}"]),
+        ("x^2+1", ["\\boxed{1+x^2}"], ["\\boxed{x^2}"]),
+        ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
+        ("10\\%", ["\\boxed{0.1}"], ["\\boxed{10.1}"]),
+    ],
+)
+def test_the_last_box_is_compared(answer, right, wrong):
+    pytest.importorskip("math_verify")
+    texts = [*right, *wrong]
+    for given in texts, [[{"role": "assistant", "content": text}] for text in texts]:
+        columns = dict(prompts=["?"] * len(texts), completions=given, answer=[answer] * len(texts))
+        assert equal_answer(completion_ids=[[1]] * len(texts), **columns) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("answer", ["", None])
+def test_an_answer_without_mathematics_is_a_mistake_that_names_the_prompt(answer):
+    pytest.importorskip("math_verify")
+    with pytest.raises(UserError, match=r"^no mathematics is found in the answer .*, for prompt 'how\?'$"):
+        equal_answer(["why?", "how?"], ["\\boxed{1}"] * 2, [[1]] * 2, answer=["1", answer])
+
+
+def test_rows_of_a_file(tmp_path):
+    """Problems are asked for in a box; chat messages stay what they are."""
+    chat = [{"role": "user", "content": "Is it 7?"}]
+    rows = [{"problem": f"{n} + 1?", "answer": n + 1, "level": 1} for n in range(20)]
+    rows += [{"prompt": "2 + 2?", "solution": "It is \\boxed{4}."}, {"prompt": chat, "answer": "7"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(Config(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=4))
+    made = {row["prompt"][0]["content"]: row["answer"] for row in task.train + task.eval}
+    expected = {f"{n} + 1?{ASK}": n + 1 for n in range(20)}
+    assert made == expected | {f"2 + 2?{ASK}": "It is \\boxed{4}.", "Is it 7?": "7"} and len(task.eval) == 4
+    assert "\\boxed{}" in ASK and task.correct == task.reward_names[0] == "equal_answer"
+
+
+def test_rows_of_the_hub(monkeypatch):
+    def load_dataset(name, subset, split):
+        return [{"problem": split, "solution": f"{name} \\boxed{{1}}"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    task = load_task(Config(task="math"))
+    for split, (row,) in ("train", task.train), ("test", task.eval):
+        assert row["prompt"] == [{"role": "user", "content": split + ASK}] and row["answer"].endswith("\\boxed{1}")
