@@ -10,28 +10,23 @@ from tasks.gym import RUNS_ANSWERS
 EASY = 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 200}'
 
 
-@pytest.fixture(scope="module")
-def easy():
-    pytest.importorskip("reasoning_gym")
-    return load_task(Config(task=EASY))
-
-
 def rewards(task, row: dict, *texts: str) -> list[float]:
     columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     return task.rewards[0](prompts=[row["prompt"]] * len(texts), completions=completions, completion_ids=[], **columns)
 
 
-def test_a_data_set_of_reasoning_gym(easy):
+def test_a_data_set_of_reasoning_gym():
     """Its questions once each, on one side; the last tag holds the answer, which its own scorer judges."""
-    asked = [row["prompt"][0]["content"] for row in easy.train + easy.eval]
-    assert len(asked) == len(set(asked)) > 100 and len(easy.eval) == len(asked) // 5
-    for row in easy.train[:20]:
-        question = row["prompt"][0]["content"].partition(": ")[2].partition(" =")[0]
-        tags = [f"<answer>{answer}</answer>" for answer in ("17", eval(question), "99")]
-        one, nothing, after, untagged = rewards(easy, row, tags[1], tags[0][:9], tags[2] + tags[1], str(eval(question)))
-        assert one == after == easy.correct_at == 1.0 and nothing == untagged == 0.0
-        assert rewards(easy, row, tags[1] + tags[2])[0] < 1.0
+    pytest.importorskip("reasoning_gym")
+    task = load_task(Config(task=EASY))
+    asked = [row["prompt"][0]["content"] for row in task.train + task.eval]
+    assert len(asked) == len(set(asked)) > 100 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
+    for row, text in zip(task.eval[:20], asked[-len(task.eval) :]):
+        answer = eval(text.partition(": ")[2].partition(" =")[0])
+        right, wrong = f"<answer>{answer}</answer>", "<answer>99</answer>"
+        worth = rewards(task, row, right, wrong + right, right + wrong, right[:9], str(answer))
+        assert worth[:2] == [1.0, 1.0] and worth[2] < 1.0 and worth[3:] == [0.0, 0.0]
 
 
 def test_what_a_scorer_cannot_read_is_wrong():

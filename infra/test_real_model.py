@@ -1,0 +1,60 @@
+"""A real language model, from its folder to its evaluation: `pytest -m real`, where models/smollm2 stands."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from conftest import ROOT, distance, flat_gradient, lines
+from infra.command_line import parse, ready
+
+MODEL = ROOT / "models" / "smollm2"
+pytestmark = [pytest.mark.real, pytest.mark.skipif(not MODEL.is_dir(), reason="python -m tools.make_models smollm2")]
+
+
+def varied(completion_ids, **columns):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    texts = "What is 7 + 5?", "Name a colour.", "Write a sentence about the sea.", "Say yes.", "Why?", "What is rain?"
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"""--model {MODEL} --data {tmp_path}/rows.jsonl --eval_prompts 1 --eval_k 4 --reward {__name__}:varied
+        --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --warmup_steps 0 --learning_rate 1e-5
+        --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
+
+
+def test_a_step_is_that_of_a_plain_loop(words, tmp_path, monkeypatch):
+    run, *_ = train.set_up(ready(parse([*words, "--out", str(tmp_path / "run")], False), False), torch.device("cpu"))
+    gradients = []
+    monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(flat_gradient(run.model)))
+    _, groups = train.training_step(run, 1)
+    for group in groups:
+        rewards = varied([made.ids for made in group.completions])
+        mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+        for made, reward in zip(group.completions, rewards, strict=True):
+            ids = torch.tensor([group.prompt_ids + made.ids])
+            logits = run.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
+            logp = logits.log_softmax(-1)[range(len(made.ids)), made.ids]
+            # fp32 with a cache, in batches of other shapes, through thirty layers
+            torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
+            (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
+    # A difference of 1e-4 in a log-prob is one of 1e-4 in its probability, and so in its gradient.
+    assert len(gradients) == 1 and distance(gradients[0], flat_gradient(run.model)) < 1e-4
+
+
+def test_what_is_saved_is_evaluated_again(words, tmp_path):
+    assert train.main([*words, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    words[1] = str(tmp_path / "run" / "model")
+    assert train.main([*words, "--steps", "0", "--out", str(tmp_path / "again")]) == 0
+    (again,), after = (lines(tmp_path / name / "metrics.jsonl") for name in ("again", "run"))
+    figures = {name: value for name, value in again.items() if name.startswith("eval/")}
+    assert len(figures) > 5 and figures == {name: pytest.approx(after[-1][name]) for name in figures}
+    weights, trained = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "run" / "model"))
+    changed = [name for name in weights if not weights[name].equal(trained[name])]
+    assert weights.keys() == trained.keys() and len(changed) > 200
