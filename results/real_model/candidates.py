@@ -3,6 +3,7 @@
 python results/real_model/candidates.py runs/candidates     a file of prompts for each of them
 """
 
+import itertools
 import json
 import random
 import re
@@ -18,6 +19,12 @@ iron, glass, wood, stone, sand, a bird, a fish, a horse, a cow, a sheep, a bee, 
 a wolf, an owl, a frog, a snake, a garden, a forest, a mountain, a desert, an island, a city, a village, a school,
 a market, a garage, a kitchen, a clock, a phone, a camera, a lamp, a candle, a key, a coin, a map, a letter, a ship"""
 THINGS = [" ".join(thing.split()) for thing in THINGS.split(",")]
+ASKS = [
+    "Describe {} in exactly three words.",
+    "What is {}? Answer in exactly three words.",
+    "Write exactly three words about {}.",
+    "In exactly three words, what comes to mind when you think of {}?",
+]
 
 
 def text_of(completion) -> str:
@@ -55,11 +62,16 @@ def json_object(completions, **columns) -> list[float]:
     return right
 
 
+def shuffled(*of: list) -> list[tuple]:
+    pairs = [*itertools.product(*of)]
+    random.Random(0).shuffle(pairs)
+    return pairs
+
+
 def rows() -> dict[str, list[tuple[str, str | None]]]:
     """Name -> (what is asked, the answer)."""
-    pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
-    small = [(a, b) for a, b in pairs if a < 17 and b < 17]
-    random.Random(0).shuffle(pairs)
+    pairs = shuffled(range(1, 21), range(1, 21))
+    small = [(a, b) for a in range(1, 17) for b in range(1, 17)]
     return {
         "sum": [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs],
         "sum_bare": [(f"{a} + {b} =", str(a + b)) for a, b in pairs],
@@ -70,18 +82,31 @@ def rows() -> dict[str, list[tuple[str, str | None]]]:
         "story": [(f"Ann has {a} apples. She gets {b} more. How many has she now?", str(a + b)) for a, b in pairs],
         "larger": [(f"Which number is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs if a != b],
         "lower_case": [(f"Describe {thing}. Use only lower case letters.", None) for thing in THINGS],
-        "three_words": [(f"Describe {thing} in exactly three words.", None) for thing in THINGS],
+        "three_words": [(ask.format(thing), None) for thing, ask in shuffled(THINGS, ASKS)],
         "has_word": [(f"Write a sentence about {thing} with the word blue.", "blue") for thing in THINGS],
         "json_object": [(f"Describe {thing} as a JSON object. Write nothing else.", None) for thing in THINGS],
     }
 
 
-def main(folder: Path) -> None:
+def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, asked in rows().items():
         lines = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in asked]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def table(folder: Path) -> str:
+    made = ["| candidate | greedy | sampled | tokens |", "|---|---|---|---|"]
+    for file in sorted(folder.glob("*/metrics.jsonl")):
+        line = json.loads(file.read_text())
+        sampled = f"{line['eval/pass@1']:.3f} ± {line['eval/pass@1_ci']:.3f}"
+        greedy, tokens = f"{line['eval/accuracy']:.3f}", f"{line['eval/completion_length']:.1f}"
+        made.append(f"| {file.parent.name} | {greedy} | {sampled} | {tokens} |")
+    return "\n".join(made)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--table":
+        print(table(Path(sys.argv[2])))
+    else:
+        write(Path(sys.argv[1]))
