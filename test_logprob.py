@@ -25,7 +25,6 @@ CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # after the head:
 READ_ALONE = ("mistral", "gemma2", "gemma3", "gptj", "gpt_oss", "bloom", "mpt", "mamba", "falcon_h1")
 ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # a float64 model of any other family computes parts in float32
 
-
 ROWS = ["...pppcccccc", "..pc........", "ppppccc.....", "ppppp.......", "pppp..cccc.."]  # prompt, completion, padding
 ATTENTION, COMPLETION = (torch.tensor([[int(c in of) for c in row] for row in ROWS]) for of in ("pc", "c"))
 SCORED = COMPLETION.bool()
@@ -63,16 +62,14 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
     return flat_gradient(model)
 
 
-def assert_equals_reference(
-    model: nn.Module, dtype: torch.dtype = torch.float32, temperature: float = 0.7, together: list[int] | None = None
-) -> None:
+def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, together: list[int] | None = None):
     """Up to a hundred roundings in this dtype, the coarsest that the model computes in: by how much such a part rounds
     depends on the CPU and on the shape of the batch."""
-    logp, entropy = score(model, temperature=temperature, entropy_grad=True, together=together)
+    logp, entropy = score(model, temperature=0.7, entropy_grad=True, together=together)
     grad = gradient(model, logp, entropy)
-    expected_logp, expected_entropy = reference(model, temperature=temperature)
+    expected_logp, expected_entropy = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
-    assert expected_logp.min() * temperature < -10 and expected_entropy.max() > 0.01
+    assert expected_logp.min() < -14 and expected_entropy.max() > 0.01
     close = partial(torch.testing.assert_close, rtol=rounding(dtype), atol=10 * rounding(dtype))
     close(logp.double(), expected_logp)
     close(entropy.double(), expected_entropy)
@@ -114,32 +111,19 @@ def test_a_window_that_is_shorter_than_a_row_is_found_though_it_is_not_tried(siz
     assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
 
 
-@pytest.mark.parametrize("head_bias", [False, True])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("chunk", [1, 1000])
-def test_chunks_and_temperatures(chunk, temperature, head_bias, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
-    model = tiny_model("gpt2")
-    if head_bias:
-        model.lm_head.bias = nn.Parameter(3 * torch.randn(VOCAB, dtype=torch.float64))
-    assert_equals_reference(model, torch.float64, temperature)
-    assert head_returns_logits(model, IDS)
+AS_TRAINED = {
+    "float32": lambda model: model.float(),
+    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
+    "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
+}
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "qwen3_moe", "gpt2"])
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda model: model.float(),
-        lambda model: model.activation_checkpointing_enable(),
-        lambda model: model.get_output_embeddings().requires_grad_(False),
-        lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
-    ],
-    ids=["float32", "gradient checkpointing", "frozen head", "frozen body"],
-)
-def test_a_model_as_it_may_be_trained(name: str, prepare: Callable):
+@pytest.mark.parametrize("how", AS_TRAINED)
+def test_a_model_as_it_may_be_trained(name: str, how: str):
     model = tiny_model(name)
-    prepare(model)
+    AS_TRAINED[how](model)
     assert_equals_reference(model)
     assert model.training
 
@@ -332,7 +316,6 @@ def test_the_model_is_left_unchanged_even_by_an_exception(name: str, already_tri
 
 
 # Memory
-
 
 LARGE_VOCAB, CHUNK = 40_000, 8
 CHUNK_BYTES = WEIGHT_BYTES = CHUNK * LARGE_VOCAB * 4  # a chunk's logits; the head's weight, hidden size 8
