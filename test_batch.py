@@ -170,46 +170,11 @@ def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int,
 same_up_to_rounding = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
-def make_run(normalization: str, limits: Limits, shard: bool = False, **switches) -> train.Run:
-    settings = GRPO | dict(
-        beta=0.1, entropy_coef=0.01, temperature=0.8, max_completion_length=10,
-        max_grad_norm=0.05, dtype="float32", shard=shard,
-    )  # fmt: skip
-    cfg = Config(**settings | switches | dict(normalization=normalization))
+def make_run(limits: Limits, **switches) -> train.Run:
+    settings = GRPO | dict(temperature=0.8, max_completion_length=10, dtype="float32")
     model = tiny_model("gpt2", spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return train.Run(cfg, CPU, None, None, model, None, optimizer, None, limits, None)
-
-
-def accumulated(
-    monkeypatch, normalization: str, limits: Limits, world: int = 1, batch: Batch | None = None, **switches
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """-> the gradient, the loss and the statistics of each rank's part of a step; ranks come one after the other"""
-    run, batch = make_run(normalization, limits, **{"shard": True} | switches), batch or make_batch()
-    batch.weights = token_weights(batch.mask, normalization, run.config.max_completion_length, batch.prompts)
-    monkeypatch.setattr(ranks, "world", lambda: world)
-    parts = []
-    for rank in range(world):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        loss, totals = train.accumulate(run, batch)
-        takes_part = all(p.grad is not None for p in run.model.parameters())
-        assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
-        parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
-    return parts
-
-
-@pytest.mark.parametrize("normalization", ["sequence", "prompt"])
-def test_any_split_gives_the_same_loss_and_gradient(monkeypatch, normalization):
-    [(gradient, loss, totals)] = accumulated(monkeypatch, normalization, WHOLE)
-    assert gradient.norm() > 1e-3 and (totals[:4, 0] > 0).all()
-    alone = [(world, Limits(*of)) for world, *of in ((1, 1, None), (1, None, 30), (2, None, None), (3, 3, 40))]
-    together = [(world, TOGETHER(*of)) for world, *of in ((1, None, None), (1, None, 30), (2, None, 60), (3, 2, 40))]
-    for world, limits in [*alone, *together, (13, WHOLE)]:
-        parts = accumulated(monkeypatch, normalization, limits, world)
-        split = [sum(of_ranks) for of_ranks in zip(*parts)]
-        assert distance(split[0], gradient) < 1e-10
-        same_up_to_rounding(split[1:], [loss, totals])
-    assert not any(figures.any() for figures in parts[12]), "a rank without rows adds exactly nothing"
+    return train.Run(Config(**settings | switches), CPU, None, None, model, None, optimizer, None, limits, None)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -217,9 +182,10 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
     """With what is chosen once for the whole update: the tokens of the highest entropy, the sampler's corrections.
     Loss, gradient norm, statistics, and the weights after it: clipped, then AdamW."""
     chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
+    chosen |= dict(beta=0.1, entropy_coef=0.01)
     steps = []
-    for limits in (WHOLE, Limits(1, None), Limits(5, 40), TOGETHER(None, None), TOGETHER(3, 40)):
-        run = make_run(limits=limits, **ALGORITHMS[algorithm] | chosen)
+    for limits in (WHOLE, Limits(5, 40), TOGETHER(3, 40)):
+        run = make_run(limits, **ALGORITHMS[algorithm] | chosen)
         figures = train.update(run, make_batch(), step=1)
         assert figures[1] > run.config.max_grad_norm
         steps.append([*figures, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
@@ -257,9 +223,32 @@ def test_a_batch_has_the_sets_of_its_rows():
     assert make_batch().kept is None
 
 
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_rows_without_a_gradient_need_no_backward_pass(monkeypatch, of_tokens):
+def of_ranks(monkeypatch, batch: Batch, limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """-> the gradient, the loss and the statistics of each rank's part of a step; ranks come one after the other"""
+    run, parts = make_run(limits, **switches), []
+    batch.weights = token_weights(batch.mask, "global")
+    monkeypatch.setattr(ranks, "world", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        loss, totals = train.accumulate(run, batch)
+        takes_part = all(p.grad is not None for p in run.model.parameters())
+        assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
+        parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
+    return parts
+
+
+# Advantages of tokens?, settings -> how many of 12 rows have a backward pass. Not row 1, whose reward is its group's
+# mean; not 3 to 5, whose rewards are equal; not 11, which has none. With shards all of them, and what fills up.
+LEARNING = [
+    (False, {}, 7), (True, {}, 6), (True, dict(shard=True), None), (False, dict(beta=0.1), 12),
+    (True, dict(entropy_coef=0.1), 12), (False, dict(sampler_coef=0.1), 12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of_tokens, also, learning", LEARNING)
+def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkeypatch, of_tokens, also, learning):
     batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
+    batch.ref_logp = batch.sampler_logp.roll(1, 0)
     if of_tokens:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
         batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # on the prompt and behind the end alone
@@ -270,15 +259,16 @@ def test_rows_without_a_gradient_need_no_backward_pass(monkeypatch, of_tokens):
         return logprobs(run, part, *rest, **more)
 
     monkeypatch.setattr(train, "logprobs", noting)
-    once = partial(accumulated, monkeypatch, "global", batch=batch, beta=0.0, entropy_coef=0.0)
-    [(gradient, loss, totals)] = once(WHOLE)  # with shards every row has a backward pass
+    once = partial(of_ranks, monkeypatch, batch)
+    [(gradient, loss, totals)] = once(WHOLE, 1, **also | dict(shard=True))  # with shards every row has a backward pass
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
-    splits = (1, WHOLE), (1, Limits(1, None)), (2, Limits(3, 40)), (13, WHOLE), (1, TOGETHER(None, None))
-    for world, limits in (*splits, (2, TOGETHER(3, 40))):
+    alone, together = [(1, Limits(1, None)), (2, Limits(3, 40))], [(1, TOGETHER(None, None)), (3, TOGETHER(3, 40))]
+    for world, limits in [*alone, *together, (13, WHOLE)]:
         learnt.clear()
-        split = [sum(of_ranks) for of_ranks in zip(*once(limits, world, shard=False))]
-        # Not row 1, whose reward is its group's mean; not 3 to 5, whose rewards are equal; not 11, which has none.
-        assert sum(learnt) == (6 if of_tokens else 7)
+        parts = once(limits, world, **also)
+        split = [sum(figures) for figures in zip(*parts)]
+        assert learning is None or sum(learnt) == learning
         assert distance(split[0], gradient) < 1e-12
         same_up_to_rounding(split[1:], [loss, totals])
+    assert not any(figures.any() for figures in parts[12]), "a rank without rows adds exactly nothing"
