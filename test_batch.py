@@ -2,7 +2,7 @@
 same step, in loss, gradient, statistics and weights afterwards."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -17,7 +17,7 @@ from config import ALGORITHMS, GRPO, Config
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra import ranks
 from loss import token_weights
-from rollout import Completion, Sampling, rollout, uniforms
+from rollout import Completion, KeptSets, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
@@ -28,7 +28,9 @@ TOGETHER = partial(Limits, hidden_size=1000)  # completions of a prompt share a 
 
 def test_collate():
     eos, nan = 2, math.nan
-    long = Completion([7, 8, eos], [-0.1, -0.2, -0.3], False, entropy=[3.5, 4.0, 1.0])
+    long = Completion([7, 8, eos], [-0.1, -0.2, -0.3], False, [3.5, 4.0, 1.0], KeptSets())
+    for ids in ([7, 9], [8], [1, eos]):
+        long.kept.append(np.array(ids, dtype=np.int32), VOCAB)
     cut = Completion([9, 9], [-0.4, -0.5], True, entropy=[4.5, 4.5])
     short, unscored = Completion([eos], [-0.6], False, entropy=[1.0]), Completion([5, eos], [-0.7, -0.8], False)
     advantages = torch.tensor([1.5, -1.5], dtype=torch.float64)
@@ -45,6 +47,9 @@ def test_collate():
     assert trained_lengths(groups, mask_truncated=False).tolist() == [[3, 2], [1, 0]]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
+    kept = [[None if ids is None else ids.tolist() for ids in row] for row in batch.kept]
+    assert kept == [[None, None, [7, 9], [8], [1, eos]], [None] * 5, [None] * 5, [None] * 5]
+    assert batch[[2, 0]].kept == [batch.kept[2], batch.kept[0]]
 
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
@@ -52,27 +57,7 @@ def test_collate():
     assert trained_lengths(groups, mask_truncated=True).tolist() == [[3, 0], [1, 0]]
     entropy = [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]  # it was not asked of the last one
     assert batch.sampler_entropy.tolist() == entropy
-
-
-def make_batch() -> Batch:
-    """3 x 4 completions, one of them without a reward, and log-probs of an old policy and a reference."""
-    r = np.random.default_rng(0)
-    rewards = torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.2, math.nan, 0.9, 0.0], [2.0, 1.0, 1.0, 0.3]])
-    advantages = group_advantages(rewards)
-    lengths = [[4, 10, 1, 6], [3, 5, 8, 2], [5, 5, 1, 9]]
-    prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3]]
-
-    def completion(n: int) -> Completion:
-        return Completion(r.integers(2, VOCAB, n).tolist(), r.normal(-4, 0.5, n).tolist(), False)
-
-    groups = [
-        Group(prompt, completions=[completion(n) for n in lengths[p]], rewards=rewards[p], advantages=advantages[p])
-        for p, prompt in enumerate(prompts)
-    ]
-    batch = collate(groups, mask_truncated=False, device=CPU)
-    batch.old_logp, batch.ref_logp = torch.tensor(r.normal(-4, 0.5, (2, *batch.mask.shape)))
-    batch.sampler_entropy = torch.tensor(r.random(batch.mask.shape))
-    return batch
+    assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "nothing is cut"
 
 
 # ---- Which rows are in which piece ----
@@ -170,6 +155,27 @@ def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int,
 same_up_to_rounding = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
+@cache
+def sampled_groups() -> list[Group]:
+    """4 x 3 completions of a tiny model under top-p; one group has equal rewards, one completion has none."""
+    prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
+    samples = [(p, i) for p in range(4) for i in range(3)]
+    sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9, with_entropy=True)
+    model = tiny_model("gpt2", spread=1.0).float()
+    completions = rollout(model, [prompts[p] for p, _ in samples], uniforms(0, 1, samples, 8), sampling)
+    judged = zip(prompts, rewards, group_advantages(rewards))
+    return [Group(ids, {}, completions[3 * p : 3 * p + 3], r, advantages=A) for p, (ids, r, A) in enumerate(judged)]
+
+
+def make_batch() -> Batch:
+    """And log-probs of an old policy and a reference."""
+    batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
+    noise = torch.randn(2, *batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch.old_logp, batch.ref_logp = batch.sampler_logp + 0.3 * noise
+    return batch
+
+
 def make_run(limits: Limits, **switches) -> train.Run:
     settings = GRPO | dict(temperature=0.8, max_completion_length=10, dtype="float32")
     model = tiny_model("gpt2", spread=1.0)
@@ -193,50 +199,6 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         same_up_to_rounding(step, steps[0])
 
 
-# ---- Kept sets, and rows without a gradient ----
-
-
-def sampled_groups() -> list[Group]:
-    """4 x 3 completions of a tiny model under top-p; one group has equal rewards, one completion has none."""
-    prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
-    rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
-    samples = [(p, i) for p in range(4) for i in range(3)]
-    sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9)
-    model = tiny_model("gpt2", spread=1.0).float()
-    completions = rollout(model, [prompts[p] for p, _ in samples], uniforms(0, 1, samples, 8), sampling)
-    judged = zip(prompts, rewards, group_advantages(rewards))
-    return [Group(ids, {}, completions[3 * p : 3 * p + 3], r, advantages=A) for p, (ids, r, A) in enumerate(judged)]
-
-
-def test_a_batch_has_the_sets_of_its_rows():
-    groups = sampled_groups()
-    batch = collate(groups, mask_truncated=False, device=CPU)
-    for n, row in enumerate(batch.kept):
-        start, completion = len(groups[n // 3].prompt_ids), groups[n // 3].completions[n % 3]
-        end = start + len(completion.ids)
-        assert all(map(np.array_equal, list(row)[start:end], completion.kept))
-        assert [ids is None for ids in row] == [not start <= t < end for t in range(batch.ids.shape[1])]
-    part = batch[[7, 2]]
-    assert part.kept == [batch.kept[7], batch.kept[2]] and part[[1]].kept == [batch.kept[2]]
-    groups[0].completions[0].kept = None  # of one that was sampled otherwise
-    assert list(collate(groups, mask_truncated=False, device=CPU).kept[0]) == [None] * batch.ids.shape[1]
-    assert make_batch().kept is None
-
-
-def of_ranks(monkeypatch, batch: Batch, limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """-> the gradient, the loss and the statistics of each rank's part of a step; ranks come one after the other"""
-    run, parts = make_run(limits, **switches), []
-    batch.weights = token_weights(batch.mask, "global")
-    monkeypatch.setattr(ranks, "world", lambda: world)
-    for rank in range(world):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        loss, totals = train.accumulate(run, batch)
-        takes_part = all(p.grad is not None for p in run.model.parameters())
-        assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
-        parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
-    return parts
-
-
 # Advantages of tokens?, settings -> how many of 12 rows have a backward pass. Not row 1, whose reward is its group's
 # mean; not 3 to 5, whose rewards are equal; not 11, which has none. With shards all of them, and what fills up.
 LEARNING = [
@@ -247,8 +209,8 @@ LEARNING = [
 
 @pytest.mark.parametrize("of_tokens, also, learning", LEARNING)
 def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkeypatch, of_tokens, also, learning):
-    batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
-    batch.ref_logp = batch.sampler_logp.roll(1, 0)
+    batch = make_batch()
+    batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if of_tokens:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
         batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # on the prompt and behind the end alone
@@ -258,15 +220,26 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         learnt.append(len(part) * torch.is_grad_enabled())
         return logprobs(run, part, *rest, **more)
 
+    def of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The gradient, the loss and the statistics of each rank's part; ranks come one after the other."""
+        run, parts = make_run(limits, **switches), []
+        monkeypatch.setattr(ranks, "world", lambda: world)
+        for rank in range(world):
+            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+            loss, totals = train.accumulate(run, batch)
+            takes_part = all(p.grad is not None for p in run.model.parameters())
+            assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
+            parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
+        return parts
+
     monkeypatch.setattr(train, "logprobs", noting)
-    once = partial(of_ranks, monkeypatch, batch)
-    [(gradient, loss, totals)] = once(WHOLE, 1, **also | dict(shard=True))  # with shards every row has a backward pass
+    [(gradient, loss, totals)] = of_ranks(WHOLE, 1, **also | dict(shard=True))  # then every row has a backward pass
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
     alone, together = [(1, Limits(1, None)), (2, Limits(3, 40))], [(1, TOGETHER(None, None)), (3, TOGETHER(3, 40))]
     for world, limits in [*alone, *together, (13, WHOLE)]:
         learnt.clear()
-        parts = once(limits, world, **also)
+        parts = of_ranks(limits, world, **also)
         split = [sum(figures) for figures in zip(*parts)]
         assert learning is None or sum(learnt) == learning
         assert distance(split[0], gradient) < 1e-12
