@@ -7,16 +7,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from advantage import (
-    BASELINES,
-    COMBINATIONS,
-    SCALES,
-    all_equal,
-    combine_rewards,
-    compares_in_group,
-    group_advantages,
-    on_high_entropy,
-)
+from advantage import BASELINES, COMBINATIONS, SCALES, all_equal, combine_rewards, group_advantages, on_high_entropy
 from conftest import rounding
 
 NAN = math.nan
@@ -128,6 +119,7 @@ ERRORS = [
     (lambda: group_advantages(torch.zeros(2, 2), scale="unheard"), ["unheard", *SCALES]),
     (lambda: group_advantages(torch.zeros(2, 2), baseline="unheard"), ["unheard", *BASELINES]),
     (lambda: combine_rewards(torch.zeros(2, 2, 1), [1.0], how="unheard"), ["unheard", *COMBINATIONS]),
+    (lambda: combine_rewards(torch.zeros(2, 1, 2), [1.0, 1.0], how="gdpo"), ["at least 2 completions"]),
 ]
 
 
@@ -171,9 +163,3 @@ def test_a_mean_that_is_not_above_zero_scales_nothing(group, dtype):
     groups = torch.tensor([group, [0.0, 0.0, 1e-3]], dtype=dtype)  # small rewards that are not negative are no rounding
     advantages = group_advantages(groups, "mean")
     torch.testing.assert_close(advantages, torch.tensor([[0.0] * 3, [-1.0, -1.0, 2.0]], dtype=dtype))
-
-
-def test_gdpo_compares_in_the_group_whatever_the_baseline():
-    assert compares_in_group("batch", "batch", "gdpo") and not compares_in_group("batch", "batch", "sum")
-    with pytest.raises(ValueError, match="at least 2 completions"):
-        combine_rewards(torch.zeros(2, 1, 2), [1.0, 1.0], how="gdpo")
