@@ -1,8 +1,6 @@
 """Problems with their answers, judged by math-verify."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,25 +8,20 @@ from config import Config, UserError
 from tasks import load_task
 from tasks.math import ASK, equal_answer
 
+BOXES = [  # an answer, completions that are right, and wrong ones
+    ("34", ["\\boxed{34}", "no \\boxed{1}, \\boxed{34.0}"], ["$34$", "\\boxed{34}, \\boxed{35}", "\\boxed{34"]),
+    (72, ["\\boxed{72}"], ["\\boxed{}"]),
+    ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
+    ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
+    ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
+    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}"]),
+    ("x^2+1", ["\\boxed{1+x^2}"], ["\\boxed{x^2}"]),
+    ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
+    ("10\\%", ["\\boxed{0.1}"], ["\\boxed{10.1}"]),
+]
 
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        (
-            "34",
-            ["\\boxed{34}", "no \\boxed{1}, \\boxed{34.0}"],
-            ["$34$", "\\boxed{34}, \\boxed{35}", "\\boxed{34"],
-        ),
-        (72, ["\\boxed{72}"], ["\\boxed{}"]),
-        ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
-        ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
-        ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
-        ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}"]),
-        ("x^2+1", ["\\boxed{1+x^2}"], ["\\boxed{x^2}"]),
-        ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
-        ("10\\%", ["\\boxed{0.1}"], ["\\boxed{10.1}"]),
-    ],
-)
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), BOXES)
 def test_the_last_box_is_compared(answer, right, wrong):
     pytest.importorskip("math_verify")
     texts = [*right, *wrong]
@@ -55,13 +48,3 @@ def test_rows_of_a_file(tmp_path):
     expected = {f"{n} + 1?{ASK}": n + 1 for n in range(20)}
     assert made == expected | {f"2 + 2?{ASK}": "It is \\boxed{4}.", "Is it 7?": "7"} and len(task.eval) == 4
     assert "\\boxed{}" in ASK and task.correct == task.reward_names[0] == "equal_answer"
-
-
-def test_rows_of_the_hub(monkeypatch):
-    def load_dataset(name, subset, split, data_files):
-        return [{"problem": split, "solution": f"{name} \\boxed{{1}}"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    task = load_task(Config(task="math"))
-    for split, (row,) in ("train", task.train), ("test", task.eval):
-        assert row["prompt"] == [{"role": "user", "content": split + ASK}] and row["answer"].endswith("\\boxed{1}")

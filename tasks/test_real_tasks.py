@@ -1,4 +1,4 @@
-"""The tasks for real models, countdown, gsm8k and tldr: rewards and rows."""
+"""The tasks for real models, countdown, gsm8k and tldr: rewards and rows; math has a file of its own."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from config import Config, UserError
-from tasks import countdown, gsm8k, tldr
+from tasks import countdown, gsm8k, math, tldr
 
 EXPRESSIONS = [  # text, numbers, its value
     ("1 + 2 * 3", [1, 2, 3], 7),  # precedence
@@ -102,17 +102,21 @@ def test_problems():
 def test_rows_come_from_the_hub(monkeypatch):
     hub = {("openai/gsm8k", "main"): [{"question": "why?", "answer": "6 * 2\n#### 1,072"}]}
     hub |= {("trl-lib/tldr", None): [{"prompt": "why? TL;DR:", "completion": " a summary"}]}
+    hub |= {("DigitalLearningGmbH/MATH-lighteval", None): [{"problem": "why?", "solution": "\\boxed{1}"}]}
 
     def load_dataset(name, subset, split, data_files):
         return [{column: f"{split}: {text}" for column, text in row.items()} for row in hub[name, subset]]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    of_gsm8k, of_tldr = (file.load(Config()) for file in (gsm8k, tldr))
+    of_gsm8k, of_math, of_tldr = (file.load(Config()) for file in (gsm8k, math, tldr))
     assert (of_tldr.train, of_tldr.eval) == ([{"prompt": "train: why? TL;DR:"}], [{"prompt": "test: why? TL;DR:"}])
     for split, (row,) in ("train", of_gsm8k.train), ("test", of_gsm8k.eval):
         (message,) = row["prompt"]
         assert message["role"] == "user" and message["content"].startswith(f"{split}: why?\nThink")
         assert row.keys() == {"prompt", "answer"} and row["answer"] == "1,072"
+    for split, rows in ("train", of_math.train), ("test", of_math.eval):
+        prompt = [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
+        assert rows == [{"prompt": prompt, "answer": f"{split}: \\boxed{{1}}"}]
     assert of_gsm8k.rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [of_gsm8k.correct_at] == [1.0]
     assert (of_gsm8k.correct, of_tldr.correct, of_tldr.correct_at) == ("right_number", "near_20", 0.0)
 
