@@ -1,6 +1,5 @@
 """Whole runs with tiny models: what a step computes, however it is computed, and what a run leaves behind."""
 
-import ast
 import copy
 import functools
 import itertools
@@ -23,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import train
-from batch import Batch, collate, minibatches
+from batch import collate, minibatches
 from config import Config
-from conftest import ROOT, TIMINGS, assert_same_files, assert_same_run, distance, flags, lines, metrics, run, samples
+from conftest import ROOT, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
 from loss import policy_loss
 from tasks import Task
@@ -42,10 +41,6 @@ def sometimes(completions, completion_ids, **columns):
 
 def never(prompts, **columns):
     return [None] * len(prompts)
-
-
-def wrong(prompts, **columns):
-    return [0.0] * len(prompts)
 
 
 def at_first(completions, trainer_state, **columns):
@@ -70,16 +65,6 @@ def lucky(completions, **columns):
 
 def drawn(prompts, **columns):
     return [random.random() for _ in prompts]
-
-
-def length(completion_ids, **columns):
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def first(completions, **columns):
-    """Of the first letter's code; None for every second one."""
-    codes = [ord(message["content"][:1] or "a") for (message,) in completions]
-    return [float(code % 7) if code % 2 else None for code in codes]
 
 
 def own(*names: str) -> list[str]:
@@ -173,16 +158,13 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     assert all(line["grad_norm"] > 0.01 for line in metrics(one) if line["step"])
 
 
-def test_a_run_by_torchrun_from_another_directory_and_one_from_a_program_are_that_of_main(go, sorting, tmp_path):
+def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, tmp_path):
     one = go("one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
     assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
     assert "max_grad_norm 1000000.0" in shown, "what is not as usual is named"
     assert_same_run(tmp_path / "two", one)
-    assert train.train(Config(**sorting | dict(data=str(sorting["data"]), out=str(tmp_path / "program")))) == 0
-    assert_same_run(tmp_path / "program", one)
-    assert torch.equal(trained(tmp_path / "program"), trained(one))
 
 
 # ---- The step against the equation, completion by completion, in float64 ----
@@ -301,6 +283,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     (figures,), rows = lines(out / "metrics.jsonl"), samples(out)
     names = "length", "reward", "advantage", "truncated", "rewards"
     lengths, rewards, advantages, truncated, parts = ([row[name] for row in rows] for name in names)
+    weighted = [[w * x for w, x in zip((0.5, 2.0), of.values()) if x is not None] for of in parts]
+    assert rewards == [sum(values) if values else None for values in weighted]
     counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
     of_updates = [of_update for *_, of_pass in passes for of_update in of_pass]
     for ((_, batch, _), *_), part in zip(updated, of_updates, strict=True):
@@ -357,50 +341,38 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
 # ---- Tokens from a part of the vocabulary ----
 
-CUTS = {"top_p": dict(top_p=0.9), "top_k": dict(top_k=9), "min_p": dict(min_p=0.05)}
 
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path, cut):
+def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path):
     """However the step is computed. Nothing differs from the sampler, so a correction is by 1 alone; and the reference
     is the policy at first, so the KL is 0."""
-    settings = OFF_POLICY | CUTS[cut]
+    cut = dict(top_p=0.9, top_k=9, min_p=0.05)
+    settings = OFF_POLICY | cut
     whole = go("whole", micro_batch_tokens=10**6, **settings)
     assert_same_run(go("part", micro_batch_size=3, micro_batch_tokens=30, **settings), whole)
     by_one = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001)
     run(sorting | settings | by_one, tmp_path / "two", world=2)
     assert_same_run(tmp_path / "two", whole)  # with a sampler_gap of rounding alone
-    first, second = metrics(go("once a step", beta=0.1, **CUTS[cut]))
+    first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
+    """Its gap is then that to the policy: of rounding while that has not moved, but not 0."""
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
-    go("sampler", old_policy="sampler")
+    out = go("sampler", old_policy="sampler", top_p=0.9)
+    assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
     with pytest.raises(AssertionError):
         go("policy")
     assert "error: --old_policy policy: is not what sampled the completions of earlier steps" in capsys.readouterr().err
 
 
-def test_a_figure_of_the_loss_or_of_ones_own_is_one_of_the_step(go, monkeypatch):
+def test_another_figure_of_the_loss_is_one_of_the_step(go, monkeypatch):
     def with_another(*args, **switches):
         loss, stats = policy_loss(*args, **switches)
         return loss, stats | {"mine": (2.0 * args[4].sum(), args[4].sum())}
 
-    def logging(run: train.Run, batch: Batch, step: int) -> tuple:
-        run.log("mine", 10.0 * step + len(run.logged))
-        return update(run, batch, step)
-
-    update = train.update
     monkeypatch.setattr(train, "policy_loss", with_another)
-    monkeypatch.setattr(train, "update", logging)
-    lines = metrics(go(minibatches=2, eval_every=1, eval_prompts=2))
-    assert [(line["mine"], line["logged/mine"]) for line in lines if line["step"]] == [(2.0, 10.5), (2.0, 20.5)]
-
-
-def test_with_the_sampler_as_the_old_policy_the_gap_is_that_of_the_policy(go):
-    """Of rounding alone while the policy has not moved, but not 0, as between the old policy and the sampler."""
-    assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(go(old_policy="sampler", top_p=0.9)))
+    assert [line["mine"] for line in metrics(go(minibatches=2))] == [2.0, 2.0]
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
@@ -411,33 +383,7 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
     assert max((logp - other).abs().max() for other in (old_logp, how["ref_logp"])) < 1e-5
 
 
-def test_a_run_that_began_without_kept_sets_goes_on_without_them(go):
-    settings = dict(top_p=0.5, lr_schedule="constant")
-    whole = go("whole", steps=3, keep_set="no", **settings)
-    out = go(steps=1, keep_set="no", **settings)
-    about = json.loads((out / "config.json").read_text())
-    assert about["settings"].pop("keep_set") is about["given"].pop("keep_set") is False
-    (out / "config.json").write_text(json.dumps(about))  # as of a version that had no such setting
-    go(steps=2, **settings)
-    assert train.main(["--out", str(out), "--steps", "3"]) == 0
-    assert_same_files(out, whole)
-
-
 # ---- Nothing to learn from ----
-
-
-@pytest.mark.parametrize("also", [{}, dict(beta=0.1), dict(entropy_coef=0.1), dict(sampler_coef=0.1)], ids=str)
-def test_what_has_no_gradient_gets_no_backward_pass(go, watch, monkeypatch, also):
-    """Completions of advantage 0, in the first of two updates and the second, where no other term has a gradient."""
-    calls = watch(train, "logprobs")
-    settings = dict(steps=1, prompts_per_step=8, num_iterations=2, learning_rate=0.02, micro_batch_size=1) | also
-    some = go("some", reward=own("letters"), **settings)
-    monkeypatch.setattr(Batch, "has_gradient", property(lambda batch: torch.ones(len(batch), dtype=torch.bool)))
-    every = go("every", reward=own("letters"), **settings)
-    assert_same_run(some, every)
-    backward = [result[0].requires_grad for _, more, result in calls if "with_entropy" in more]
-    n, learnt = 2 * 8 * G, 2 * sum(line["advantage"] != 0 for line in samples(some))
-    assert learnt < n and sum(backward[:n]) == (n if also else learnt) and backward[n:] == [True] * n
 
 
 def test_where_no_token_is_trained_on_momentum_moves_no_weight(go):
@@ -447,7 +393,7 @@ def test_where_no_token_is_trained_on_momentum_moves_no_weight(go):
 
 
 def test_where_every_group_was_rejected_a_penalty_teaches_nothing(go):
-    out = go(reward=own("letters", "wrong"), correct="wrong", dynamic_sampling=1)
+    out = go(reward=own("letters", "never"), correct="never", dynamic_sampling=1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
     assert all(line["rejected_groups"] == 1.0 > line["dead_groups"] for line in metrics(out))
     assert torch.equal(trained(out), untrained())
@@ -507,10 +453,8 @@ def test_prompts_and_streams(go, draws):
     assert draws() == (list(range(6)), evaluation + step_1 + evaluation + step_2 + evaluation)
 
 
-def test_what_a_reward_draws_is_another_number_in_each_step_and_the_same_when_run_again(go):
-    settings = dict(eval_every=2, eval_prompts=2, reward=own("drawn"))  # evaluated before the first step, too
-    once, again, other = (go(f"{i}", seed=seed, **settings) for i, seed in enumerate((0, 0, 1)))
-    assert metrics(once) == metrics(again) and samples(once) == samples(again)
+def test_what_a_reward_draws_is_another_number_in_each_step_and_of_each_seed(go):
+    once, other = (go(f"{seed}", seed=seed, reward=own("drawn")) for seed in (0, 1))
     assert len({line["reward"] for line in samples(once) + samples(other)}) == 2 * len(samples(once))
 
 
@@ -538,26 +482,6 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
-# ---- In a script of one's own ----
-
-PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-PLAIN += (ast.Assign, ast.AnnAssign, ast.AugAssign)
-
-
-def test_an_import_changes_nothing():
-    """No logging, no filter of warnings, no threads, no random state: modules import, define, name, and no more."""
-    own = [*ROOT.glob("*.py"), *ROOT.glob("infra/*.py"), *ROOT.glob("tasks/*.py")]
-    own = [path for path in own if "test" not in path.name]
-    assert len(own) > 20
-    for path in own:
-        for node in ast.parse(path.read_text()).body:
-            only_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            as_script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-            assert isinstance(node, PLAIN) or only_text or as_script, (path, node.lineno)
-            targets = [part for target in getattr(node, "targets", []) for part in ast.walk(target)]
-            assert not any(isinstance(part, ast.Attribute | ast.Subscript) for part in targets), (path, node.lineno)
-
-
 # ---- What a run leaves behind ----
 
 
@@ -565,16 +489,9 @@ def test_what_a_run_leaves(go):
     out = go(samples_per_step=3)
     about = json.loads((out / "config.json").read_text())
     assert about["settings"] | dict(steps=2, normalization="sequence", num_generations=4) == about["settings"]
-    assert {"commit", "versions", "hardware"} <= about.keys()
-    assert about["versions"]["torch"] == torch.__version__
-    assert [line["step"] for line in metrics(out)] == [1, 2]
-    assert all(line[name] > 0 for line in lines(out / "metrics.jsonl") for name in TIMINGS)
+    assert {"commit", "hardware"} <= about.keys() and about["versions"]["torch"] == torch.__version__
     assert [line["step"] for line in samples(out)] == [1, 1, 1, 2, 2, 2]
     assert len({line["prompt"] for line in samples(out)}) == 6, "of each prompt one"
-    assert {"prompt", "completion", "reward", "advantage"} <= samples(out)[0].keys()
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    assert tokenizer("cab>").input_ids == sorting_model(Config())[1]("cab>").input_ids
-    assert tokenizer.eos_token_id == EOS_ID
 
 
 # ---- Evaluation ----
@@ -593,20 +510,14 @@ def test_evaluation_against_counting(go, watch):
     for figures, i in zip(evaluated, at):
         sampled, greedy = calls[i], calls[i + 1]
         assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
-        groups = [sampled["values"][j : j + 3] for j in range(0, 21, 3)]
         assert {x["trainer_state"].global_step for x in (sampled, greedy)} == {max(0, figures["step"] - 1)}
         assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]
-        of_prompts = {name: greedy["values"] for name in ("accuracy", "reward", "reward/lucky")}
-        of_prompts["completion_length"] = [len(ids) for ids in greedy["completion_ids"]]
-        for k in (1, 2, 3):  # whether a right one is among k of the samples
-            of_prompts[f"pass@{k}"] = [statistics.fmean(map(max, itertools.combinations(x, k))) for x in groups]
-        expected = {f"eval/{name}": statistics.fmean(x) for name, x in of_prompts.items()}
-        expected |= {f"eval/{name}_ci": 1.96 * statistics.stdev(x) / 7**0.5 for name, x in of_prompts.items()}
-        assert {name: x for name, x in figures.items() if "eval/" in name} == pytest.approx(expected)
+        for name, values in {"accuracy": greedy["values"], "pass@1": sampled["values"]}.items():
+            assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 
-def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, capsys):
-    """Of the model it starts from, of the trained one, and of a checkpoint; on two ranks as on one."""
+def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
+    """Of the model it starts from, of the trained one, and of a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
@@ -620,19 +531,13 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, sorting, tmp_path, 
         assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown)
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
-    run(sorting | settings, tmp_path / "two", world=2)
-    assert metrics(tmp_path / "two") == metrics(out)
-    assert (tmp_path / "two" / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
 
 
 def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
-    out = go(steps=0, eval_every=1, eval_prompts=7, reward=own("letters", "lucky"), reward_weights=[1.0, 0.5])
-    (figures,) = metrics(out)
+    (figures,) = metrics(go(steps=0, eval_every=1, eval_prompts=7, reward=own("lucky")))
+    mean, half = (f"{figures[name]:.3f}" for name in ("eval/reward/lucky", "eval/reward/lucky_ci"))
     shown = capsys.readouterr().out.partition("held out (")[2]
-    for name in ("reward", "reward/letters", "reward/lucky"):
-        half = figures[f"eval/{name}_ci"]
-        assert half > 0 and re.search(rf"\n{name} +{figures[f'eval/{name}']:.3f} ± {half:.3f}\n", shown)
-    assert figures["eval/accuracy"] is figures["eval/accuracy_ci"] is None and "accuracy" not in shown
+    assert re.search(rf"\nreward/lucky +{mean} ± {half}\n", shown) and "accuracy" not in shown
 
 
 # ---- A chat model, rewards in TRL's signature ----
@@ -662,19 +567,19 @@ def chat(tmp_path_factory) -> dict:
     (folder / "strings.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     return dict(
         task="data", model=folder, data=folder / "chat.jsonl", prompts_per_step=2, max_completion_length=20, steps=1,
-        reward=own("length", "first"), reward_weights=[0.5, 2.0],
+        reward=own("drawn"),
     )  # fmt: skip
 
 
 def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
-    rollouts, rewarded = watch(train, "rollout"), watch(sys.modules[__name__], "length")
+    rollouts, rewarded = watch(train, "rollout"), watch(sys.modules[__name__], "drawn")
     out = go(**chat)
     assert "chat template" not in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(chat["model"])
     expected = {"<system>add;<user>1+1?;<assistant>", "<user>2+3?;<assistant>"}
     assert {tokenizer.decode(ids).replace(EOS, "") for args, *_ in rollouts for ids in args[1]} == expected
 
-    ((_, call, _),), given = rewarded, lines(chat["data"])
+    ((_, call, values),), given = rewarded, lines(chat["data"])
     assert sorted(call["answer"]) == ["2"] * G + ["5"] * G
     for i, line in enumerate(samples(out)):
         assert line["prompt"] == call["prompts"][i] == given[call["answer"][i] == "5"]["prompt"]
@@ -682,15 +587,12 @@ def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
         text, ids = call["completions"][i][0]["content"], call["completion_ids"][i]
         assert line["completion"].replace(EOS, "").replace("<pad>", "") == text
         assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
-        code = ord(text[:1] or "a")
-        assert line["rewards"] == {"length": len(ids), "first": code % 7 if code % 2 else None}
-        assert line["reward"] == pytest.approx(0.5 * len(ids) + 2.0 * (line["rewards"]["first"] or 0.0))
-        assert line["columns"] == {"answer": call["answer"][i]}
+        assert line["reward"] == values[i] and line["columns"] == {"answer": call["answer"][i]}
     assert {call["completion_ids"][i][-1] for i in range(2 * G)} & {*ENDS[1:]}, "every end token ends"
 
     before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (chat["model"], out / "model"))
     assert before["eos_token_id"] == ENDS
     assert before | {"transformers_version": 0} == after | {"transformers_version": 0}
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
-    go("strings", **chat | dict(data=chat["model"] / "strings.jsonl", reward=own("letters"), reward_weights=[1.0]))
+    go("strings", **chat | dict(data=chat["model"] / "strings.jsonl"))
     assert len(re.findall("strings do not get the model's chat template", capsys.readouterr().out)) == 1
