@@ -139,8 +139,8 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 BY_RANKS = {  # ranks and settings
-    "off-policy, groups and micro-batches over seven ranks, some without a reward": (
-        7, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
+    "off-policy, groups and micro-batches over five ranks, some without a reward": (
+        5, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
     ),
     "more ranks than completions, dynamic sampling, evaluation": (
         5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, steps=3, eval_every=1,
@@ -226,7 +226,7 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
 
 
 STEPS = {
-    **{name: dict(normalization=name) for name in ("sequence", "global", "prompt", "constant", "sum")},
+    **{name: dict(normalization=name) for name in ("prompt", "constant")},  # below are the others
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
     "mask_truncated": dict(mask_truncated=True),
@@ -422,15 +422,12 @@ def test_updates_have_minibatches_of_their_own_and_the_learning_rates_of_their_s
     assert [lr for _, lr in updates] == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4) for _ in range(6)]
 
 
-COSINE = [(1 + math.cos(math.pi * x / 3)) / 2 for x in range(3)]
-SCHEDULES = {"constant": [1, 1, 1], "linear": [1, 2 / 3, 1 / 3], "cosine": COSINE}  # after warm-up
-
-
-@pytest.mark.parametrize("schedule, factors", SCHEDULES.items())
-def test_learning_rate(schedule, factors):
-    settings = Config(steps=6, warmup_steps=3, lr_schedule=schedule)
-    rates = [train.learning_rate(settings, step, highest=3e-4) for step in range(1, 7)]
-    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
+def test_learning_rate():
+    cosine = [(1 + math.cos(math.pi * x / 3)) / 2 for x in range(3)]
+    for schedule, factors in {"constant": [1, 1, 1], "linear": [1, 2 / 3, 1 / 3], "cosine": cosine}.items():
+        settings = Config(steps=6, warmup_steps=3, lr_schedule=schedule)
+        rates = [train.learning_rate(settings, step, highest=3e-4) for step in range(1, 7)]
+        assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
 
 
 @pytest.fixture
@@ -564,14 +561,13 @@ def chat(tmp_path_factory) -> dict:
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
     rows = [{"prompt": messages, "answer": "2"}, {"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "strings.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     return dict(
         task="data", model=folder, data=folder / "chat.jsonl", prompts_per_step=2, max_completion_length=20, steps=1,
         reward=own("drawn"),
     )  # fmt: skip
 
 
-def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
+def test_chat_prompts_and_rewards_of_ones_own(go, sorting, chat, capsys, watch):
     rollouts, rewarded = watch(train, "rollout"), watch(sys.modules[__name__], "drawn")
     out = go(**chat)
     assert "chat template" not in capsys.readouterr().out
@@ -580,7 +576,6 @@ def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
     assert {tokenizer.decode(ids).replace(EOS, "") for args, *_ in rollouts for ids in args[1]} == expected
 
     ((_, call, values),), given = rewarded, lines(chat["data"])
-    assert sorted(call["answer"]) == ["2"] * G + ["5"] * G
     for i, line in enumerate(samples(out)):
         assert line["prompt"] == call["prompts"][i] == given[call["answer"][i] == "5"]["prompt"]
         assert [m["role"] for m in call["completions"][i]] == ["assistant"]
@@ -594,5 +589,5 @@ def test_chat_prompts_and_rewards_of_ones_own(go, chat, capsys, watch):
     assert before["eos_token_id"] == ENDS
     assert before | {"transformers_version": 0} == after | {"transformers_version": 0}
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
-    go("strings", **chat | dict(data=chat["model"] / "strings.jsonl"))
+    go("strings", **chat | dict(data=sorting["data"]))
     assert len(re.findall("strings do not get the model's chat template", capsys.readouterr().out)) == 1
