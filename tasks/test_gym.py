@@ -3,7 +3,6 @@
 import pytest
 
 from config import Config, UserError
-from infra.command_line import parse, ready
 from tasks import load_task
 from tasks.gym import RUNS_ANSWERS
 
@@ -55,9 +54,3 @@ def test_a_data_set_that_cannot_be(task, told):
         pytest.importorskip("reasoning_gym")
     with pytest.raises(UserError, match=told):
         load_task(Config(task=task))
-
-
-def test_the_folder_of_its_run_is_named_after_the_data_set():
-    """Without the settings, which are JSON."""
-    config = ready(parse(["--task", EASY, "--model", "m"], on_gpu=False), on_gpu=False)
-    assert config.out == "runs/gym-chain_sum-grpo-0" and config.task == EASY

@@ -52,9 +52,7 @@ bound = functools.partial(mine)
     "installed/installed.py": "def mine(prompts):\n    return [0.0] * len(prompts)\n",
     "chat.py": """
 def correctness(prompts, completions, answer, **kwargs) -> list[float]:
-    question = prompts[0][-1]["content"]
     answers = [completion[0]["content"].split("#")[-1] for completion in completions]
-    print("-" * 20, f"Question: {question}", f"Answer: {answer[0]}", f"Given: {answers[0]}")
     return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
 """,
     "r1/__init__.py": "",
