@@ -1,11 +1,11 @@
 """Tables and pictures are those of the logs, and what is not is named."""
 
-import json
 import shutil
 
 import pytest
 
-from tools import evidence, plot
+from conftest import contents
+from tools import evidence
 
 BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
 FINDING = """
@@ -56,14 +56,10 @@ def test_what_is_not_that_of_the_logs_is_named_and_made_anew(root):
 
 
 def test_kept_logs_are_those_of_the_runs(root):
-    log = '{"step": 1, "loss": 1.23456789e-07, "kl": null, "tokens": 1234567}\n'
-    config = '{"given": {"beta": 0.1}, "settings": {"beta": 0.1}}'
-    files = {"config.json": config, "metrics.jsonl": log, "samples.jsonl": ""}
+    made = root / "results" / "clip_higher" / "0.5-2"
     for name in ("0.1-1", "0.1-1.replaced-1"):
-        (root / "runs" / "beta" / name).mkdir(parents=True)
-        for file, text in files.items():
-            (root / "runs" / "beta" / name / file).write_text(text)
+        run = shutil.copytree(made, root / "runs" / "beta" / name)
+        (run / "samples.jsonl").write_text("")
     evidence.main(["--keep", str(root / "runs" / "beta")])
     (kept,) = (root / "results" / "beta").iterdir()
-    assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
-    assert plot.read_log(kept) == plot.Log({"beta": 0.1}, [json.loads(log)])
+    assert kept.name == "0.1-1" and contents(kept) == contents(made)
