@@ -32,12 +32,9 @@ RESOLVED = [  # on a GPU?, what is given, what is filled in
     (False, {}, TASK | dict(task="addition", dtype="float32", micro_batch_tokens=2048, rollout_tokens=32768)),
     (True, {}, dict(dtype="bfloat16", micro_batch_tokens=None, rollout_tokens=None)),  # decided by its memory, later
     (True, dict(dtype="float32"), {}),
-    (False, dict(micro_batch_size=3), dict(micro_batch_tokens=None)),  # rows given alone: any number of tokens
     (False, {}, {name: x for name, x in policy_loss.__kwdefaults__.items() if name in vars(Config())}),  # one default
-    (False, dict(data="d.jsonl"), dict(task="data")),
     (False, dict(data="d.jsonl", task="sorting"), {}),
-    (False, dict(task="sorting", algorithm="gspo", seed=4), dict(out="runs/sorting-gspo-4")),
-    (False, dict(task='gym:chain_sum:{"size": 9}'), dict(out="runs/gym-chain_sum-grpo-0")),  # JSON is in no name
+    (False, dict(task='gym:chain_sum:{"size": 9}', seed=4), dict(out="runs/gym-chain_sum-grpo-4")),  # without its JSON
     (False, dict(algorithm="dapo") | GIVEN, dict(epsilon_low=0.2, max_completion_length=12)),
     (True, GIVEN, {}),
     *((False, dict(algorithm=name), switches) for name, switches in ALGORITHMS.items()),  # docs/test_docs.py has these
