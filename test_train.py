@@ -343,15 +343,14 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
 
 def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path):
-    """However the step is computed. Nothing differs from the sampler, so a correction is by 1 alone; and the reference
-    is the policy at first, so the KL is 0."""
+    """On two ranks as on one. Nothing differs from the sampler, so a correction is by 1 alone; and the reference is the
+    policy at first, so the KL is 0."""
     cut = dict(top_p=0.9, top_k=9, min_p=0.05)
     settings = OFF_POLICY | cut
-    whole = go("whole", micro_batch_tokens=10**6, **settings)
-    assert_same_run(go("part", micro_batch_size=3, micro_batch_tokens=30, **settings), whole)
+    one = go("one", **settings)
     by_one = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001)
     run(sorting | settings | by_one, tmp_path / "two", world=2)
-    assert_same_run(tmp_path / "two", whole)  # with a sampler_gap of rounding alone
+    assert_same_run(tmp_path / "two", one)  # with a sampler_gap of rounding alone
     first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
@@ -539,10 +538,7 @@ def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
 
 # ---- A chat model, rewards in TRL's signature ----
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
 ENDS = [EOS_ID, 5, 9, 12]
 
 
@@ -572,7 +568,7 @@ def test_chat_prompts_and_rewards_of_ones_own(go, sorting, chat, capsys, watch):
     out = go(**chat)
     assert "chat template" not in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(chat["model"])
-    expected = {"<system>add;<user>1+1?;<assistant>", "<user>2+3?;<assistant>"}
+    expected = {"<system>add;<user>1+1?;", "<user>2+3?;"}
     assert {tokenizer.decode(ids).replace(EOS, "") for args, *_ in rollouts for ids in args[1]} == expected
 
     ((_, call, values),), given = rewarded, lines(chat["data"])
