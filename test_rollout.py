@@ -212,14 +212,6 @@ def test_weights_that_are_not_finite_are_named():
         rollout(model, PROMPTS, streams(), SAMPLING)
 
 
-def test_what_cannot_be_sampled_is_told():
-    wrong = [(PROMPTS, streams()[:-1]), (PROMPTS, streams()[:, :-1]), (PROMPTS, None)]
-    wrong += [(["1+1"] * len(PROMPTS), streams()), (torch.ones(len(PROMPTS), 3), streams())]
-    for prompts, uniform in wrong:
-        with pytest.raises(ValueError, match="prompts must be lists of token ids; uniform must be"):
-            rollout(build(), prompts, uniform, SAMPLING)
-
-
 def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
     model, seen = build(), []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
