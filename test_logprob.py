@@ -136,7 +136,7 @@ def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
     """What is rounded to bfloat16, here or there differently: each state's gradient, and each logit of gemma2."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, torch.float32)
@@ -144,14 +144,10 @@ def test_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
         logp, entropy = score(model, temperature=0.7, entropy_grad=True)
         with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)) if name == "qwen2" else nullcontext():
             expected_logp, expected_entropy = reference(model, temperature=0.7)
-        largest = float(model(input_ids=IDS).logits.detach().abs().max()) / 0.7
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
-    eps = torch.finfo(torch.bfloat16).eps
-    assert (logp - expected_logp).abs().max() < eps * largest
-    assert (entropy - expected_entropy).abs().max() < eps * largest
     grads = gradient(model, logp, entropy), gradient(model, expected_logp, expected_entropy)
-    assert distance(*grads) < 2 * eps  # of two layers
+    assert distance(*grads) < 2 * torch.finfo(torch.bfloat16).eps  # of two layers
 
 
 @pytest.mark.parametrize("bias", [False, True])
