@@ -109,14 +109,13 @@ def test_rows_come_from_the_hub(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     of_gsm8k, of_math, of_tldr = (file.load(Config()) for file in (gsm8k, math, tldr))
-    assert (of_tldr.train, of_tldr.eval) == ([{"prompt": "train: why? TL;DR:"}], [{"prompt": "test: why? TL;DR:"}])
-    for split, (row,) in ("train", of_gsm8k.train), ("test", of_gsm8k.eval):
-        (message,) = row["prompt"]
+    for split, part in ("train", "train"), ("test", "eval"):
+        (question,), (problem,), (post,) = (getattr(task, part) for task in (of_gsm8k, of_math, of_tldr))
+        (message,) = question.pop("prompt")
         assert message["role"] == "user" and message["content"].startswith(f"{split}: why?\nThink")
-        assert row.keys() == {"prompt", "answer"} and row["answer"] == "1,072"
-    for split, rows in ("train", of_math.train), ("test", of_math.eval):
-        prompt = [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
-        assert rows == [{"prompt": prompt, "answer": f"{split}: \\boxed{{1}}"}]
+        assert question == {"answer": "1,072"} and post == {"prompt": f"{split}: why? TL;DR:"}
+        assert problem["prompt"] == [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
+        assert problem["answer"] == f"{split}: \\boxed{{1}}"
     assert of_gsm8k.rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [of_gsm8k.correct_at] == [1.0]
     assert (of_gsm8k.correct, of_tldr.correct, of_tldr.correct_at) == ("right_number", "near_20", 0.0)
 

@@ -19,6 +19,7 @@ ROWS = [
     {"prompt": "é\u2028\x85", "n": 1, "more": {"deep": [1]}},
     {"prompt": [{"role": "user", "content": "x"}], "level": 2},
 ]
+FILES = [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
 READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "more": None, "level": 2}]
 NO_ROW = 'needs a "prompt", a string or chat messages: '
 WRONG = [  # what is in a file, and what is said
@@ -59,9 +60,7 @@ NOTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "newline"), [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
-)
+@pytest.mark.parametrize(("name", "start", "newline"), FILES)
 def test_read_rows(tmp_path, name, start, newline):
     """Every row has all columns: which rows share a call of a reward depends on the ranks."""
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
