@@ -200,11 +200,15 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
 
 
 # Advantages of tokens?, settings -> how many of 12 rows have a backward pass. Not row 1, whose reward is its group's
-# mean; not 3 to 5, whose rewards are equal; not 11, which has none. With shards all of them, and what fills up.
+# mean; not 3 to 5, whose rewards are equal; not 11, which has none. With shards all, and what is filled up with.
 LEARNING = [
-    (False, {}, 7), (True, {}, 6), (True, dict(shard=True), None), (False, dict(beta=0.1), 12),
-    (True, dict(entropy_coef=0.1), 12), (False, dict(sampler_coef=0.1), 12),
-]  # fmt: skip
+    (False, {}, 7),
+    (True, {}, 6),
+    (True, dict(shard=True), None),
+    (False, dict(beta=0.1), 12),
+    (True, dict(entropy_coef=0.1), 12),
+    (False, dict(sampler_coef=0.1), 12),
+]
 
 
 @pytest.mark.parametrize("of_tokens, also, learning", LEARNING)

@@ -254,7 +254,6 @@ def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
 
 
 CHANGES = {
-    "scaled": of_class(lambda logits: 1.5 * logits),
     "scaled in place": of_class(lambda logits: logits.mul_(1.5)),
     "a token less": of_class(lambda logits: logits[..., : VOCAB - 1]),
     "by the head's own forward": lambda model: setattr(
