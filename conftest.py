@@ -204,23 +204,14 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held
 
 # What goes wrong in a run
 
-POINTS = dict(
-    rollout="train.rollout", reward="train.score", loss="train.policy_loss", update="torch.optim.AdamW.step",
-    evaluate="train.evaluate", step="train.training_step", open_run="infra.run_folder.open_run",
-    append="infra.report.append", save="infra.checkpoint.save", save_model="infra.checkpoint.save_model",
-    write_data="infra.checkpoint.HuggingFaceStorageWriter.write_data", fsync="os.fsync", rename="pathlib.Path.rename",
-    rmtree="shutil.rmtree",
-)  # fmt: skip
-
-
 def replace(name: str, make: Callable[[Callable], Callable]) -> None:
     """The function of this name becomes what is made of it, in this process."""
     owner, _, attribute = name.rpartition(".")
     setattr(resolve_name(owner), attribute, make(resolve_name(name)))
 
 
-def at(point: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
-    """`action` happens before (or after) the n-th call whose first argument ends so; "any": the calls of all points."""
+def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
+    """`action` happens before (or after) the n-th call of the function of this name whose first argument ends so."""
     calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
@@ -235,8 +226,7 @@ def at(point: str, n: int, action: Callable, after: bool = False, rank: int | No
 
         return calling
 
-    for name in POINTS.values() if point == "any" else [POINTS[point]]:
-        replace(name, watched)
+    replace(name, watched)
 
 
 def on_rank(rank: int | None) -> bool:

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from batch import Group
 from config import Config, UserError
 from conftest import (
+    PROCESSES,
     assert_same_files,
     assert_same_run,
     at,
@@ -41,6 +41,8 @@ from infra.command_line import parse, ready
 from infra.model import open_model
 from rollout import Completion, KeptSets
 
+UPDATE, RENAME = "torch.optim.AdamW.step", "pathlib.Path.rename"
+WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
 NOISY = """
 import random
 import numpy as np
@@ -77,32 +79,21 @@ def whole(small, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def halfway(small, tmp_path_factory) -> Path:
-    """The run, killed after step 5: checkpoints 2 and 4."""
-    out = tmp_path_factory.mktemp("halfway") / "out"
-    run(small, out, partial(at, "step", 6, die), code=-signal.SIGKILL)
-    return out
-
-
-@pytest.fixture
-def half(halfway, tmp_path) -> Path:
-    return shutil.copytree(halfway, tmp_path / "half")
-
-
-KILLS = {  # of one run, one after the other
-    "after the third of four updates": partial(at, "update", 3, die, after=True),
-    "between samples and metrics": partial(at, "append", 7, die, after=True),
-    "between two files of a checkpoint": partial(at, "write_data", 2, die),
-    "before an old checkpoint is deleted": partial(at, "rename", 1, die, after=True, of="6.partial"),
-    "between writing the model and renaming it": partial(at, "rename", 1, die, of="model.partial"),
+STOP = partial(signal.raise_signal, signal.SIGTERM)
+ENDS = {  # of one run, one after the other: what happens there, the exit code
+    "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
+    "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
+    "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
+    "after the step in which it was asked to stop": (partial(at, UPDATE, 1, STOP), 128 + signal.SIGTERM),
+    "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
+    "between writing the model and renaming it": (partial(at, RENAME, 1, die, of="model.partial"), -signal.SIGKILL),
 }
 
 
 def test_killed_at_chosen_moments(small, whole, tmp_path):
     out = tmp_path / "out"
-    for moment, kill in KILLS.items():
-        assert exit_codes(start(small, out, kill)) == [-signal.SIGKILL], (moment, screen(out).read_text())
+    for moment, (end, code) in ENDS.items():
+        assert exit_codes(start(small, out, end)) == [code], (moment, screen(out).read_text())
     run(small, out)
     assert_same_files(out, whole)
 
@@ -186,9 +177,6 @@ def edit(file: Path, change: Callable[[bytes], bytes]) -> None:
 
 DAMAGES = {
     "no reference": lambda folder: next((folder / "reference").iterdir()).unlink(),
-    "half of Adam's moments": lambda folder: os.truncate(next((folder / "optimizer").iterdir()), 99),
-    "weights of another shape": lambda folder: save_file({"x": torch.ones(1)}, next((folder / "model").iterdir())),
-    "an empty state": lambda folder: (folder / "state.json").write_text(""),
     "an edited state": lambda folder: edit(folder / "state.json", lambda text: text.replace(b'r": 0', b'r": 1')),
     "another byte": lambda folder: edit(next((folder / "model").iterdir()), lambda x: x[:-1] + bytes([x[-1] ^ 1])),
 }
@@ -213,21 +201,18 @@ def without_pickle() -> None:
             setattr(module, name, lambda *args, **kwargs: os._exit(71))
 
 
-def test_the_checkpoint_before_a_deleted_one_serves_and_nothing_is_unpickled(small, whole, half):
-    shutil.rmtree(half / "checkpoint" / "000004")
-    assert "continued after step 2" in run(small, half, without_pickle)
-    assert_same_files(half, whole)
-
-
-def test_the_last_good_checkpoint_outlives_a_full_disk(small, whole, half):
-    good = contents(half / "checkpoint")
+def test_the_last_good_checkpoint_outlives_a_full_disk(small, whole, tmp_path):
+    """And the one before serves where it is deleted; nothing is unpickled."""
+    out = tmp_path / "out"
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    shown = run(small, half, partial(at, "save", 1, full), code=2)
-    told = f"error: {half}/checkpoint/000006 could not be written: "
+    shown = run(small, out, partial(at, "infra.checkpoint.save", 3, full), code=2)
+    told = f"error: {out}/checkpoint/000006 could not be written: "
     assert shown.splitlines()[-1].startswith(told) and "File too large" in shown and "Traceback" not in shown
-    assert contents(half / "checkpoint") == good
-    assert "continued after step 4" in run(small, half)
-    assert_same_files(half, whole)
+    assert saved(out) == ["000002", "000004"]
+    checkpoint.check(out / "checkpoint" / "000004")
+    shutil.rmtree(out / "checkpoint" / "000004")
+    assert "continued after step 2" in run(small, out, without_pickle)
+    assert_same_files(out, whole)
 
 
 # ---- What a folder holds and a command -> what happens; nothing is trained here ----
@@ -360,60 +345,40 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert_same_files(tmp_path / "out.replaced-1", tmp_path / "out")
 
 
-def test_a_run_needs_no_other_runs_folder_for_its_reference(sorting, tmp_path):
-    """Whatever has become of the model that both were loaded from."""
-    run(sorting | dict(steps=1), tmp_path / "first")
-    settings = sorting | dict(model=tmp_path / "first" / "model", beta=0.5, learning_rate=1e-3)
-    run(settings | dict(steps=3), tmp_path / "whole")
-    run(settings, tmp_path / "half")
-    shutil.copytree(tmp_path / "whole" / "model", settings["model"], dirs_exist_ok=True)
-    run(settings | dict(steps=3), tmp_path / "half")
-    assert_same_files(tmp_path / "half", tmp_path / "whole")
-
-
-def pause(noted: Path) -> None:
+def write(out: Path, noted: Path) -> None:
     """For minutes. A process that this one leaves behind, as a reward function might, lives on."""
+    unfinished(out)
     if left := os.fork():
         noted.write_text(str(left))
     time.sleep(600)
     die()
 
 
-def impatient() -> None:
-    time.sleep = lambda seconds: None
-
-
-def test_two_runs_at_once_and_a_lock_that_dies_with_its_holder(small, whole, half, tmp_path, monkeypatch):
-    noted, told = tmp_path / "noted", f"another process is writing to {half}: "
-    (writer,) = start(small, half, partial(at, "step", 2, partial(pause, noted)))
+def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, tmp_path, monkeypatch):
+    noted = tmp_path / "noted"
+    (writer := PROCESSES.Process(target=write, args=(out, noted))).start()
     wait_until(lambda: noted.exists() and noted.read_text())
-    before = contents(half)
-    shown = run(small | dict(overwrite=True), half, impatient, code=2)
-    assert shown.startswith(f"error: {told}") and shown.count("\n") == 1
+    before = contents(out)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(UserError, match=told):  # the writer was not there yet when this one looked
-        run_folder.begin(config_of(half, overwrite=True), Config(), 0)
-    assert contents(half) == before
+    for command in (run_folder.open_run, partial(run_folder.begin, given=Config(), done=0)):
+        with pytest.raises(UserError, match=f"another process is writing to {out}: "):
+            command(config_of(out, overwrite=True))
+    assert contents(out) == before
     writer.kill()
     writer.join()
-    run(small, half, impatient)
+    assert run_folder.open_run(config_of(out)) == 4
     os.kill(int(noted.read_text()), signal.SIGKILL)  # it was there all the time
-    assert_same_files(half, whole)
 
 
-def test_a_signal_ends_the_run_after_the_step(small, whole, half):
-    settings = small | dict(save_every=0)
-    shown = run(settings, half, partial(at, "update", 1, partial(signal.raise_signal, signal.SIGTERM)), code=143)
-    assert "stopped after step 5; the same command, without --overwrite, goes on from there\n" in shown
-    assert saved(half) == ["000004", "000005"] and metrics(half)[-1]["step"] == 5
-    assert "continued after step 5" in run(settings, half)
-    assert_same_files(half, whole)
+def test_a_signal_to_one_rank_ends_all_after_the_step(quiet, tmp_path):
+    before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
+    shown = run(quiet, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
+    assert "stopped after step 1; the same command, without --overwrite, goes on from there\n" in shown
+    assert saved(tmp_path / "out") == ["000001"] and metrics(tmp_path / "out")[-1]["step"] == 1
 
 
-def test_a_signal_to_one_rank_ends_all_after_the_step_and_a_restart_starts_nothing_over(small, half):
-    before = partial(at, "update", 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(small | dict(overwrite=True), half, before, code=130, world=2, TORCHELASTIC_RESTART_COUNT="1")
-    assert "continued after step 4" in shown and saved(half) == ["000004", "000005"]
+def impatient() -> None:
+    time.sleep = lambda seconds: None
 
 
 def kill_torchrun() -> None:
@@ -424,17 +389,17 @@ def kill_torchrun() -> None:
 def accident() -> None:
     """Rank 1 is killed; after torchrun has started all again, torchrun is, while both ranks are busy for minutes."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    at("step", 4, die if first else kill_torchrun, rank=1)
-    at("step", 4, partial(time.sleep, 0 if first else 600), rank=0)
+    at("train.training_step", 4, die if first else kill_torchrun, rank=1)
+    at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
     time.sleep(os.environ["RANK"] == "1")  # late: until then there is only the address of the rank 1 before
 
 
 def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_others_go_on(quiet, tmp_path):
     out = tmp_path / "out"
-    code, shown = run_supervised(quiet, out, accident, restarts=2)
+    code, shown = run_supervised(quiet | dict(overwrite=True), out, accident, restarts=2)  # starts over once
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved(out) == ["000002", "000004"]
-    changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1)
+    changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1, overwrite=False)
     assert "continued after step 4" in run(quiet | changed, out, impatient, world=3) and saved(out) == ["000007"]
     run(quiet, tmp_path / "whole")
     assert_same_run(out, tmp_path / "whole", 1e-3)

@@ -48,7 +48,8 @@ def whole(small, tmp_path_factory) -> Path:
 
 # ---- Out of memory: injected, so that it needs no GPU ----
 
-LOGPROBS, SAMPLES = "train.logprobs", "rollout._generate"
+LOSS, LOGPROBS, SAMPLES = "train.policy_loss", "train.logprobs", "rollout._generate"
+OPTIMIZER = "torch.optim.AdamW.step"
 oom = partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
 
@@ -62,7 +63,7 @@ def oom_above(rows: int, name: str, rank: int | None = None) -> None:
 
 UPDATE, ROLLOUT = r"going on with micro-batches of up to (\d+) padded tokens", r"at most (\d+) completions are sampled"
 OUT_OF_MEMORY = {  # on the last of so many ranks: what happens, settings, what is told
-    "second micro-batch of one rank": (2, partial(at, "loss", 2, oom, rank=1), dict(micro_batch_tokens=28), UPDATE),
+    "second micro-batch of one rank": (2, partial(at, LOSS, 2, oom, rank=1), dict(micro_batch_tokens=28), UPDATE),
     "two rows": (1, partial(oom_above, 1, LOGPROBS), {}, UPDATE),
     "three sampled on one rank": (2, partial(oom_above, 2, SAMPLES, 1), {}, ROLLOUT),
 }
@@ -89,13 +90,13 @@ FAULTS = {  # what happens, the exit code, how the line that tells begins
     "kill": (die, -signal.SIGKILL, None),
 }
 FAILING = [  # at which call, on which rank of how many; the first one alone saves, and the others wait for it
-    ("exception", "rollout", 4, 1, 3),
-    ("mistake", "reward", 4, 1, 2),
-    ("memory", "update", 2, 1, 2),
-    ("one row", "step", 1, 1, 2),
-    ("one sample", "step", 1, 0, 1),
-    ("mistake", "save_model", 1, 0, 2),
-    ("kill", "write_data", 1, 0, 2),
+    ("exception", "train.rollout", 4, 1, 3),
+    ("mistake", "train.score", 4, 1, 2),
+    ("memory", OPTIMIZER, 2, 1, 2),
+    ("one row", "train.training_step", 1, 1, 2),
+    ("one sample", "train.training_step", 1, 0, 1),
+    ("mistake", "infra.checkpoint.save_model", 1, 0, 2),
+    ("kill", "infra.checkpoint.HuggingFaceStorageWriter.write_data", 1, 0, 2),
 ]
 
 
@@ -105,7 +106,7 @@ def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, wo
     codes = exit_codes(start(small, tmp_path / "out", partial(at, point, n, action, rank=rank), world=world))
     shown = screen(tmp_path / "out").read_text()
     assert codes[rank] == code and set(codes) <= {code, 1, 2}, (codes, shown)
-    together = (fault, point) == ("mistake", "reward")  # all are told of it, and the others say nothing
+    together = (fault, point) == ("mistake", "train.score")  # all are told of it, and the others say nothing
     assert shown.count("lost contact with another rank: ") == (0 if together else world - 1), shown
     assert message is None or sum(line.startswith(message) for line in shown.splitlines()) == 1, shown
     assert shown.count("Traceback") == (fault == "exception"), shown
@@ -113,10 +114,10 @@ def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, wo
 
 def fails_while_another_is_busy(action: Callable, out: Path) -> None:
     asked, busy = lambda: "stopping after this step" in screen(out).read_text(), out / "busy"
-    at("update", 2, partial(wait_until, asked), rank=0)
-    at("update", 2, busy.touch, rank=0)  # first
-    at("update", 2, action, rank=1)
-    at("update", 2, partial(wait_until, busy.exists), rank=1)  # first
+    at(OPTIMIZER, 2, partial(wait_until, asked), rank=0)
+    at(OPTIMIZER, 2, busy.touch, rank=0)  # first
+    at(OPTIMIZER, 2, action, rank=1)
+    at(OPTIMIZER, 2, partial(wait_until, busy.exists), rank=1)  # first
 
 
 REPORTED = {  # under torchrun, what its report at the end of the screen says of rank 1
@@ -193,8 +194,15 @@ def spoil_gradients() -> None:
 def test_not_finite(small, mine, tmp_path, what, world):
     settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
     settings |= dict(reward="mine.py:overflows", reward_timeout=1e9) if what == "loss" else {}
-    spoil = partial(at, "update", 1, spoil_gradients if what == "gradient" else int, after=True)
-    shown = run(settings, out, partial(at, "update", 2, partial(os.write, 1, b"updated")), spoil, code=2, world=world)
+    spoil = partial(at, OPTIMIZER, 1, spoil_gradients if what == "gradient" else int, after=True)
+    shown = run(
+        settings,
+        out,
+        partial(at, OPTIMIZER, 2, partial(os.write, 1, b"updated")),
+        spoil,
+        code=2,
+        world=world,
+    )
     (error,) = errors(shown)
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert saved(out) == ["000001"] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()

@@ -148,7 +148,7 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)
     for world, sharded in ((2, True), (1, False)):
-        dies = partial(at, "step", 3, die, rank=world - 1)
+        dies = partial(at, "train.training_step", 3, die, rank=world - 1)
         run(settings | dict(shard=sharded), out, one_way_for_each_device, dies, code=None, world=world)
     shown = run(settings | dict(shard=True), out, one_way_for_each_device, world=3)
     assert "continued after step 4" in shown
@@ -159,7 +159,7 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
 
 def test_out_of_memory_on_one_rank_ends_all_with_a_line(small, tmp_path):
     settings = small | dict(shard=True, micro_batch_size=2)
-    oom = partial(at, "loss", 2, partial(fail, torch.OutOfMemoryError()), rank=1)
+    oom = partial(at, "train.policy_loss", 2, partial(fail, torch.OutOfMemoryError()), rank=1)
     (error,) = errors(run(settings, tmp_path / "out", oom, code=None, world=2))
     assert error.startswith("error: out of memory in an update: with --shard no rank can go back without the others")
     assert error.endswith(", so lower --micro_batch_size (now 2), or try --gradient_checkpointing")
