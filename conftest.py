@@ -204,10 +204,12 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held
 
 # What goes wrong in a run
 
-def replace(name: str, make: Callable[[Callable], Callable]) -> None:
-    """The function of this name becomes what is made of it, in this process."""
+
+def replace(name: str, make: Callable[[Callable], Callable], rank: int | None = None) -> None:
+    """The function of this name becomes what is made of it, in this process (of this rank)."""
     owner, _, attribute = name.rpartition(".")
-    setattr(resolve_name(owner), attribute, make(resolve_name(name)))
+    if rank is None or os.environ.get("RANK", "0") == str(rank):
+        setattr(resolve_name(owner), attribute, make(resolve_name(name)))
 
 
 def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
@@ -216,7 +218,7 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            now = on_rank(rank) and str(args[0] if args else "").endswith(of) and next(calls) == n
+            now = str(args[0] if args else "").endswith(of) and next(calls) == n
             if now and not after:
                 action()
             result = call(*args, **kwargs)
@@ -226,19 +228,11 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
         return calling
 
-    replace(name, watched)
-
-
-def on_rank(rank: int | None) -> bool:
-    return rank is None or os.environ.get("RANK", "0") == str(rank)
+    replace(name, watched, rank)
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail(error: Exception) -> None:
-    raise error
 
 
 # What a run leaves
@@ -255,10 +249,6 @@ def metrics(out: Path) -> list[dict]:
 
 def samples(out: Path, kind: str = "train") -> list[dict]:
     return [line for line in lines(out / "samples.jsonl") if line["kind"] == kind]
-
-
-def saved(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoint").iterdir())
 
 
 def contents(folder: Path) -> dict[str, bytes]:

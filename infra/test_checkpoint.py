@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -20,36 +22,20 @@ from torch import nn
 
 from batch import Group
 from config import Config, UserError
-from conftest import (
-    PROCESSES,
-    assert_same_files,
-    assert_same_run,
-    at,
-    contents,
-    die,
-    exit_codes,
-    metrics,
-    run,
-    run_supervised,
-    saved,
-    screen,
-    start,
-    wait_until,
-)
+from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
 from infra import checkpoint, run_folder
 from infra.command_line import parse, ready
 from infra.model import open_model
+from infra.run_folder import saved_steps
 from rollout import Completion, KeptSets
 
 UPDATE, RENAME = "torch.optim.AdamW.step", "pathlib.Path.rename"
 WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
-NOISY = """
-import random
-import numpy as np
+
 
 def noisy(completions, **columns):
+    """Throws dice, which each rank has of its own."""
     return [float((text[:1] in "abc") != (random.random() + np.random.rand() < 0.5)) for text in completions]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +49,13 @@ def quiet(sorting) -> dict:
 
 
 @pytest.fixture(scope="module")
-def small(quiet, tmp_path_factory) -> dict:
-    """With a reward that throws dice, which each rank has of its own: for one rank."""
-    (file := tmp_path_factory.mktemp("rewards") / "rewards.py").write_text(NOISY)
-    return quiet | dict(reward=f"{file}:noisy", correct="noisy")
+def small(quiet) -> dict:
+    return quiet | dict(reward=f"{__name__}:noisy", correct="noisy")
 
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory) -> Path:
-    """That run, in one go. It needs all that a checkpoint has."""
+    """The run, in one go. It needs all that a checkpoint has."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(small, out)
     assert '"cursor": 14' not in (out / "checkpoint/000007/state.json").read_text(), "further prompts were drawn"
@@ -92,8 +76,8 @@ ENDS = {  # of one run, one after the other: what happens there, the exit code
 
 def test_killed_at_chosen_moments(small, whole, tmp_path):
     out = tmp_path / "out"
-    for moment, (end, code) in ENDS.items():
-        assert exit_codes(start(small, out, end)) == [code], (moment, screen(out).read_text())
+    for end, code in ENDS.values():
+        run(small, out, end, code=code)
     run(small, out)
     assert_same_files(out, whole)
 
@@ -208,7 +192,7 @@ def test_the_last_good_checkpoint_outlives_a_full_disk(small, whole, tmp_path):
     shown = run(small, out, partial(at, "infra.checkpoint.save", 3, full), code=2)
     told = f"error: {out}/checkpoint/000006 could not be written: "
     assert shown.splitlines()[-1].startswith(told) and "File too large" in shown and "Traceback" not in shown
-    assert saved(out) == ["000002", "000004"]
+    assert saved_steps(out) == [2, 4]
     checkpoint.check(out / "checkpoint" / "000004")
     shutil.rmtree(out / "checkpoint" / "000004")
     assert "continued after step 2" in run(small, out, without_pickle)
@@ -314,7 +298,6 @@ def test_overwrite_renames_the_whole_folder(out):
         assert run_folder.begin(again, Config(beta=0.1), 0) == [f"the run that was in {out}/ is in {aside}/ now"]
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json"]
     assert contents(out.with_name("out.replaced-1")) == before
-    assert run_folder.open_run(config_of(out.with_name("out.replaced-1"))) is None
 
 
 def test_what_was_given_by_hand_stands_beside_what_became_of_it(out):
@@ -331,7 +314,7 @@ def test_what_was_given_by_hand_stands_beside_what_became_of_it(out):
 
 
 def test_a_finished_run_says_so_and_shows_its_table_again(small, whole):
-    table = screen(whole).read_text().partition("held out (± 95 %)")[2]
+    table = whole.with_name("out.screen").read_text().partition("held out (± 95 %)")[2]
     assert "accuracy" in table and table.count("step 0, reward") == table.count("step 7, reward") == 2
     shown = run(small | dict(micro_batch_size=2), whole)
     assert shown == f"the run in {whole}/ is finished\nheld out (± 95 %){table}"
@@ -345,20 +328,19 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert_same_files(tmp_path / "out.replaced-1", tmp_path / "out")
 
 
-def write(out: Path, noted: Path) -> None:
+def write(out: Path, told: Connection) -> None:
     """For minutes. A process that this one leaves behind, as a reward function might, lives on."""
     unfinished(out)
     if left := os.fork():
-        noted.write_text(str(left))
+        told.send(left)
     time.sleep(600)
     die()
 
 
-def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, tmp_path, monkeypatch):
-    noted = tmp_path / "noted"
-    (writer := PROCESSES.Process(target=write, args=(out, noted))).start()
-    wait_until(lambda: noted.exists() and noted.read_text())
-    before = contents(out)
+def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, monkeypatch):
+    told, tell = PROCESSES.Pipe(duplex=False)
+    (writer := PROCESSES.Process(target=write, args=(out, tell))).start()
+    left, before = told.recv(), contents(out)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for command in (run_folder.open_run, partial(run_folder.begin, given=Config(), done=0)):
         with pytest.raises(UserError, match=f"another process is writing to {out}: "):
@@ -367,14 +349,14 @@ def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, tmp_path, monkey
     writer.kill()
     writer.join()
     assert run_folder.open_run(config_of(out)) == 4
-    os.kill(int(noted.read_text()), signal.SIGKILL)  # it was there all the time
+    os.kill(left, signal.SIGKILL)  # it was there all the time
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_step(quiet, tmp_path):
     before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
     shown = run(quiet, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, goes on from there\n" in shown
-    assert saved(tmp_path / "out") == ["000001"] and metrics(tmp_path / "out")[-1]["step"] == 1
+    assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 
 
 def impatient() -> None:
@@ -398,8 +380,8 @@ def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_ot
     out = tmp_path / "out"
     code, shown = run_supervised(quiet | dict(overwrite=True), out, accident, restarts=2)  # starts over once
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
-    assert saved(out) == ["000002", "000004"]
+    assert saved_steps(out) == [2, 4]
     changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1, overwrite=False)
-    assert "continued after step 4" in run(quiet | changed, out, impatient, world=3) and saved(out) == ["000007"]
+    assert "continued after step 4" in run(quiet | changed, out, impatient, world=3) and saved_steps(out) == [7]
     run(quiet, tmp_path / "whole")
     assert_same_run(out, tmp_path / "whole", 1e-3)

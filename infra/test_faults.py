@@ -19,18 +19,16 @@ from conftest import (
     die,
     errors,
     exit_codes,
-    fail,
     metrics,
-    on_rank,
     replace,
     run,
     run_supervised,
-    saved,
     screen,
     start,
     wait_until,
 )
 from infra import faults
+from infra.run_folder import saved_steps
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +48,12 @@ def whole(small, tmp_path_factory) -> Path:
 
 LOSS, LOGPROBS, SAMPLES = "train.policy_loss", "train.logprobs", "rollout._generate"
 OPTIMIZER = "torch.optim.AdamW.step"
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
 oom = partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
 
@@ -57,8 +61,7 @@ def oom_above(rows: int, name: str, rank: int | None = None) -> None:
     def limited(call):
         return lambda of, work, *args, **how: oom() if len(work) > rows else call(of, work, *args, **how)
 
-    if on_rank(rank):
-        replace(name, limited)
+    replace(name, limited, rank)
 
 
 UPDATE, ROLLOUT = r"going on with micro-batches of up to (\d+) padded tokens", r"at most (\d+) completions are sampled"
@@ -85,6 +88,7 @@ FAULTS = {  # what happens, the exit code, how the line that tells begins
     "exception": (partial(fail, ValueError("what went wrong")), 1, "ValueError: what went wrong"),
     "mistake": (partial(fail, UserError("what went wrong")), 2, "error: what went wrong"),
     "memory": (oom, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "memory of shards": (oom, 2, "error: out of memory in an update: with --shard no rank can go back"),
     "one row": (partial(oom_above, 0, LOGPROBS), 2, "error: out of memory with one completion at a time: "),
     "one sample": (partial(oom_above, 0, SAMPLES), 2, "error: out of memory with one completion at a time: "),
     "kill": (die, -signal.SIGKILL, None),
@@ -93,6 +97,7 @@ FAILING = [  # at which call, on which rank of how many; the first one alone sav
     ("exception", "train.rollout", 4, 1, 3),
     ("mistake", "train.score", 4, 1, 2),
     ("memory", OPTIMIZER, 2, 1, 2),
+    ("memory of shards", LOSS, 2, 1, 2),
     ("one row", "train.training_step", 1, 1, 2),
     ("one sample", "train.training_step", 1, 0, 1),
     ("mistake", "infra.checkpoint.save_model", 1, 0, 2),
@@ -103,7 +108,8 @@ FAILING = [  # at which call, on which rank of how many; the first one alone sav
 @pytest.mark.parametrize("fault, point, n, rank, world", FAILING)
 def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, world):
     action, code, message = FAULTS[fault]
-    codes = exit_codes(start(small, tmp_path / "out", partial(at, point, n, action, rank=rank), world=world))
+    settings = small | dict(shard=fault == "memory of shards")
+    codes = exit_codes(start(settings, tmp_path / "out", partial(at, point, n, action, rank=rank), world=world))
     shown = screen(tmp_path / "out").read_text()
     assert codes[rank] == code and set(codes) <= {code, 1, 2}, (codes, shown)
     together = (fault, point) == ("mistake", "train.score")  # all are told of it, and the others say nothing
@@ -122,7 +128,6 @@ def fails_while_another_is_busy(action: Callable, out: Path) -> None:
 
 REPORTED = {  # under torchrun, what its report at the end of the screen says of rank 1
     "exception": r"exitcode  : 1 .*\n  ValueError: what went wrong\n",
-    "mistake": r"exitcode  : 2 .*traceback : config.UserError: what went wrong\n",
     "kill": r"exitcode  : -9 .*Signal 9 \(SIGKILL\) received",
 }
 
@@ -154,35 +159,27 @@ def test_text_that_the_terminal_cannot_show_ends_no_run(tmp_path, monkeypatch):
     assert (tmp_path / "terminal").read_text() == "\\u4f60\n"
 
 
-MINE = """
-import os
-
 def loops(prompts, **columns):
     while True:
         pass
 
+
 def in_c(prompts, **columns):
     sum(range(10**13))
+
+
+@pytest.mark.parametrize("reward, told", [("loops", 1), ("in_c", 0)])  # code in C lets no thread speak
+def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path, reward, told):
+    shown = run(small | dict(reward=f"{__name__}:{reward}", reward_timeout=0.5), tmp_path / "out", code=1)
+    before, _, dump = shown.partition("Timeout (")
+    assert before.count(f"reward function {reward} took longer than --reward_timeout 0.5 s\n") == told, shown
+    assert re.search(rf'File "{__file__}", line \d+ in {reward}\n', dump), shown
+
 
 def overflows(prompts, trainer_state, **columns):
     os.chdir("/")  # sends nothing elsewhere
     spoiled = [1e90, -1e90] if trainer_state.global_step == 1 else [0.0, 1.0]
     return spoiled + [float(i) for i in range(2, len(prompts))]
-"""
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize("reward, told", [("loops", 1), ("in_c", 0)])  # code in C lets no thread speak
-def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, mine, tmp_path, reward, told):
-    shown = run(small | dict(reward=f"mine.py:{reward}", reward_timeout=0.5), tmp_path / "out", code=1)
-    before, _, dump = shown.partition("Timeout (")
-    assert before.count(f"reward function {reward} took longer than --reward_timeout 0.5 s\n") == told, shown
-    assert re.search(rf'File ".*/mine.py", line \d+ in {reward}\n', dump), shown
 
 
 def spoil_gradients() -> None:
@@ -191,9 +188,10 @@ def spoil_gradients() -> None:
 
 
 @pytest.mark.parametrize("what, world", [("loss", 1), ("gradient", 2)])
-def test_not_finite(small, mine, tmp_path, what, world):
+def test_not_finite(small, tmp_path, monkeypatch, what, world):
+    monkeypatch.chdir(tmp_path)
     settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
-    settings |= dict(reward="mine.py:overflows", reward_timeout=1e9) if what == "loss" else {}
+    settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9) if what == "loss" else {}
     spoil = partial(at, OPTIMIZER, 1, spoil_gradients if what == "gradient" else int, after=True)
     shown = run(
         settings,
@@ -205,5 +203,5 @@ def test_not_finite(small, mine, tmp_path, what, world):
     )
     (error,) = errors(shown)
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
-    assert saved(out) == ["000001"] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
+    assert saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
     assert "updated" not in shown and ("loss nan" in error or "loss inf" in error) == (what == "loss")
