@@ -1,6 +1,6 @@
 """A model in bf16: its weights and logits while it decodes; in an update its experts and the bias of its head."""
 
-from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,17 +29,16 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
     compute_experts_in_bf16()
     model, ids = tiny_model(name, torch.float32), torch.arange(3, 43).view(2, 20)
     found = {}
-    for experts in ("eager", "grouped_mm"):  # one product for each expert, or one for all
-        model.set_experts_implementation(experts)
-        for autocast in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
-            with Products() as products:
-                products.dtypes = set()
-                with autocast:
-                    logits = model(input_ids=ids).logits
-                model.zero_grad()
-                logits.float().square().mean().backward()
-            assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
-            found[experts, logits.dtype] = logits.detach(), flat_gradient(model), products.dtypes
+    for experts, dtype in product(("eager", "grouped_mm"), (torch.bfloat16, torch.float32)):
+        model.set_experts_implementation(experts)  # one product for each expert, or one for all
+        model.zero_grad()
+        with Products() as products, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            products.dtypes = set()
+            logits = model(input_ids=ids).logits
+            logits.float().square().mean().backward()
+        assert logits.dtype == dtype
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+        found[experts, dtype] = logits.detach(), flat_gradient(model), products.dtypes
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-4)):
         logits, gradient, dtypes = found["grouped_mm", dtype]
         assert dtypes == {dtype}

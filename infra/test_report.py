@@ -82,16 +82,16 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
         assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
-@pytest.mark.parametrize(
-    "text, steps, noted",
-    [
-        ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2], 0),  # step 3 will be run again
-        ('{"step": 1}\n{"step": 2}', [1, 2], 0),  # a whole line, without its end
-        ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2], 0),
-        ('{"step": 1}\n{"step": 2}\n{"step": 2}\n', [1, 2, 2], 1),
-        ("", [], 1),
-    ],
-)
+LINES = [  # what stands there, the steps whose lines stay, how many notes
+    ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2], 0),  # step 3 will be run again
+    ('{"step": 1}\n{"step": 2}', [1, 2], 0),  # a whole line, without its end
+    ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2], 0),
+    ('{"step": 1}\n{"step": 2}\n{"step": 2}\n', [1, 2, 2], 1),
+    ("", [], 1),
+]
+
+
+@pytest.mark.parametrize("text, steps, noted", LINES)
 def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, capsys, text, steps, noted):
     (tmp_path / "metrics.jsonl").write_text(text)
     RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
