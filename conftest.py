@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 import torch
@@ -137,19 +138,6 @@ def screen(out: Path) -> Path:
     return out.with_name(f"{out.name}.screen")
 
 
-def start(settings: dict, out: Path, *before: Callable, world: int = 1, **env: str) -> list:
-    """A process for each rank."""
-    screen(out).write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
-    ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
-    args = work, before, flags(settings, out)
-    processes = [PROCESSES.Process(target=forked, args=(screen(out), of_rank, *args)) for of_rank in ranks]
-    for process in processes:
-        process.start()
-    return processes
-
-
 def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
     """Waits for all, longer than the busiest machine takes; one that hangs is killed."""
     end = time.monotonic() + seconds
@@ -162,18 +150,19 @@ def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 200) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "what was waited for does not come"
-        time.sleep(0.01)
-
-
-def run(settings: dict, out: Path, *before: Callable, code: int | None = 0, **how) -> str:
-    """A whole run that ends with this exit code on every rank (None: with any). -> what it showed"""
-    codes = exit_codes(start(settings, out, *before, **how))
-    shown = screen(out).read_text()
-    assert code is None or set(codes) == {code}, (codes, shown)
+def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
+    """A whole run, a process for each rank, that ends with this exit code on every rank, or with these (None: with
+    any). -> what it showed"""
+    screen(out).write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
+    args = work, before, flags(settings, out)
+    processes = [PROCESSES.Process(target=forked, args=(screen(out), of_rank, *args)) for of_rank in ranks]
+    for process in processes:
+        process.start()
+    codes, shown = exit_codes(processes), screen(out).read_text()
+    assert code is None or codes == (code if isinstance(code, list) else [code] * world), (codes, shown)
     return shown
 
 
