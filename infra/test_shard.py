@@ -2,21 +2,16 @@
 
 import json
 import os
-import random
 import shutil
 from collections import Counter
 from functools import partial
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -53,25 +48,6 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-def with_model(settings: dict, models: Path) -> dict:
-    return settings | ({"model": models / settings["model"]} if "model" in settings else {})
-
-
-def keep_gradients(out: Path) -> None:
-    """The gradient of each update, after clipping, as the optimizer sees it."""
-    seen: dict[str, Tensor] = {}
-
-    def whole(x: Tensor) -> Tensor:
-        return x.full_tensor() if isinstance(x, DTensor) else x
-
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        seen[f"{len(seen):03d}"] = torch.cat([whole(p.grad).flatten() for p in optimizer.param_groups[0]["params"]])
-        if ranks.rank() == 0:
-            save_file(seen, out.with_suffix(".gradients"))
-
-    register_optimizer_step_pre_hook(keep)
-
-
 def machines_of_unequal_size() -> None:
     """Of two ranks and of one each."""
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] in "01" else "1"
@@ -91,17 +67,14 @@ CASES = {  # ranks; settings; those of the sharded run alone, which change no nu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, name):
+def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(models)
     world, given, sharded = CASES[name]
-    one, out, settings = tmp_path / "one", tmp_path / "out", with_model(small | given, models)
-    run(settings, one, partial(keep_gradients, one))
-    before = [partial(keep_gradients, out)] + [machines_of_unequal_size, one_way_for_each_device] * (world == 4)
+    one, out, settings = tmp_path / "one", tmp_path / "out", small | given
+    run(settings, one)
+    before = [machines_of_unequal_size, one_way_for_each_device] if world == 4 else []
     run(settings | sharded | dict(shard=True), out, *before, world=world)
     assert_same_run(out, one)
-    ours, theirs = (load_file(x.with_suffix(".gradients")) for x in (out, one))
-    assert ours.keys() == theirs.keys() and len(ours) >= settings["steps"]
-    first = ours["000"] - theirs["000"]
-    assert theirs["000"].norm() > 1e-3 and first.norm() <= 1e-5 * theirs["000"].norm(), "rounding, in fp32"
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
     AutoModelForCausalLM.from_pretrained(out / "model")
 
@@ -150,17 +123,16 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
 
 
 WRONG = [  # ranks, settings, the line
-    (2, dict(shard_size=4), "--shard_size 4: does not divide the 2 ranks"),
     (2, dict(model="tied"), "has a head of its own: set tie_word_embeddings to false in its config.json"),
     (3, {}, "machines of [1, 2] ranks; give a --shard_size"),
 ]
 
 
 @pytest.mark.parametrize("world, given, line", WRONG)
-def test_mistakes_are_told_once(small, models, tmp_path, world, given, line):
+def test_mistakes_are_told_once(small, models, tmp_path, monkeypatch, world, given, line):
+    monkeypatch.chdir(models)
     before = [machines_of_unequal_size] if world == 3 else []
-    settings = with_model(small | dict(shard=True) | given, models)
-    shown = run(settings, tmp_path / "out", *before, code=2, world=world)
+    shown = run(small | dict(shard=True) | given, tmp_path / "out", *before, code=2, world=world)
     assert shown.count("error: ") == 1 and line in shown
 
 
@@ -172,11 +144,7 @@ def test_on_a_gpu_segments_grow_unless_the_allocator_has_other_settings(given, m
     assert ranks.start() == torch.device("cuda", 0)
     assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "which would make a plan for each token"
-
-
-def test_objects_travel_between_cpus_and_tensors_between_gpus():
-    assert ranks.backend(torch.device("cpu")) == "gloo"
-    assert ranks.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert ranks.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl", "objects travel between CPUs"
 
 
 @pytest.mark.parametrize("message, lost", [("NCCL error: remote process exited", True), ("NCCL: out of memory", False)])
@@ -223,15 +191,3 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
     assert rollout.bytes == {gather: 2 * P}
     assert update.bytes == {gather: 2 * 2 * P, reduce: 4 * P, all_reduce: 4 * P // 2}, "size 2, two copies"
-
-
-def test_what_rewards_draw_depends_on_seed_step_and_rank(monkeypatch):
-    def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
-        monkeypatch.setattr(ranks, "rank", lambda: rank)
-        ranks.seed_everything(seed, step)
-        return random.random(), np.random.random(), float(torch.rand(()))
-
-    places = [*product((0, 1), (1, 2), (0, 1))]
-    drawn = [draw(*place) for place in places]
-    assert drawn == [draw(*place) for place in places]
-    assert all(len({*of_one}) == len(places) for of_one in zip(*drawn))
