@@ -91,7 +91,7 @@ def keep(folders: list[Path]) -> None:
         if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
             to = ROOT / "results" / log.relative_to(log.parents[2])
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_bytes(log.read_bytes())
+            to.write_text(log.read_text().replace(f"{log.parents[2].resolve()}/", "runs/"))  # as the command has it
 
 
 def main(words: list[str]) -> None:
