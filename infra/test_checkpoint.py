@@ -281,15 +281,8 @@ def test_a_mount_is_not_renamed(out, monkeypatch):
 # ---- Runs that are finished, go on, start over, are stopped, or meet another one ----
 
 
-def test_a_finished_run_says_so_and_shows_its_table_again(small, whole):
-    table = whole.with_name("out.screen").read_text().partition("held out (± 95 %)")[2]
-    assert "accuracy" in table and table.count("step 0, reward") == table.count("step 7, reward") == 2
-    shown = run(small | dict(micro_batch_size=2), whole)
-    assert shown == f"the run in {whole}/ is finished\nheld out (± 95 %){table}"
-
-
 def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small, tmp_path):
-    """The same is told to have been given by hand; and no folder is written over."""
+    """No folder is written over, and the same is told to have been given by hand. A finished one shows its table."""
     settings = small | dict(lr_schedule="constant", eval_every=2)
     out, taken, aside = (tmp_path / name for name in ("out", "out.replaced-1", "out.replaced-2"))
     taken.mkdir()
@@ -302,6 +295,10 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert_same_files(aside, out)
     assert run_folder.given_in(aside / "config.json") == run_folder.given_in(out / "config.json")
     assert (aside / "notes.md").read_text() == "mine" and not (out / "notes.md").exists()
+    table = shown.partition("held out (± 95 %)")[2]
+    assert "accuracy" in table and table.count("step 0, reward") == table.count("step 4, reward") == 2
+    shown = run(settings | dict(steps=4, micro_batch_size=2, overwrite=False), out)
+    assert shown == f"the run in {out}/ is finished\nheld out (± 95 %){table}"
 
 
 def write(out: Path, told: Connection) -> None:
