@@ -45,7 +45,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
             given = run_folder.given_in(Path(file)) | given
         out = Path(str(given.get("out") or "")).expanduser()
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
-            given = vars(run_folder.settings_of(out)) | given
+            given = vars(run_folder.settings_of(out)) | {"overwrite": False} | given  # it started over once
         unknown += [f"--{name}" for name in given.keys() - SETTINGS.keys()]
         wrong += map(no_such_flag, unknown)
         config = Config(**{name: x for name, x in given.items() if name in SETTINGS})

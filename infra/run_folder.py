@@ -160,7 +160,8 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
     by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     if done:
         there = vars(settings_of(out))
-        notes += [f"{name} was {there[name]}, now {x}" for name, x in vars(config).items() if there[name] != x]
+        changed = [name for name, x in vars(config).items() if there[name] != x and name != "overwrite"]
+        notes += [f"{name} was {there[name]}, now {getattr(config, name)}" for name in changed]
         by_hand = given_in(out / "config.json") | {name: x for name, x in by_hand.items() if there[name] != x}
     content = {"given": by_hand, "settings": vars(config)} | provenance()
     content = json.loads(json.dumps(content), parse_constant=lambda infinity: "inf")  # JSON has none

@@ -297,7 +297,7 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert (aside / "notes.md").read_text() == "mine" and not (out / "notes.md").exists()
     table = shown.partition("held out (± 95 %)")[2]
     assert "accuracy" in table and table.count("step 0, reward") == table.count("step 4, reward") == 2
-    shown = run(settings | dict(steps=4, micro_batch_size=2, overwrite=False), out)
+    shown = run(settings | dict(steps=4, micro_batch_size=2), out)
     assert shown == f"the run in {out}/ is finished\nheld out (± 95 %){table}"
 
 
@@ -355,7 +355,7 @@ def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_ot
     code, shown = run_supervised(quiet | dict(overwrite=True), out, accident, restarts=2)  # starts over once
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved_steps(out) == [2, 4]
-    changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1, overwrite=False)
+    changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1)
     assert "continued after step 4" in run(quiet | changed, out, impatient, world=3) and saved_steps(out) == [7]
     run(quiet, tmp_path / "whole")
     assert_same_run(out, tmp_path / "whole", 1e-3)
