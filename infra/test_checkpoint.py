@@ -314,6 +314,7 @@ def write(out: Path, told: Connection) -> None:
 def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, monkeypatch):
     told, tell = PROCESSES.Pipe(duplex=False)
     (writer := PROCESSES.Process(target=write, args=(out, tell), daemon=True)).start()
+    tell.close()  # else a writer that fails would be waited for
     left, before = told.recv(), contents(out)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for command in (run_folder.open_run, partial(run_folder.begin, given=Config(), done=0)):
