@@ -97,7 +97,7 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     settings = json.loads(file.read_text())["settings"]
     file.write_text(json.dumps({"settings": {name: x for name, x in settings.items() if name != "keep_set"}}))
     assert vars(read(f"--config {file}")) == vars(of_run) | dict(out=None, overwrite=False)
-    assert vars(read(f"--out {out}")) == vars(of_run) | dict(keep_set=False)
+    assert vars(read(f"--out {out}")) == vars(of_run) | dict(keep_set=False, overwrite=False)
 
 
 MISTAKES = [  # a line -> what each of its mistakes is told with
