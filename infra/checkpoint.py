@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from rollout import Completion, KeptSets
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
+FILE_BYTES = 2**28
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = {  # fields of these, with what makes them again
     **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list),
@@ -66,7 +68,8 @@ def save(
     with whole_folder(folder) as beside:
         for name, part in parts.items():
             if part:  # an optimizer may have no state
-                _call(dcp.save, part, storage_writer=HuggingFaceStorageWriter(beside / name, save_distributed=True))
+                writer = HuggingFaceStorageWriter(beside / name, files_of(part), save_distributed=True)
+                _call(dcp.save, part, storage_writer=writer)
         if first:
             save_file(tensors, beside / "state.safetensors")
             about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "state": kept}
@@ -106,6 +109,12 @@ def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     with _reading(folder):
         _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
     return model
+
+
+def files_of(part: dict[str, Tensor]) -> dict[str, int]:
+    """In which file each tensor stands. To be written, a file is held in memory twice, so it is of about FILE_BYTES."""
+    before = accumulate((x.nbytes for x in part.values()), initial=0)
+    return {name: 1 + n // FILE_BYTES for name, n in zip(part, before)}
 
 
 def checksums(folder: Path) -> list[str]:

@@ -107,11 +107,13 @@ STATE["nested"] = {"": [[], {}, None, True, 2**70, math.inf, "\u4f60\n", {"step"
 
 # SGD has no state, Adafactor a row and a column for a matrix.
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_a_checkpoint_brings_everything_back(tmp_path, kind):
+def test_a_checkpoint_brings_everything_back(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
     (models, optimizer), (others, again) = a_model(kind, updates=3), a_model(kind, updates=0)
     model, other = models["model"], others["model"]
     optimizer.state[model.bias]["of one's own"] = 0.5  # a plain number
     checkpoint.save(tmp_path, 7, models, optimizer, 5, STATE)
+    assert len([*tmp_path.glob("checkpoint/*/model/*.safetensors")]) == 2, "24 bytes, and 8"
     assert repr(checkpoint.load(tmp_path, 7, others, again)) == repr((5, STATE))
     assert all(map(torch.equal, others["reference"].parameters(), models["reference"].parameters()))
     for _ in range(3):

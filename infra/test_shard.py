@@ -110,9 +110,10 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)
+    files = partial(replace, "infra.checkpoint.FILE_BYTES", partial(min, 4096))  # many small ones
     for world, sharded in ((2, True), (1, False)):
         dies = partial(at, "train.training_step", 3, die, rank=world - 1)
-        run(settings | dict(shard=sharded), out, one_way_for_each_device, dies, code=None, world=world)
+        run(settings | dict(shard=sharded), out, one_way_for_each_device, files, dies, code=None, world=world)
     shown = run(settings | dict(shard=True), out, one_way_for_each_device, world=3)
     assert "continued after step 4" in shown
     assert_same_run(out, one)
