@@ -25,7 +25,7 @@ from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics
 from infra.command_line import parse, ready
-from infra.run_folder import settings_that_may_change
+from infra.run_folder import MAY_CHANGE
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from tasks._characters import small_config
@@ -163,7 +163,7 @@ def test_the_findings_come_from_runs_of_their_commands():
         args.out, commits = HERE / "results" / args.out.name, set()
         for folder, words, _ in ablate.runs_of(args):
             made, meant = json.loads((folder / "config.json").read_text()), vars(settings_of(words))
-            names = meant.keys() & made["settings"].keys() - {*settings_that_may_change()}
+            names = meant.keys() & made["settings"].keys() - MAY_CHANGE
             assert {name: made["settings"][name] for name in names} == {name: meant[name] for name in names}
             commits.add(made["commit"])
             if meant["max_grad_norm"] == 100:  # "never takes hold"

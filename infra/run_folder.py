@@ -22,6 +22,7 @@ import subprocess
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -29,6 +30,8 @@ import transformers
 from config import Config, UserError, resolve
 
 PATHS = ("model", "data", "eval_data", "reward")  # settings that may name a file
+MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is continued
+INFINITE = dict(object_hook=lambda x: {k: math.inf if v == "inf" else v for k, v in x.items()})  # JSON has none
 locks = []  # held as long as this process lives
 
 
@@ -80,15 +83,10 @@ def made_steps(out: Path) -> int | None:
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """What makes another run of it."""
-    may_change = {*settings_that_may_change()} | (set() if here.truncates else {"keep_set"})
+    may_change = MAY_CHANGE | (set() if here.truncates else {"keep_set"})
     may_change -= set() if there.steps else {"steps", "eval_prompts", "eval_k"}  # figures would be written over
     changed = [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
     return [name for name in changed if name not in PATHS or paths(there, name) != paths(here, name)]
-
-
-def settings_that_may_change() -> list[str]:
-    """Those that may be others when a run is continued."""
-    return [each.name for each in fields(Config) if each.metadata["may_change"]]
 
 
 def paths(config: Config, name: str) -> list[Path]:
@@ -109,7 +107,7 @@ def saved_steps(out: Path) -> list[int]:
 def settings_of(out: Path) -> Config | None:
     """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
     file = out / "config.json"
-    settings = parse(file.read_bytes(), file).get("settings") if file.is_file() else None
+    settings = parse(file.read_bytes(), file, **INFINITE).get("settings") if file.is_file() else None
     if not isinstance(settings, dict):
         return None  # not written by a run
     known = {name: x for name, x in settings.items() if name in vars(Config())}
@@ -119,7 +117,7 @@ def settings_of(out: Path) -> Config | None:
 def given_in(file: Path) -> dict:
     """What was given by hand to the run with this config.json, but for its folder; or the settings of one's own file.
     Runs of earlier versions say only what they had in all."""
-    content = parse(file.read_bytes(), file)
+    content = parse(file.read_bytes(), file, **INFINITE)
     given = content.get("given", content.get("settings"))
     return content if given is None else {name: x for name, x in given.items() if name not in ("out", "overwrite")}
 
@@ -133,9 +131,9 @@ def read_lines(file: Path) -> list[dict]:
     return whole
 
 
-def parse(text: bytes, where: Path | str) -> dict:
+def parse(text: bytes, where: Path | str, **how: Any) -> dict:
     try:
-        return {**json.loads(text, object_hook=lambda x: {k: math.inf if v == "inf" else v for k, v in x.items()})}
+        return {**json.loads(text, **how)}
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
 
@@ -158,13 +156,13 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         lock(out)
         notes.append(f"the run that was in {out}/ is in {aside}/ now")
     by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
-    if done:
+    if made_steps(out) is not None:
         there = vars(settings_of(out))
         changed = [name for name, x in vars(config).items() if there[name] != x and name != "overwrite"]
         notes += [f"{name} was {there[name]}, now {getattr(config, name)}" for name in changed]
         by_hand = given_in(out / "config.json") | {name: x for name, x in by_hand.items() if there[name] != x}
     content = {"given": by_hand, "settings": vars(config)} | provenance()
-    content = json.loads(json.dumps(content), parse_constant=lambda infinity: "inf")  # JSON has none
+    content = json.loads(json.dumps(content), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(content, indent=2) + "\n")
     return notes
 

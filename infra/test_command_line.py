@@ -93,6 +93,9 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     assert read(f"--out {out}") == Config(out=str(out)), "nothing was made: there is nothing to go on with"
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     assert vars(read(f"--out {out} --steps 9")) == vars(of_run) | dict(steps=9, overwrite=False)
+    again = read(f"--out {out}")  # killed before its first checkpoint
+    run_folder.begin(ready(again, on_gpu=False), again, 0)
+    assert read(f"--config {file}") == read(words)
     assert read(f"--out {out} --overwrite") == Config(out=str(out), overwrite=True)
     settings = json.loads(file.read_text())["settings"]
     file.write_text(json.dumps({"settings": {name: x for name, x in settings.items() if name != "keep_set"}}))

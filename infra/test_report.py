@@ -94,7 +94,9 @@ LINES = [  # what stands there, the steps whose lines stay, how many notes
 @pytest.mark.parametrize("text, steps, noted", LINES)
 def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, capsys, text, steps, noted):
     (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "samples.jsonl").write_text(said := '{"step": 1, "completion": "inf"}\n')  # a word as any other
     RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
+    assert (tmp_path / "samples.jsonl").read_text() == said
     assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == steps
     assert capsys.readouterr().out.count("steps are missing or stand twice") == noted
 
