@@ -80,7 +80,8 @@ def save(
     if first:
         flush(out)
         for old in saved_steps(out)[:-keep]:
-            shutil.rmtree(checkpoint_of(out, old))
+            # First it loses its name: half of it, found after a kill, would pass for a whole one.
+            shutil.rmtree(checkpoint_of(out, old).rename(checkpoint_of(out, old).with_suffix(".partial")))
 
 
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:

@@ -139,6 +139,9 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
     inside = {beside / path.relative_to(folder) for path in folder.rglob("*")}
     assert {beside, tmp_path / "metrics.jsonl", *inside} <= set(before) and len(inside) == 9
     assert folder.parent in happened[len(before) + 1 :], "the new name itself is flushed"
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **settings: None)
+    checkpoint.save(tmp_path, 8, *a_model(), 1, {})
+    assert saved_steps(tmp_path) == [8], "an old one loses its name before its files"
 
 
 @pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer", *NO_STATE])
