@@ -210,7 +210,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     def note(module: nn.Module, args: tuple, output: object) -> None:
         how = [getattr(output, name, None) for name in ("shape", "dtype")]
         how += [getattr(getattr(module, "config", None), "_attn_implementation", None)]
-        work["update" if module.training else "rollout"].append(f"{type(module).__name__} {how}")
+        work["update" if torch.is_grad_enabled() else "rollout"].append(f"{type(module).__name__} {how}")
 
     with pytest.MonkeyPatch.context() as patch, register_module_forward_hook(note):
         patch.chdir(here)

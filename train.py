@@ -68,7 +68,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     if run.reference is not None:
         batch.ref_logp = fixed_logprobs(run, batch, run.reference)
 
-    run.model.train()
+    for module in run.model.modules():  # scored as it is sampled, without dropout; checkpointing asks its own layers
+        module.training = getattr(module, "gradient_checkpointing", False)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
     updates = []
@@ -179,7 +180,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
         picked = pick_rows(run, cfg.prompts_per_step - len(alive), step)
-        drawn += judge(run, sample(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn)), step)
+        drawn += judge(run, sample(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn)), step - 1)
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
@@ -212,12 +213,12 @@ def complete(run: Run, prompts: list[list[int]], uniform: np.ndarray, greedy: bo
     return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
 
 
-def judge(run: Run, groups: list[Group], step: int) -> list[Group]:
-    """The groups, with rewards of every completion. The ranks share them."""
+def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
+    """The groups, with rewards of every completion, after so many steps. The ranks share them."""
     own = ranks.share(len(groups))
     with ranks.fail_together():
         limit = partial(faults.time_limit, run.config.reward_timeout)
-        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, step, limit)
+        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K), of K reward functions
         group.rewards = total_rewards(run, [group])[0]  # (G,), as reported

@@ -6,8 +6,8 @@
     load(config) -> Task    rows of prompts, reward functions, and what a right answer is worth
     model(config)           only where the task brings a small model of its own: a folder, or a model and its tokenizer
 
-tldr.py is the shortest to start from, sorting.py the shortest with a model. A row is a dictionary: "prompt", a string
-or a list of chat messages, and any columns that the rewards need. A reward is a function with the signature of TRL's,
+tldr.py is the shortest to start from, sorting.py the shortest with a new model. A row is a dictionary: "prompt", a
+string or a list of chat messages, and any columns that the rewards need. A reward has the signature of TRL's,
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -132,10 +132,11 @@ def text_of(completion: Prompt) -> str:
 
 
 def score(
-    task: Task, groups: list[Group], tokenizer: Any, step: int, time_limit: Callable = nullcontext
+    task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
     """-> for each group the values of the K rewards (G, K), NaN where one gave none, and what log_extra was given of
-    each completion; and all that log_metric was given. `time_limit` is entered with a reward's name around its call."""
+    each completion; and all that log_metric was given. `done` steps are done; `time_limit` is entered with a reward's
+    name around its call."""
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
@@ -154,7 +155,7 @@ def score(
         for extra, value in zip(extras, as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # as it will be written
 
-    state = SimpleNamespace(global_step=max(0, step - 1), max_steps=task.max_steps or 1)  # rewards divide by it
+    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # rewards divide by it
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
     parts = [list(of_one) for of_one in zip(*call_rewards(task.rewards, columns, of_the_run, time_limit), strict=True)]
     sizes = [len(group.completions) for group in groups]

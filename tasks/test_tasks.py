@@ -39,7 +39,7 @@ REWARDS = [  # a task, rewards, settings -> names, weights, what says what is ri
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
 ]
-CALLS = [("1+1=", 100, 3, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
+CALLS = [("1+1=", 100, 2, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
 
 
 def group_of(row: dict, *texts: str) -> Group:
@@ -113,8 +113,8 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps", "step", "told"), CALLS)
-def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, step, told):
+@pytest.mark.parametrize(("prompt", "max_steps", "done", "told"), CALLS)
+def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, told):
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -133,7 +133,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
     task, kind = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps), str(int)
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
-    scores, metrics = score(task, groups, TOKENIZER, step, lambda name: contextlib.nullcontext(limited.append(name)))
+    scores, metrics = score(task, groups, TOKENIZER, done, lambda name: contextlib.nullcontext(limited.append(name)))
     a, b, c = texts = "abc" if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
     values = [told, [math.nan, told[1]]], [[3.0, told[1]]]
     extras = [dict(text=a[-1:], n=1, kind=kind), dict(text=b[-1:], n=1, kind=kind)], [dict(text=c[-1:], n=2, kind=kind)]
@@ -143,7 +143,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": [*texts]}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
-    assert score(task, [], TOKENIZER, step) == ([], []) and len(calls) == 1, "nothing is called for nothing"
+    assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "nothing is called for nothing"
 
 
 def test_a_metric_that_is_no_number_is_told(caplog):
