@@ -125,8 +125,6 @@ def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
     """The rows of each update of a pass over n completions, where seed is (seed, step, pass)."""
-    if parts == 1:
-        return [list(range(n))]
     order = np.random.Generator(np.random.PCG64(list(seed))).permutation(n)
     return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 

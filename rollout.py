@@ -75,12 +75,6 @@ class KeptSets:
             return None
         return words if words[0] >= 0 else np.unpackbits(words[1:].view(np.uint8)).nonzero()[0].astype(np.int32)
 
-    def __radd__(self, before: list) -> list:
-        return [*before, *self]
-
-    def __add__(self, after: list) -> list:
-        return [*self, *after]
-
     def between(self, before: int, after: int) -> "KeptSets":
         """With so many None on either side."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))

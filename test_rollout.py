@@ -141,7 +141,7 @@ def test_kept_sets(vocabulary):
     for ids in sets:
         kept.append(ids, vocabulary)
     padded = pickle.loads(pickle.dumps(kept.between(2, 1)))
-    assert all(map(np.array_equal, [None] * 2 + kept + [None] * 1, padded))
+    assert all(map(np.array_equal, [None, None, *kept, None], padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]
     assert all(map(np.array_equal, sets, list(padded)[2:-1])) and np.array_equal(padded[-2], sets[-1])
 

@@ -2,7 +2,7 @@
 sharded; logits in fp32; with --decode graph one CUDA graph a token, where Python would launch a thousand kernels."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial, update_wrapper
 
 import torch
@@ -27,13 +27,11 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
             yield
 
 
-@contextmanager
-def logits_in_fp32(model: PreTrainedModel) -> Iterator[None]:
+def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
     """As in scoring: of the states and weights of the computation, not rounded to their dtype."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
-    with in_fp32 if head_returns_logits(model, ids) else nullcontext():
-        yield
+    return in_fp32 if head_returns_logits(model, ids) else nullcontext()
 
 
 @contextmanager

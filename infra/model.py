@@ -30,14 +30,9 @@ class Opened:
     tokenizer: Any
     load: Callable[[], PreTrainedModel]  # its weights in fp32
 
-    @property
-    def context(self) -> int | None:
-        """Tokens of a prompt and its completion at most."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
-
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """A folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer. Its dropout is off."""
+    """A folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
@@ -58,7 +53,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
-    # Sampling runs without dropout; scoring with it would compare two different policies.
+    # It is sampled and trained in eval mode, but for layers that are checkpointed, some of which have their own.
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
@@ -71,12 +66,7 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     if of_run is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
     opened = open_model(of_run.model or task_file(of_run.task).model(of_run), config)
-
-    def load() -> PreTrainedModel:
-        with _named(str(folder), "weights"):
-            return checkpoint.load_weights(folder, opened.load())
-
-    return replace(opened, load=load)
+    return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
 
 
 def load(

@@ -97,9 +97,9 @@ def fail_together() -> Iterator[None]:
             raise own if other == rank() else faults.FailedElsewhere(message)
 
 
-def sum_(*tensors: torch.Tensor) -> None:
-    """Sums over ranks, in place."""
-    for tensor in tensors if dist.is_initialized() else ():
+def sum_(tensor: torch.Tensor) -> None:
+    """Over ranks, in place."""
+    if dist.is_initialized():
         dist.all_reduce(tensor)
 
 

@@ -110,11 +110,9 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def std(rewards: Tensor) -> float | None:
-    rewards = rewards[~rewards.isnan()]
-    if len(rewards) < 2:
-        return None
-    return 0.0 if rewards.min() == rewards.max() else float(rewards.std())
+def std(values: Iterable[float]) -> float | None:
+    values = [float(v) for v in values if not math.isnan(v)]
+    return statistics.stdev(values) if len(values) > 1 else None  # of equal values exactly 0
 
 
 # ---- Files and screen ----

@@ -45,7 +45,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     with ranks.fail_together():  # all that can be wrong before the weights are loaded
         task = load_task(cfg)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
-        longest = check_prompts(task, opened.tokenizer, opened.context, cfg)
+        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+        longest = check_prompts(task, opened.tokenizer, context, cfg)
     cfg, memory_plan = memory.plan(cfg, opened.config, longest)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)

@@ -206,9 +206,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def compare_steps(args: argparse.Namespace) -> None:
-    ways = args.ways.split("; ")
-    results, facts = {way: {} for way in ways}, {}
-    for way in ways * args.repeats:  # A B A B ...
+    results, facts = {way: {} for way in args.ways}, {}
+    for way in args.ways * args.repeats:  # A B A B ...
         figures, facts[way] = json.loads(in_a_process(way)[-1])
         for name, values in figures.items():
             results[way].setdefault(name, []).extend(values)
@@ -216,7 +215,7 @@ def compare_steps(args: argparse.Namespace) -> None:
     made, command = run_folder.provenance(), " ".join(["python -m tools.bench", *sys.argv[1:]])
     hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
     entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
-    entry |= made["versions"] | facts[ways[0]] | dict(results=results, facts=facts)
+    entry |= made["versions"] | facts[args.ways[0]] | dict(results=results, facts=facts)
     with (ROOT / LOG).open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(step_table(entry))
@@ -285,7 +284,7 @@ def learn(args: argparse.Namespace) -> None:
 
 
 def compare_learning(args: argparse.Namespace) -> None:
-    for seed, way in itertools.product(args.seeds, args.ways.split("; ")):
+    for seed, way in itertools.product(args.seeds, args.ways):
         if not log_of(args, way, seed).with_name("finished").exists():
             in_a_process(way, "--seed", seed)
             log_of(args, way, seed).with_name("finished").touch()
@@ -294,19 +293,18 @@ def compare_learning(args: argparse.Namespace) -> None:
 
 
 def learn_table(args: argparse.Namespace) -> str:
-    ways = args.ways.split("; ")
-    runs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in ways]
+    runs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
     figures = [f"reward:1-{len(runs[0][0])}", "eval/accuracy:last", "seconds:last", "seconds to target:last"]
-    rows = [row for name in figures for row in paired(name, [{"": way} for way in ways], runs)]
+    rows = [row for name in figures for row in paired(name, [{"": way} for way in args.ways], runs)]
     seeds = f"mean ± std of {len(args.seeds)} seeds"
-    return markdown(["figure", "", seeds, f"minus {ways[0]}, 95 % interval", ""], *rows)
+    return markdown(["figure", "", seeds, f"minus {args.ways[0]}, 95 % interval", ""], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "learn"])
-    parser.add_argument("--ways", default="; ".join(WAYS), help="what is measured, with '; ' between")
+    parser.add_argument("--ways", default=[*WAYS], type=lambda given: given.split("; "), help="with '; ' between")
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, help="of each prompt of a step; default: 32 to 64")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each")

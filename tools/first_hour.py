@@ -20,9 +20,11 @@ STEPS = 3  # the last one counts
 
 def figures(words: list[str]) -> dict:
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, ranks.start())  # shows the plan of memory
+    run, *_ = train.set_up(config, ranks.start(config.shard))  # shows the plan of memory
     decoded: list[int] = []
     run.progress = lambda tokens, rows: decoded.append(tokens)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     for step in range(1, STEPS + 1):
         decoded.clear()
         metrics, _ = train.training_step(run, step)
