@@ -1,6 +1,8 @@
 """Candidates for a task of docs/real_model.md: prompts that anybody can make anew, and what is right for each.
 
-python results/real_model/candidates.py runs/candidates     a file of prompts for each of them
+python results/real_model/candidates.py runs/candidates                 a file of prompts for each of them
+python results/real_model/candidates.py --table results/real_candidates    what the model can do before any training
+python results/real_model/candidates.py --named results/real_larger        which number its answers end with
 """
 
 import itertools
@@ -105,8 +107,24 @@ def table(folder: Path) -> str:
     return "\n".join(made)
 
 
+def named(folder: Path) -> str:
+    """Of the answers to "larger" in samples.jsonl that came to an end, in the first ten steps and in the last ten."""
+    made = ["| steps | answers | ended | with the larger | the smaller | other, none |", "|---|---|---|---|---|---|"]
+    lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
+    for first, last in ((1, 10), (31, 40)):
+        answers = [line for line in lines if line["kind"] == "train" and first <= line["step"] <= last]
+        ended = [line for line in answers if not line["truncated"]]
+        counts = dict(larger=0, smaller=0, another=0)
+        for line in ended:
+            asked = sorted(re.findall(r"\d+", line["prompt"][-1]["content"]), key=int)
+            said = re.findall(r"\d+", line["completion"])[-1:]
+            counts["larger" if said == asked[1:] else "smaller" if said == asked[:1] else "another"] += 1
+        made.append(f"| {first} to {last} | {len(answers)} | {len(ended)} | {' | '.join(map(str, counts.values()))} |")
+    return "\n".join(made)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--table":
-        print(table(Path(sys.argv[2])))
+    if sys.argv[1] in ("--table", "--named"):
+        print((table if sys.argv[1] == "--table" else named)(Path(sys.argv[2])))
     else:
         write(Path(sys.argv[1]))
