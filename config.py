@@ -127,7 +127,7 @@ class Config:
     top_entropy: float = setting(1.0, "train this share of tokens, of the highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")
-    dynamic_sampling: int | None = setting(None, "rounds of further prompts while groups are all-equal", at_least=0)
+    dynamic_sampling: int | None = setting(None, "rounds of further prompts for groups without a signal", at_least=0)
 
     heading("Optimization; a step is one rollout with all its updates")
     steps: int | None = setting(None, "how many the run has; 0: evaluate, train nothing", at_least=0, may_change=True)

@@ -116,7 +116,7 @@ def policy_loss(
     """The loss of these rows, a partial sum of the update's, and its statistics as name: (sum, count), detached.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask (B, T); advantages (B,) or (B, T).
-    It computes and does not judge: which switches make sense together is settled in infra/command_line.py.
+    Which switches make sense together is settled in infra/command_line.py.
     """
     mask = mask.bool()
     sampler_is_old = old_logp is sampler_logp  # not by value: a part of a batch may be equal by chance
