@@ -40,7 +40,7 @@ from rollout import Completion, KeptSets
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
-FILE_BYTES = 2**28
+FILE_BYTES = 2**28  # of a rank
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = {  # fields of these, with what makes them again
     **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list),
@@ -113,9 +113,9 @@ def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def files_of(part: dict[str, Tensor]) -> dict[str, int]:
-    """In which file each tensor stands. To be written, a file is held in memory twice, so it is of about FILE_BYTES."""
+    """In which file each tensor stands. To be written, a rank's part of a file is held in memory twice."""
     before = accumulate((x.nbytes for x in part.values()), initial=0)
-    return {name: 1 + n // FILE_BYTES for name, n in zip(part, before)}
+    return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(part, before)}
 
 
 def checksums(folder: Path) -> list[str]:

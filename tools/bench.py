@@ -252,9 +252,10 @@ def step_table(entry: dict) -> str:
         rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[2]:.1f}"])
     asked = f" of {entry['prompt_tokens']} tokens" if entry.get("prompt_tokens") else ""
     shape = "**{size}, {prompts} prompts{asked} × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
-    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit:.7}`)"
+    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit}`)"
     table = markdown(["", "rollout", "rest", "step", "peak GB", "tokens a second"], *rows)
-    return f"{shape.format(asked=asked, **entry)}\n\n{table}\n\n{about.format(**entry)}"
+    commit = entry["commit"][:7] + entry["commit"][40:]  # -dirty
+    return f"{shape.format(asked=asked, **entry)}\n\n{table}\n\n{about.format(**entry | {'commit': commit})}"
 
 
 def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
