@@ -32,10 +32,7 @@ from rollout import Completion, rollout, uniforms
 from tasks import score
 from tasks._prompts import encode_prompt
 
-LOSS_SWITCHES = (  # settings that policy_loss reads
-    "objective", "ratio", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator", "kl_importance", "tis_mode",
-    "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos", "sapo_tau_neg",
-)  # fmt: skip
+LOSS_SWITCHES = vars(Config()).keys() & policy_loss.__kwdefaults__.keys()  # settings of the same names
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null where none
 
 

@@ -2,8 +2,8 @@
 
 `--task NAME` is the file tasks/NAME.py. A task of your own is one new file here, with
 
-    DEFAULTS: dict          settings that suit the task; what it leaves out is as for a real model
     load(config) -> Task    rows of prompts, reward functions, and what a right answer is worth
+    DEFAULTS: dict          where some settings suit it; what it leaves out is as for a real model
     model(config)           only where the task brings a small model of its own: a folder, or a model and its tokenizer
 
 tldr.py is the shortest to start from, sorting.py the shortest with a new model. A row is a dictionary: "prompt", a
@@ -81,12 +81,13 @@ def task_names() -> list[str]:
 
 
 def task_file(name: str) -> ModuleType:
-    """The file of a task: a module with DEFAULTS, load and perhaps model."""
+    """The file of a task: a module with load, and perhaps DEFAULTS and model."""
     name, colon, _ = name.partition(":")  # gym:NAME
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    if fixed := file.DEFAULTS.keys() - {setting.name for setting in fields(Config) if setting.default is None}:
+    free = {setting.name for setting in fields(Config) if setting.default is None}
+    if fixed := getattr(file, "DEFAULTS", {}).keys() - free:
         raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}, whose default is not None")
     return file
 
@@ -95,7 +96,7 @@ def task_defaults(name: str, model: str | None) -> dict:
     """The settings that suit the task. What suits a task's own small model is too fast for another one."""
     file = task_file(name)
     slower = {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]} if model and hasattr(file, "model") else {}
-    return REAL_MODEL_DEFAULTS | file.DEFAULTS | slower
+    return REAL_MODEL_DEFAULTS | getattr(file, "DEFAULTS", {}) | slower
 
 
 def load_task(config: Config) -> Task:

@@ -14,7 +14,6 @@ from fractions import Fraction
 from config import Config
 from tasks import Task, text_of
 
-DEFAULTS = {}  # all as for a real model
 TRAIN_ROWS = 8192
 PROMPT = """\
 Write an expression that equals {target}. Use each of the numbers {numbers} exactly once, with + - * / and parentheses.

@@ -3,8 +3,6 @@
 from config import Config
 from tasks import Task
 
-DEFAULTS = {}  # all as for a real model
-
 
 def load(config: Config) -> Task:
     return Task(train=[], eval=[], rewards=[], weights=[])  # load_task puts in what the files hold

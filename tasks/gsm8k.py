@@ -11,8 +11,6 @@ from config import Config, UserError
 from tasks import Task, text_of
 from tasks._files import hub_splits
 
-DEFAULTS = {}  # all as for a real model
-
 
 def to_row(row: dict) -> dict:
     question = row["question"] + "\nThink step by step, and put the final number in \\boxed{}."

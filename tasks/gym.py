@@ -14,7 +14,6 @@ import re
 from config import Config, UserError
 from tasks import Task, text_of
 
-DEFAULTS = {}  # all as for a real model
 ASK = "\nPut your final answer inside <answer> and </answer>."
 RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24
     simple_integration spiral_matrix string_insertion""".split()

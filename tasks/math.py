@@ -11,7 +11,6 @@ from config import Config, UserError
 from tasks import Task, text_of
 from tasks._files import hub_splits
 
-DEFAULTS = {}  # all as for a real model
 ASK = "\nThink step by step, and put your final answer in \\boxed{}."
 
 
