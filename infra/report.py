@@ -272,7 +272,7 @@ def finished(out: Path, note: str = "") -> int:
     for line in run_folder.read_lines(out / "samples.jsonl"):
         if line["kind"] == "eval" and line["step"] in steps:
             prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            print(f"\nstep {line['step']}, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
+            print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
     print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}; look at it: python -m tools.look {out}")
     return 0
 
