@@ -295,7 +295,9 @@ def compare_learning(args: argparse.Namespace) -> None:
 
 def learn_table(args: argparse.Namespace) -> str:
     runs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
-    figures = [f"reward:1-{len(runs[0][0])}", "eval/accuracy:last", "seconds:last", "seconds to target:last"]
+    figures = [f"reward:1-{len(runs[0][0])}", "eval/accuracy:last", "seconds:last"]
+    if all(run[-1]["seconds to target"] for of_way in runs for run in of_way):
+        figures.append("seconds to target:last")
     rows = [row for name in figures for row in paired(name, [{"": way} for way in args.ways], runs)]
     seeds = f"mean ± std of {len(args.seeds)} seeds"
     return markdown(["figure", "", seeds, f"minus {args.ways[0]}, 95 % interval", ""], *rows)

@@ -124,5 +124,9 @@ def test_what_is_learnt(tmp_path):
     assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3]
     assert [line["seconds to target"] for line in made] == [None, seconds[1], seconds[1], seconds[1]]
     shutil.copytree(tmp_path / "ours-3", tmp_path / "TRL-3")
-    table = bench.learn_table(args(f"learn --out {tmp_path} --seeds 3", ways=["ours", "TRL"]))
+    asked = args(f"learn --out {tmp_path} --seeds 3", ways=["ours", "TRL"])
+    table = bench.learn_table(asked)
     assert "| reward:1-4 | ours |" in table and "| | TRL | 0." in table and "| +0.000, " in table
+    never = "".join(json.dumps(line | {"seconds to target": None}) + "\n" for line in made)
+    (tmp_path / "TRL-3" / "metrics.jsonl").write_text(never)
+    assert bench.learn_table(asked) == table[: table.index("\n| seconds to target")], "of all runs or none"
