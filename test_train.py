@@ -385,13 +385,13 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 # ---- Nothing to learn from ----
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_what_a_model_does_in_training_alone_is_left_out(go, monkeypatch, gradient_checkpointing):
-    """Dropout of its own, routers that draw: it is scored as it is sampled."""
+@pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True), dict(num_iterations=2)])
+def test_what_a_model_does_in_training_alone_is_left_out(go, monkeypatch, settings):
+    """Dropout of its own, routers that draw: it is scored as it is sampled, once for all updates, too."""
     model, tokenizer = sorting_model(Config())
     model.model.norm.register_forward_hook(lambda norm, _, out: torch.dropout(out, 0.5, norm.training))
     monkeypatch.setattr("tasks.sorting.model", lambda config: (model, tokenizer))
-    out = go(gradient_checkpointing=gradient_checkpointing)
+    out = go(**settings)
     assert all(line["sampler_gap"] < 1e-5 for line in metrics(out)), "of float32"
 
 

@@ -58,6 +58,9 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         raise UserError("--old_policy policy: is not what sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
+    for module in run.model.modules():  # scored as it is sampled, without dropout; checkpointing asks its own layers
+        module.training = getattr(module, "gradient_checkpointing", False)
+
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
     # log-probs come with the gradient's: no second forward pass. Nor does the sampler as the old policy need one.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
@@ -65,8 +68,6 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     if run.reference is not None:
         batch.ref_logp = fixed_logprobs(run, batch, run.reference)
 
-    for module in run.model.modules():  # scored as it is sampled, without dropout; checkpointing asks its own layers
-        module.training = getattr(module, "gradient_checkpointing", False)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
     updates = []

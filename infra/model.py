@@ -37,7 +37,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
-        return Opened(model.config, tokenizer, lambda: model)
+        return Opened(model.config, tokenizer, model.eval)  # -> the model
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     with _named(source, "configuration"):
