@@ -32,7 +32,7 @@ from rollout import Completion, rollout, uniforms
 from tasks import score
 from tasks._prompts import encode_prompt
 
-LOSS_SWITCHES = vars(Config()).keys() & policy_loss.__kwdefaults__.keys()  # settings of the same names
+LOSS_SWITCHES = vars(Config()).keys() & policy_loss.__kwdefaults__.keys()  # settings that it takes
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null where none
 
 
@@ -58,7 +58,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         raise UserError("--old_policy policy: is not what sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
-    for module in run.model.modules():  # scored as it is sampled, without dropout; checkpointing asks its own layers
+    # Scored as it was sampled, in eval mode: no dropout. Only layers with gradient checkpointing must say they train.
+    for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
     # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its

@@ -40,7 +40,7 @@ from rollout import Completion, KeptSets
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
-FILE_BYTES = 2**28  # of a rank
+FILE_BYTES = 2**28  # of each rank
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = {  # fields of these, with what makes them again
     **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list),
@@ -79,9 +79,10 @@ def save(
                 flush(lines)
     if first:
         flush(out)
-        for old in saved_steps(out)[:-keep]:
-            # First it loses its name: half of it, found after a kill, would pass for a whole one.
-            shutil.rmtree(checkpoint_of(out, old).rename(checkpoint_of(out, old).with_suffix(".partial")))
+        for saved in saved_steps(out)[:-keep]:
+            old = checkpoint_of(out, saved)
+            # First it loses its name: half of it, left by a kill, could pass for a whole one.
+            shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:

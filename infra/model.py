@@ -53,7 +53,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
-    # It is sampled and trained in eval mode, but for layers that are checkpointed, some of which have their own.
+    # Eval mode switches dropout off, but with gradient checkpointing the layers are not in it.
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)

@@ -20,9 +20,9 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -31,7 +31,6 @@ from config import Config, UserError, resolve
 
 PATHS = ("model", "data", "eval_data", "reward")  # settings that may name a file
 MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is continued
-INFINITE = dict(object_hook=lambda x: {k: math.inf if v == "inf" else v for k, v in x.items()})  # JSON has none
 locks = []  # held as long as this process lives
 
 
@@ -107,7 +106,7 @@ def saved_steps(out: Path) -> list[int]:
 def settings_of(out: Path) -> Config | None:
     """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
     file = out / "config.json"
-    settings = parse(file.read_bytes(), file, **INFINITE).get("settings") if file.is_file() else None
+    settings = parse(file.read_bytes(), file, with_infinity).get("settings") if file.is_file() else None
     if not isinstance(settings, dict):
         return None  # not written by a run
     known = {name: x for name, x in settings.items() if name in vars(Config())}
@@ -117,7 +116,7 @@ def settings_of(out: Path) -> Config | None:
 def given_in(file: Path) -> dict:
     """What was given by hand to the run with this config.json, but for its folder; or the settings of one's own file.
     Runs of earlier versions say only what they had in all."""
-    content = parse(file.read_bytes(), file, **INFINITE)
+    content = parse(file.read_bytes(), file, with_infinity)
     given = content.get("given", content.get("settings"))
     return content if given is None else {name: x for name, x in given.items() if name not in ("out", "overwrite")}
 
@@ -131,11 +130,16 @@ def read_lines(file: Path) -> list[dict]:
     return whole
 
 
-def parse(text: bytes, where: Path | str, **how: Any) -> dict:
+def parse(text: bytes, where: Path | str, object_hook: Callable | None = None) -> dict:
     try:
-        return {**json.loads(text, **how)}
+        return {**json.loads(text, object_hook=object_hook)}
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
+
+
+def with_infinity(settings: dict) -> dict:
+    """JSON has none: config.json says "inf"."""
+    return {name: math.inf if x == "inf" else x for name, x in settings.items()}
 
 
 # ---- The folder becomes this run's ----
