@@ -1,18 +1,18 @@
-"""Rewards -> advantages, over whole groups.
+"""Rewards -> advantages: how much better a completion is than the others that answer the same prompt.
 
     A_i = (r_i - b_i) / s_i
 
-for the G completions of one prompt:
+for the G completions of one prompt, its group:
 
     GRPO         2402.03300   b = mean of the group            s = std of the group + eps
     Dr. GRPO     2503.20783   b = mean of the group            s = 1
-    RLOO         2402.14740   b = mean of the group's others   s = 1
+    RLOO         2402.14740   b = mean of the other rewards   s = 1
     OPO          2505.23585   b = mean of the group by length  s = 1
     MaxRL        2602.02710   b = mean of the group            s = mean of the group
-    GDPO         2601.05242   each reward function by its group, then b = mean and s = std of the batch + eps
+    GDPO         2601.05242   each reward function normalized in its group, then b = mean and s = std of the batch + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
-The batch is every reward of the step, over all ranks. Left out: running means over steps, value functions.
+The batch is all rewards of a step, of all ranks. Left out: running means over steps, value functions.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ COMBINATIONS = ("sum", "gdpo")
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
-    """parts (P, G, K), the values of K reward functions, NaN where one gave none -> their weighted sum (P, G). With
-    "gdpo" each function is first brought to mean 0 and std 1 in its group, so that none drowns another."""
+    """The values of K reward functions (P, G, K) -> their weighted sum (P, G). NaN stands for a missing value, which is
+    left out of the sum; a sum of no values is NaN. With "gdpo" each function is first normalized to mean 0 and std 1 in
+    every group, so that none drowns out another."""
     if how not in COMBINATIONS:
-        raise ValueError(f"how is {how!r}; it must be one of {', '.join(COMBINATIONS)}")
+        raise ValueError(f"how is {how!r}, but must be one of {', '.join(COMBINATIONS)}")
     values = parts
     if how == "gdpo":
         values = torch.stack([group_advantages(part) for part in parts.unbind(-1)], dim=-1)
@@ -46,23 +47,26 @@ def group_advantages(
     *,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) are the tokens that are trained on.
+    """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) says how many tokens of a completion
+    are trained on; without it, every completion with a reward counts as one token.
 
-    NaN stands for a completion without a reward: it gets advantage 0 and counts in no mean and no std. The reward of
-    one of length 0 counts, as in DAPO, but in no mean over tokens: whitened, its advantage is 0. A group whose rewards
-    are all equal, or with fewer than two completions to train on, does not tell better from worse: if the baseline or
-    the scale is the group's, its advantages are exactly 0. Likewise for a batch whose rewards are all equal.
+    A reward of NaN is a missing one: its advantage is 0, and it counts in no mean and no std. A completion of length 0
+    is not trained on. Its reward still counts in the group, as in DAPO, but not in means over tokens.
+
+    A group whose rewards are all equal does not tell better from worse, nor does one with fewer than two completions to
+    train on. If the baseline or the scale is that of the group, its advantages are exactly 0. The same holds for the
+    batch if all its rewards are equal and the baseline or the scale is that of the batch.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
     batch = r.reshape(1, -1)  # (1, P * G)
-    tokens = None if lengths is None else lengths.double().masked_fill(r.isnan(), 0.0)  # (P, G)
-    untrained = r.isnan() if tokens is None else tokens == 0  # (P, G)
+    tokens = (torch.ones_like(r) if lengths is None else lengths.double()).masked_fill(r.isnan(), 0.0)  # (P, G)
+    trained = tokens > 0  # (P, G)
 
     if baseline == "mean":
         b = r.nanmean(1, keepdim=True)  # (P, 1)
     elif baseline == "leave_one_out":
-        b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the others
+        b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the other rewards
     elif baseline == "length":
         b = (tokens * r).nansum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     elif baseline == "batch":
@@ -81,67 +85,69 @@ def group_advantages(
 
     no_signal = r.isnan()
     if compares_in_group(scale, baseline):
-        no_signal = no_signal | all_equal(r) | ((~untrained).sum(1, keepdim=True) < 2)
-    if scale == "mean":  # above 0 by more than rounding: what is left of 0.3 - 0.1 - 0.2 is no mean to divide by
+        no_signal = no_signal | all_equal(r) | (trained.sum(1, keepdim=True) < 2)
+    if scale == "mean":  # divide only by means above 0 by more than rounding, which leaves 3e-17 of 0.3 - 0.1 - 0.2
         no_signal = no_signal | (s <= 1e-6 * r.abs().nanmean(1, keepdim=True))
     if scale == "batch" or baseline == "batch":
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        no_signal = no_signal | untrained | all_equal(advantages.masked_fill(untrained, torch.nan).reshape(1, -1))
+        no_signal = no_signal | ~trained | all_equal(advantages.masked_fill(~trained, torch.nan).reshape(1, -1))
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 
 def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
+    """Whether an advantage depends on the other rewards of its group."""
     of_group = scale not in ("batch", "whiten", "none") or baseline not in ("batch", "none")
     return of_group or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T), kept at this share of its
-    tokens, those with the highest entropy, and 0 elsewhere. 2506.01939"""
+    """The advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T). They are kept at the tokens
+    with the highest entropy, which make up this share of the update's tokens, and are 0 elsewhere. 2506.01939"""
     threshold = float(np.quantile(entropy[mask.bool()].cpu().numpy(), 1 - share)) if mask.any() else 0.0
     return advantages[:, None] * (entropy >= threshold)
 
 
 def all_equal(rewards: Tensor) -> Tensor:
-    """(P, G) -> (P, 1): whether the rewards of a row are all equal, or fewer than two. Judged by min and max: the mean
-    of equal floats can round away from them, and their std from 0."""
+    """(P, G) -> (P, 1): whether a row has fewer than two different rewards. Minimum and maximum decide, because the
+    mean of equal floats may differ from them by rounding, and their std from 0."""
     low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
     return low >= high
 
 
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
-    """Minus the mean, over the std of the batch, both over tokens: a completion counts as often as it has tokens."""
+    """Subtract the mean of the batch and divide by its std. Both are over tokens: a completion counts once for each."""
     total = tokens.sum().clamp(min=2)
     centred = x - (tokens * x).sum() / total
     return centred / (((tokens * centred.square()).sum() / (total - 1)).sqrt() + eps)
 
 
 def _std(r: Tensor) -> Tensor:
-    """(P, G) -> (P, 1). Of the sample (ddof 1), as in TRL. The population's (ddof 0) would make advantages larger by
-    sqrt(G / (G - 1)): 41 % at G = 2, 7 % at G = 8."""
+    """(P, G) -> (P, 1), the standard deviation of a sample (ddof 1), as in TRL. With that of a population (ddof 0),
+    advantages would be larger by a factor of sqrt(G / (G - 1)): 41 % at G = 2, 7 % at G = 8."""
     squares = (r - r.nanmean(1, keepdim=True)).square()
     return (squares.nansum(1, keepdim=True) / (_count(r) - 1)).sqrt()
 
 
 def _count(r: Tensor) -> Tensor:
+    """(P, G) -> (P, 1), how many rewards are given."""
     return (~r.isnan()).sum(1, keepdim=True)
 
 
 def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -> None:
     if scale not in SCALES:
-        raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(SCALES)}")
+        raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(SCALES)}")
     if baseline not in BASELINES:
-        raise ValueError(f"baseline is {baseline!r}; it must be one of {', '.join(BASELINES)}")
+        raise ValueError(f"baseline is {baseline!r}, but must be one of {', '.join(BASELINES)}")
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be (P, G), a row for each prompt, not {tuple(rewards.shape)}")
     if lengths is None and (scale == "whiten" or baseline == "length"):
         raise ValueError(f"baseline={baseline!r} and scale={scale!r} need lengths (P, G)")
     if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
         raise ValueError(
-            f"a group of one has nothing to compare with for baseline={baseline!r}, scale={scale!r}: "
-            "use at least 2 completions of a prompt, or the batch's baseline and scale"
+            f"baseline={baseline!r}, scale={scale!r} compare the completions of a group, but a group has only one: "
+            "use at least 2 completions of a prompt, or the baseline and scale of the batch"
         )

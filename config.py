@@ -1,10 +1,10 @@
-"""Every setting of a run in one line each: its type, its default, what it means, its bounds or names. And the presets.
+"""Every setting of a run, one line each: its type, its default, what it means, its bounds or names. Then the presets.
 
-What is left at None is filled in by `resolve`, once: from the algorithm's preset (the switches of the objective), from
-the task's defaults (what suits its size), or by the machine. A value given by hand always wins.
+`resolve` fills in the settings whose default is None: from the preset of the algorithm (the switches of the objective),
+from the defaults of the task, or from what the machine has. A value that the user gives always wins.
 
-infra/command_line.py makes a flag of each setting and says what is wrong with its value; a setting that is added here
-needs nothing there. What a run has is in its config.json, which --config reads.
+infra/command_line.py makes a flag of each setting and checks its value, so a new setting needs nothing there. A run
+writes its settings to its config.json, which --config can read.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from math import inf
 from typing import Any
 
 from advantage import BASELINES, COMBINATIONS, SCALES
-from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, RATIOS, TIS_MODES
+from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, OLD_POLICIES, RATIOS, TIS_MODES
 
 
 class UserError(Exception):
-    """Something the user can mend: shown as one line, without a stack trace."""
+    """A mistake that the user can correct. It is shown as one line, without a stack trace."""
 
 
 # ---- Presets ----
 
-# The switches of each algorithm, and nothing else: learning rate, group size and beta stay yours.
+# A preset sets the switches of its algorithm and nothing else. Learning rate, group size and beta are not among them.
 GRPO = dict(
     normalization="sequence",
     scale_rewards="group",
@@ -59,16 +59,16 @@ _headings: list[str] = []
 
 
 def heading(title: str) -> None:
-    """The settings below it, down to the next one, stand under it in --help."""
+    """Settings are shown under the last heading above them in --help."""
     _headings.append(title)
 
 
 def setting(default: Any, text: str, *, names: Any = None, may_change: bool = False, **bounds: float) -> Any:
     """A field of Config.
 
-    names       what a choice may be
-    may_change  when a run is continued: the setting says how it is computed or shown, or how long, not what is computed
-    bounds      above, at_least, below, at_most, of which a number has some; without the last two it must be finite
+    names       the values that are allowed, for a setting with a fixed choice
+    may_change  whether a run may be continued with another value, because it does not change what is computed
+    bounds      of a number: above, at_least, below, at_most; it must be finite unless at_most is infinity
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
     if isinstance(default, list):
@@ -76,96 +76,97 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)  # what changes during a run is in Run.state
+@dataclass(frozen=True)  # values that change during a run belong in Run.state
 class Config:
     heading("What is trained, and on what")
-    model: str | None = setting(None, "folder or hub name; some tasks bring a small model of their own")
-    task: str | None = setting(None, "what is learnt; data: prompts and rewards of your own")  # names: files of tasks/
-    data: str | None = setting(None, "prompts of your own: .jsonl, .json, .csv, .parquet, or a hub data set")
-    eval_data: str | None = setting(None, "held-out prompts of your own; if left out, a share of those of --data")
+    model: str | None = setting(None, "folder, or name on the hub; some tasks bring a small model")
+    task: str | None = setting(None, "the task to learn; data: your own prompts and rewards")  # names: files of tasks/
+    data: str | None = setting(None, "your own prompts: .jsonl, .json, .csv, .parquet, or a data set of the hub")
+    eval_data: str | None = setting(None, "your own held-out prompts; by default a share of --data")
     chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
-    reward: list[str] = setting([], "each file.py:function, package.module:function, or one of the task's")
-    reward_weights: list[float] = setting([], "for each reward; else the task's, or 1", at_least=-1e9, at_most=1e9)
+    reward: list[str] = setting([], "functions: file.py:function, package.module:function, or one of the task's")
+    reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
     drop_long_prompts: bool = setting(False, "leave out prompts that are too long for the model's context")
-    correct: str | None = setting(None, "name of the reward that says whether an answer is right; some tasks have one")
-    reward_timeout: float = setting(600.0, "seconds, for a call of a reward", above=0, at_most=1e9, may_change=True)
+    correct: str | None = setting(None, "name of the reward that says whether an answer is right")
+    reward_timeout: float = setting(600.0, "seconds that a reward may take", above=0, at_most=1e9, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
-    heading("Rollout, of prompts_per_step x num_generations completions")
+    heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)
-    num_generations: int | None = setting(None, "G, completions of each prompt", at_least=1)
-    max_completion_length: int | None = setting(None, "tokens a completion may have", at_least=1)
-    temperature: float = setting(1.0, "of sampling and of every log-prob", above=0)
-    top_p: float = setting(1.0, "sample from the likeliest tokens of this mass; 1: from all", above=0, at_most=1)
+    num_generations: int | None = setting(None, "G, the number of completions of each prompt", at_least=1)
+    max_completion_length: int | None = setting(None, "the most tokens of a completion", at_least=1)
+    temperature: float = setting(1.0, "of sampling, and of all log-probs", above=0)
+    top_p: float = setting(1.0, "sample from the likeliest tokens, of this total; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
-    min_p: float = setting(0.0, "least probability of a token, as a share of the likeliest's", at_least=0, at_most=1)
-    keep_set: bool = setting(True, "where these cut: log-probs are over the tokens that are left")
+    min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
+    keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
 
     heading("The objective")
-    algorithm: str = setting("grpo", "preset of the switches", names=ALGORITHMS)
-    normalization: str | None = setting(None, "weight of a token", names=NORMALIZATIONS)
-    combine_rewards: str | None = setting(None, "of several rewards: sum, or each normalized first", names=COMBINATIONS)
-    scale_rewards: str | None = setting(None, "advantages are divided by", names=SCALES)
-    baseline: str | None = setting(None, "subtracted from a reward", names=BASELINES)
-    objective: str | None = setting(None, "policy term", names=OBJECTIVES)
-    ratio: str | None = setting(None, "importance ratio of a token, or one for a whole sequence", names=RATIOS)
-    old_policy: str = setting("policy", "denominator of the ratio, before the updates", names=("policy", "sampler"))
+    algorithm: str = setting("grpo", "preset of the switches below", names=ALGORITHMS)
+    normalization: str | None = setting(None, "the weight of each token", names=NORMALIZATIONS)
+    combine_rewards: str | None = setting(None, "add several rewards; gdpo: normalize each first", names=COMBINATIONS)
+    scale_rewards: str | None = setting(None, "what advantages are divided by", names=SCALES)
+    baseline: str | None = setting(None, "what is subtracted from a reward", names=BASELINES)
+    objective: str | None = setting(None, "the policy term", names=OBJECTIVES)
+    ratio: str | None = setting(None, "importance ratio of each token, or of a sequence", names=RATIOS)
+    old_policy: str = setting("policy", "denominator of the ratio: policy before the updates", names=OLD_POLICIES)
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
-    sapo_tau_pos: float = setting(1.0, "sapo: temperature where the advantage is positive", above=0)
-    sapo_tau_neg: float = setting(1.05, "sapo: temperature where it is negative", above=0)
-    delta: float | None = setting(None, "two-sided clipping: cap of the ratio where the advantage is negative", above=0)
+    sapo_tau_pos: float = setting(1.0, "sapo: temperature for positive advantages", above=0)
+    sapo_tau_neg: float = setting(1.05, "sapo: temperature for negative advantages", above=0)
+    delta: float | None = setting(None, "two-sided clipping: cap of the ratio for negative advantages", above=0)
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
-    kl_estimator: str = setting("k3", "estimator of the KL", names=KL_ESTIMATORS)
-    kl_importance: bool = setting(False, "KL term times the importance ratio, so that it is right off-policy")
-    ref_sync_every: int = setting(0, "steps after which the reference becomes the policy; 0: never", at_least=0)
+    kl_estimator: str = setting("k3", "how the KL is estimated", names=KL_ESTIMATORS)
+    kl_importance: bool = setting(False, "multiply the KL by the importance ratio: right off-policy")
+    ref_sync_every: int = setting(0, "steps after which the reference is set to the policy; 0: never", at_least=0)
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
-    tis_cap: float | None = setting(None, "upper bound of that ratio; none: there is no correction", above=0)
+    tis_cap: float | None = setting(None, "upper bound of that ratio; without bounds, no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
-    off_policy_mask: float | None = setting(None, "mask A < 0 with mean log(pi_sampler / pi) above this", at_least=0)
-    sampler_coef: float = setting(0.0, "tau, weight of (log pi - log pi_sampler)^2", at_least=0)
-    top_entropy: float = setting(1.0, "train this share of tokens, of the highest entropy", above=0, at_most=1)
+    off_policy_mask: float | None = setting(None, "drop A < 0 if mean log(pi_sampler / pi) is above this", at_least=0)
+    sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
+    top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
-    mask_truncated: bool = setting(False, "completions cut off by the length limit are not trained on")
-    dynamic_sampling: int | None = setting(None, "rounds of further prompts for groups without a signal", at_least=0)
+    mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
+    dynamic_sampling: int | None = setting(None, "at most this many rounds replace groups without a signal", at_least=0)
 
-    heading("Optimization; a step is one rollout with all its updates")
-    steps: int | None = setting(None, "how many the run has; 0: evaluate, train nothing", at_least=0, may_change=True)
+    heading("Optimization: a step is one rollout and all its updates")
+    steps: int | None = setting(None, "length of the run; 0: only evaluate", at_least=0, may_change=True)
     num_iterations: int = setting(1, "passes over the completions of a step", at_least=1)
     minibatches: int = setting(1, "optimizer updates in each pass", at_least=1)
-    learning_rate: float | None = setting(None, "AdamW's, after warm-up", above=0)
-    lr_schedule: str = setting("constant", "after warm-up", names=("constant", "linear", "cosine"))
+    learning_rate: float | None = setting(None, "of AdamW, after the warm-up", above=0)
+    lr_schedule: str = setting("constant", "after the warm-up", names=("constant", "linear", "cosine"))
     warmup_steps: int | None = setting(None, "steps in which the learning rate grows from 0", at_least=0)
-    adam_beta1: float = setting(0.9, "AdamW: decay of the mean gradient", at_least=0, below=1)
-    adam_beta2: float = setting(0.99, "AdamW: decay of the mean squared gradient", at_least=0, below=1)
-    weight_decay: float = setting(0.0, "AdamW: decoupled decay of the weights", at_least=0)
+    adam_beta1: float = setting(0.9, "of AdamW: decay of the mean gradient", at_least=0, below=1)
+    adam_beta2: float = setting(0.99, "of AdamW: decay of the mean squared gradient", at_least=0, below=1)
+    weight_decay: float = setting(0.0, "of AdamW: decoupled decay of the weights", at_least=0)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
-    heading("How it is computed; but for rounding, none of these changes what is computed")
-    micro_batch_size: int | None = setting(None, "completions in a forward pass, and/or", at_least=1, may_change=True)
-    micro_batch_tokens: int | None = setting(None, "padded tokens in a forward pass", at_least=1, may_change=True)
-    rollout_tokens: int | None = setting(None, "tokens in the cache of a rollout", at_least=1, may_change=True)
-    dtype: str = setting("auto", "all but the weights; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
-    decode: str = setting("plain", "graph: each token is one CUDA graph", names=("plain", "graph"), may_change=True)
+    heading("How it is computed: these change nothing but rounding")
+    micro_batch_size: int | None = setting(None, "most completions in a forward pass", at_least=1, may_change=True)
+    micro_batch_tokens: int | None = setting(None, "most tokens in it, with padding", at_least=1, may_change=True)
+    rollout_tokens: int | None = setting(None, "most tokens in the cache of a rollout", at_least=1, may_change=True)
+    dtype: str = setting("auto", "of all but weights; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
+    decode: str = setting("plain", "graph: one CUDA graph for each token", names=("plain", "graph"), may_change=True)
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
-    shard: bool = setting(False, "weights, gradients and Adam are split over the ranks (FSDP2)", may_change=True)
-    shard_size: int = setting(0, "ranks that share a copy of the model; 0: a machine's", at_least=0, may_change=True)
+    shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
+    shard_size: int = setting(0, "ranks that share a copy of the model; 0: one machine's", at_least=0, may_change=True)
 
-    heading("What is looked at and left behind")
-    eval_every: int = setting(20, "steps between evaluations, and at both ends; 0: never", at_least=0, may_change=True)
-    eval_prompts: int = setting(256, "held-out prompts; of --data a fifth at most", at_least=1, may_change=True)
-    eval_k: int = setting(4, "samples of each for pass@k", at_least=1, may_change=True)
+    heading("Evaluation and files")
+    eval_every: int = setting(20, "steps between evaluations, and first and last; 0: none", at_least=0, may_change=True)
+    eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
+    eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
-    keep_checkpoints: int = setting(1, "how many of them are kept", at_least=1, may_change=True)
-    samples_per_step: int = setting(4, "completions of a step that are written; -1: all", at_least=-1, may_change=True)
-    report_to: str | None = setting(None, "also gets the metrics", names=("tensorboard", "wandb"), may_change=True)
-    seed: int = setting(0, "of everything random", at_least=0)
-    out: str | None = setting(None, "folder of the run, where the same command continues it", may_change=True)
-    overwrite: bool = setting(False, "start over there; the run that was there is moved aside", may_change=True)
+    keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
+    samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
+    report_to: str | None = setting(None, "also send metrics there", names=("tensorboard", "wandb"), may_change=True)
+    seed: int = setting(0, "of all random numbers", at_least=0)
+    out: str | None = setting(None, "folder of the run; the same command continues it", may_change=True)
+    overwrite: bool = setting(False, "start over; the old run's folder is renamed", may_change=True)
 
     def __post_init__(self) -> None:
-        vars(self).update({name: x.item() for name, x in vars(self).items() if hasattr(x, "item")})  # numpy's numbers
+        # Numbers of NumPy become numbers of Python, which JSON has.
+        vars(self).update({name: x.item() for name, x in vars(self).items() if hasattr(x, "item")})
 
     @property
     def truncates(self) -> bool:
@@ -174,16 +175,16 @@ class Config:
 
 
 def task_of(config: Config) -> str:
-    """The name of the task, which need not be given."""
+    """The name of the task, whether or not it was given."""
     return config.task or ("data" if config.data else "addition")
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in what was left at None. What is resolved already stays as it is. On a GPU the budgets of tokens wait until
-    its memory is known (infra/memory.py)."""
+    """Fill in every setting that is None. Resolving a second time changes nothing. On a GPU the budgets of tokens stay
+    None until its free memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    name = "-".join(task_of(config).split(":")[:2])  # of gym:NAME:JSON without what may be in no name of a folder
+    name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON without its JSON, for the folder's name
     defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
     if config.dtype == "auto":
@@ -193,7 +194,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
 
 
 def with_budgets(config: Config, rollout_tokens: int | None, micro_batch_tokens: int | None) -> Config:
-    """These, where they were left open. micro_batch_size alone means any number of tokens."""
+    """Set the budgets that are None. With micro_batch_size alone, the tokens of a micro-batch stay without a limit."""
     budgets = {"rollout_tokens": rollout_tokens}
     if config.micro_batch_size is None:
         budgets["micro_batch_tokens"] = micro_batch_tokens

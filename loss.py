@@ -1,4 +1,4 @@
-"""The equations: importance ratio, clipping, KL, token weights. Tensors in, tensors out; no model, no ranks.
+"""The equations: importance ratio, clipping, KL, token weights. They take and return tensors, and know no model.
 
 Every objective of the GRPO family is one weighted sum over the completions i of an optimizer update and their tokens t:
 
@@ -6,14 +6,14 @@ Every objective of the GRPO family is one weighted sum over the completions i of
 
     w_it       token_weights    the normalization, computed once for the whole update before it is split
     policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO or REINFORCE
-    kl_it      kl_divergence    estimates of KL(policy || reference)
-    tau        sampler_coef     the pull towards mu, the policy that sampled
+    kl_it      kl_divergence    an estimate of KL(policy || reference)
+    mu         sampler_logp     the policy that sampled; sampler_coef is tau, the strength of the pull towards it
 
-The weights know the totals of the update. So the loss of a micro-batch is a partial sum, and partial sums over any
-split (micro-batches, ranks, any order, any padding) add up to the same loss and the same gradient. Policy term and KL
-share the weights, so they cannot be normalized differently.
+The weights are computed from the whole update. So the loss of a micro-batch is a partial sum, and the partial sums of
+any split (into micro-batches, over ranks, in any order, with any padding) add up to the same loss and the same
+gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
-Tokens are those of `mask`, (B, T); what stands elsewhere, garbage included, reaches neither loss nor gradient.
+Only tokens where `mask` (B, T) is 1 count. Whatever stands elsewhere, even NaN, reaches neither loss nor gradient.
 Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form), VESPO,
 Clip-Cov and KL-Cov.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-SWITCHES_READ = {  # by an objective; every other switch of policy_loss belongs to all of them
+SWITCHES_READ = {  # the switches that only some objectives read; all other switches are read by every objective
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
     "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
@@ -34,34 +34,35 @@ SWITCHES_READ = {  # by an objective; every other switch of policy_loss belongs 
 OBJECTIVES = tuple(SWITCHES_READ)
 RATIOS = ("token", "sequence", "geometric")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+OLD_POLICIES = ("policy", "sampler")
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 def token_weights(
     mask: Tensor, normalization: str, max_completion_length: int | None = None, prompts: Tensor | None = None
 ) -> Tensor:
-    """mask (N, T) of a whole optimizer update, over all ranks -> w (N, T), float64, 0 where masked.
+    """The mask (N, T) of a whole optimizer update, of all ranks -> its weights (N, T), float64, 0 where the mask is 0.
 
-    prompts (N,) says which prompt each completion answers. A completion without any token is not counted in N.
+    prompts (N,) says which prompt each completion answers. A completion that is masked as a whole does not count in N.
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
     N = (lengths > 0).sum()
     one = mask.double()
 
-    if normalization == "sequence":  # GRPO 2402.03300: mean over each completion, then over completions
+    if normalization == "sequence":  # GRPO 2402.03300: the mean over each completion, then over completions
         w = one / (N * lengths)
-    elif normalization == "global":  # DAPO 2503.14476: every token of the update counts the same
+    elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
-    elif normalization == "prompt":  # DAPO as printed, eq. 8: mean over the tokens of a prompt, then over prompts
+    elif normalization == "prompt":  # DAPO as printed, eq. 8: the mean over the tokens of a prompt, then over prompts
         if prompts is None:
-            raise ValueError("normalization='prompt' needs prompts: the prompt that each completion answers")
+            raise ValueError("normalization='prompt' needs prompts: the number of the prompt of each completion")
         same_prompt = prompts[:, None] == prompts  # (N, N)
-        tokens = same_prompt.double() @ lengths.double()  # (N, 1), of all completions of the prompt
+        tokens = same_prompt.double() @ lengths.double()  # (N, 1), in all completions of the prompt
         w = one / (prompts[lengths[:, 0] > 0].unique().numel() * tokens)
-    elif normalization == "constant":  # Dr. GRPO 2503.20783: by the budget L, not by the longest completion seen
+    elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
         if max_completion_length is None:
-            raise ValueError("normalization='constant' divides by max_completion_length: give it")
+            raise ValueError("normalization='constant' divides by max_completion_length, which is missing")
         w = one / (N * max_completion_length)
     elif normalization == "sum":  # RLOO 2402.14740: the log-prob of a whole completion
         w = one / N
@@ -71,9 +72,10 @@ def token_weights(
 
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
-    """Per-token estimates of KL(policy || reference) at tokens the policy sampled, http://joschu.net/blog/kl-approx.html.
-    On-policy only k2 has the gradient of the KL. "k1+" has the value of k1 and the gradient of k2; "k3+" likewise."""
-    log_r = ref_logp - logp  # mind the sign: reference over policy
+    """Estimate KL(policy || reference) at each token that the policy sampled, http://joschu.net/blog/kl-approx.html.
+    On-policy, only k2 has the gradient of the KL. "k1+" has the value of k1 and the gradient of k2, and "k3+" the value
+    of k3 and the gradient of k2."""
+    log_r = ref_logp - logp  # the ratio of reference to policy, not the other way round
     if estimator == "k1":
         return -log_r
     if estimator == "k2":
@@ -97,6 +99,7 @@ def policy_loss(
     *,
     objective: str = "clip",
     ratio: str = "token",
+    old_policy: str = "policy",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
@@ -113,44 +116,56 @@ def policy_loss(
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The loss of these rows, a partial sum of the update's, and its statistics as name: (sum, count), detached.
+    """-> the loss of these rows, which is a partial sum of the update's loss, and its figures as name: (sum, count).
 
-    logp, old_logp, ref_logp, sampler_logp, weights, mask (B, T); advantages (B,) or (B, T).
-    Which switches make sense together is settled in infra/command_line.py.
+    logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp is what
+    the policy gave before the updates of this step. The ratio is to it or, with old_policy="sampler", to sampler_logp.
+    infra/command_line.py checks which switches make sense together.
     """
+    if old_policy not in OLD_POLICIES:
+        raise _unknown("old_policy", old_policy, OLD_POLICIES)
+    needs_sampler = old_policy == "sampler" or off_policy_mask is not None or sampler_coef != 0.0
+    corrects_sampler = tis_cap is not None or tis_floor is not None
+    if sampler_logp is None and (needs_sampler or corrects_sampler):
+        raise ValueError("old_policy='sampler', tis_cap, tis_floor, off_policy_mask and sampler_coef need sampler_logp")
     mask = mask.bool()
-    sampler_is_old = old_logp is sampler_logp  # not by value: a part of a batch may be equal by chance
+    tokens, stats = mask.sum(), {}
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
     A = _clean(advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask), mask).to(logp.dtype)
     w = _clean(weights, mask).to(logp.dtype)
+    if sampler_logp is not None:
+        stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
+    if old_policy == "sampler":
+        old_logp = sampler_logp
 
-    # The ratio of new to old policy.
-    too_low = too_high = torch.zeros_like(mask)  # beyond a bound, where the advantage pushes further
+    # The ratio of new to old policy. `too_low`, `too_high` mark tokens beyond a bound in the direction of A.
+    too_low = too_high = torch.zeros_like(mask)
+    lowest, highest = 1 - epsilon_low, 1 + epsilon_high
     log_rho = logp - old_logp  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "geometric":  # GMPO 2507.20673: the same, of tokens that are clipped in the log by the sign of A
+    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, of tokens that were clipped by the sign of A
         if delta is not None:
             raise ValueError("delta bounds a ratio, and ratio='geometric' clips its logarithm: leave delta out")
         too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
         log_rho = torch.where(too_low, -epsilon_low, torch.where(too_high, epsilon_high, log_rho))
         log_rho = _mean_over_tokens(log_rho, mask)
-        epsilon_low, epsilon_high = 1.0, math.inf  # nothing is clipped twice
+        lowest, highest = 0.0, math.inf  # the mean is not clipped again
     elif ratio != "token":
         raise _unknown("ratio", ratio, RATIOS)
     rho = log_rho.exp()
 
-    # The policy term, to be minimised.
+    # The policy term, which is to be minimised.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
-        clipped = rho.clamp(1 - epsilon_low, 1 + epsilon_high)
-        unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided: bounds the loss where A < 0
+        clipped = rho.clamp(lowest, highest)
+        unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided clipping bounds the loss where A < 0
         policy = -torch.min(unclipped * A, clipped * A)
-        too_low = too_low | (rho < 1 - epsilon_low) & (A < 0)
-        too_high = too_high | (rho > 1 + epsilon_high) & (A > 0)
-    elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant factor, no token is cut off
+        too_low = too_low | (rho < lowest) & (A < 0)
+        too_high = too_high | (rho > highest) & (A > 0)
+    elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant factor, so every token counts
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp
         too_high = (rho > epsilon_high) & (A > 0)
-    elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, sooner where the advantage is negative
+    elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, and sooner where A is negative
         tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
         policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
@@ -162,35 +177,28 @@ def policy_loss(
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    # Corrections for a sampler that was not the old policy: constant factors.
-    stats, tokens = {}, mask.sum()
-    if sampler_logp is not None:
-        scored = logp if sampler_is_old else old_logp  # else the gap would be 0 by construction
-        stats["sampler_gap"] = ((scored - sampler_logp).detach().abs().sum(), tokens)
-        if tis_cap is not None or tis_floor is not None:
-            log_w = (old_logp - sampler_logp).detach()
-            policy = policy * _sampler_correction(log_w, mask, tis_mode, tis_cap, tis_floor)
-        # DeepSeek-V3.2 2512.02556, eq. 9: A < 0, and the policy would hardly give it now
-        if off_policy_mask is not None:
-            far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
-            policy = policy.masked_fill(far & (A < 0), 0.0)
-            stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
-    elif tis_cap is not None or tis_floor is not None or off_policy_mask is not None or sampler_coef != 0.0:
-        raise ValueError("tis_cap, tis_floor, off_policy_mask and sampler_coef need sampler_logp")
+    # Corrections for completions that another policy sampled. They are constant factors of the policy term.
+    if corrects_sampler:
+        log_w = (old_logp - sampler_logp).detach()
+        policy = policy * _sampler_correction(log_w, mask, tis_mode, tis_cap, tis_floor)
+    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: bad completions that the policy has left behind
+        far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
+        policy = policy.masked_fill(far & (A < 0), 0.0)
+        stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
 
-    # The KL term and the pull towards the sampler, under the same weights.
+    # The KL term and the pull towards the sampler, with the same weights.
     loss = policy
     if kl_importance and kl_estimator not in ("k1", "k3"):
-        raise ValueError(f"kl_importance: the ratio makes k1 and k3 exact, value and gradient, not {kl_estimator}")
+        raise ValueError(f"kl_importance makes the value and gradient of k1 and k3 exact, but not of {kl_estimator}")
+    if beta != 0.0 and ref_logp is None:
+        raise ValueError(f"beta={beta} needs ref_logp")
     if ref_logp is not None:
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = (kl.detach().sum(), tokens)
-    if beta != 0.0:
-        if ref_logp is None:
-            raise ValueError(f"beta={beta} needs ref_logp")
-        if kl_importance:  # the token's ratio, whatever `ratio` is: DeepSeek-V3.2, eq. 7
+        if kl_importance:  # by the ratio of the token, whatever `ratio` is: DeepSeek-V3.2, eq. 7
             kl = (logp - old_logp).exp() * kl
-        loss = policy + beta * kl
+        if beta != 0.0:
+            loss = loss + beta * kl
     if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276
         loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
 
@@ -201,8 +209,9 @@ def policy_loss(
 
 
 def _sampler_correction(log_w: Tensor, mask: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
-    """w = pi_old / pi_sampler of a token, or their product over a completion: truncated (TIS), or 0 outside
-    [floor, cap] (IcePop, MIS). "geometric_mask" only drops: 0 where their geometric mean is outside, else 1."""
+    """The factor w = pi_old / pi_sampler of each token, or the product of these over a completion. It is truncated to
+    [floor, cap] (TIS), or set to 0 outside of it (IcePop, MIS). "geometric_mask" does not scale, it only drops: 0 where
+    the geometric mean over a completion is outside of [floor, cap], and 1 elsewhere."""
     if mode not in TIS_MODES:
         raise _unknown("tis_mode", mode, TIS_MODES)
     if mode == "geometric_mask":
@@ -217,12 +226,12 @@ def _sampler_correction(log_w: Tensor, mask: Tensor, mode: str, cap: float | Non
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) -> (B, T), the same at every token of a completion"""
+    """(B, T) -> (B, T), with the mean of a completion at each of its tokens."""
     return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
 
 
 def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
-    """0 where masked; torch.where, because in a product 0 * NaN is NaN, in the gradient too."""
+    """Set x to 0 where the mask is 0. A product would not do: 0 * NaN is NaN, in the gradient too."""
     return None if x is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -2,6 +2,7 @@
 same step, in loss, gradient, statistics and weights afterwards."""
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, pairwise
 
@@ -12,7 +13,17 @@ from torch import Tensor
 
 import train
 from advantage import group_advantages
-from batch import Batch, Group, Limits, collate, micro_batches, minibatches, trained_lengths
+from batch import (
+    Batch,
+    Group,
+    Limits,
+    collate,
+    has_signal,
+    micro_batches,
+    minibatches,
+    trained_lengths,
+    trained_tokens,
+)
 from config import ALGORITHMS, GRPO, Config
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra import ranks
@@ -58,6 +69,18 @@ def test_collate():
     entropy = [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]  # it was not asked of the last one
     assert batch.sampler_entropy.tolist() == entropy
     assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "nothing is cut"
+
+
+def test_tokens_that_the_model_did_not_write_are_not_trained_on():
+    """Of a completion of several turns: in the mask, in its length, and in what makes a signal."""
+    turns = Completion([7, 8, 9, 5], [-0.1, 0.0, 0.0, -0.2], False, written=[True, False, False, True])
+    reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
+    rewards, advantages = torch.tensor([1.0, 0.0]), [1.0, -1.0]
+    group = Group(prompt_ids=[3], completions=[turns, reply], rewards=rewards, advantages=advantages)
+    assert trained_tokens(group, mask_truncated=True) == [turns.written, reply.written]
+    assert collate([group], mask_truncated=False, device=CPU).mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
+    assert trained_lengths([group], mask_truncated=False).tolist() == [[turns.length, reply.length]] == [[2, 0]]
+    assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
 
 # ---- Which rows are in which piece ----

@@ -262,6 +262,12 @@ def test_every_setting_does_something(outcome, line):
         assert changed <= expected - {"weights"} | {"rollout", "update"}, "nothing that is computed"
 
 
+def test_the_loss_gets_every_setting_that_it_takes():
+    tensors = {"ref_logp", "sampler_logp"}
+    assert {*train.LOSS_SWITCHES} == policy_loss.__kwdefaults__.keys() - tensors
+    assert {*train.LOSS_SWITCHES} <= vars(Config()).keys()
+
+
 def test_every_setting_has_its_line():
     assert {line.partition(",")[0] for line in DIFFERS} == {each.name for each in fields(Config)}
     for file, test in (line.split(": ") for line in DIFFERS.values() if isinstance(line, str)):

@@ -17,8 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import logprob
 from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, rounding, tiny_model
+from fast import output_head
+from fast.output_head import forward_replaced, head_returns_logits
 from infra.model import reads_together
-from logprob import forward_replaced, head_returns_logits, token_logprobs
+from logprob import token_logprobs
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # after the head: caps or scales them
 # A window, no position ids, scores that are capped, a state: what is behind a beginning would be read otherwise.
@@ -90,7 +92,7 @@ def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
     assert reads_together(model, 12) == (name not in READ_ALONE)
     if name not in READ_ALONE:
         assert_equals_reference(model, coarsest, together=[2, 3])
-    monkeypatch.setitem(logprob._returns_logits, model, False)
+    monkeypatch.setitem(output_head._returns_logits, model, False)
     assert_equals_reference(model, coarsest)
     if name not in READ_ALONE:
         assert_equals_reference(model, coarsest, together=[1, 1, 3])
@@ -232,7 +234,7 @@ def some_sets() -> list[list]:
 def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
     model, kept = tiny_model("gpt2"), some_sets()
-    monkeypatch.setitem(logprob._returns_logits, model, returns_logits)
+    monkeypatch.setitem(output_head._returns_logits, model, returns_logits)
     expected = reference(model, temperature=temperature, kept=kept)[: 1 + entropy_grad]
     values = score(model, temperature=temperature, entropy_grad=entropy_grad, kept=kept)[: 1 + entropy_grad]
     torch.testing.assert_close(values, expected, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))

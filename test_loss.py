@@ -547,8 +547,10 @@ def test_sampler_correction(switches, mode):
     close(grad, policy[1] + penalty[1])
     assert sampler.grad is None or (sampler.grad == 0).all()
     close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
-    with_sampler = run(b.logp, b.sampler, A, weights, b.mask, sampler_logp=b.sampler, **switches)[2]
-    close(with_sampler["sampler_gap"], ((b.logp - b.sampler)[b.mask].abs().sum(), TOKENS))  # not 0 by construction
+    of_sampler = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, old_policy="sampler", **switches)
+    to_sampler = run(b.logp, b.sampler, A, weights, b.mask, **switches)
+    assert all(torch.equal(*pair) for pair in zip(of_sampler[:2], to_sampler[:2]))
+    close(of_sampler[2]["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
     watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
     without = run(b.logp, b.old, A, weights, b.mask, **switches)
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]

@@ -35,7 +35,7 @@ def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + completion.ids])
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)
-        how = dict(temperature=temperature, kept=completion.kept and [completion.kept.between(len(prompt), 0)])
+        how = dict(temperature=temperature, kept=completion.kept and [completion.kept.padded(len(prompt), 0)])
         scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, with_entropy=True, **how))
         close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :])
 
@@ -140,7 +140,7 @@ def test_kept_sets(vocabulary):
     sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
     for ids in sets:
         kept.append(ids, vocabulary)
-    padded = pickle.loads(pickle.dumps(kept.between(2, 1)))
+    padded = pickle.loads(pickle.dumps(kept.padded(2, 1)))
     assert all(map(np.array_equal, [None, None, *kept, None], padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]
     assert all(map(np.array_equal, sets, list(padded)[2:-1])) and np.array_equal(padded[-2], sets[-1])

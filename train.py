@@ -1,73 +1,104 @@
-"""GRPO: the training step, from top to bottom.
+"""A training run. To read the algorithm first, without options, see minimal.py.
 
-    torchrun train.py                                     learns addition, from a small model that is in this repository
+    torchrun train.py                                     learns addition, with a small model of this repository
     torchrun --nproc_per_node 8 train.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
-    python train.py --help                                every setting
+    python train.py --help                                lists every setting
 
-prompts -> completions -> rewards -> advantages -> updates: `training_step`, `update` and `accumulate` are that step.
-It is prompts_per_step x num_generations completions. Ranks and micro-batches are how it is computed, not what: every
-rank knows all completions (a few megabytes), each token's weight is fixed before they are split, gradients are summed.
+A step goes from prompts to completions, rewards, advantages and updates: `training_step`, `update`, `accumulate`. It
+trains on prompts_per_step x num_generations completions. Ranks and micro-batches change how it is computed, not what is
+computed: every rank knows all completions (a few megabytes), the weight of each token is fixed before the completions
+are split, and gradients are summed.
 """
 
+import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from advantage import combine_rewards, group_advantages, on_high_entropy
-from batch import Batch, Group, collate, has_signal, micro_batches, minibatches, trained_lengths
+from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
 from config import Config, UserError
-from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder
+from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
-from infra.run import Run, learning_rate, set_up
+from infra.model import load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Completion, rollout, uniforms
-from tasks import score
-from tasks._prompts import encode_prompt
+from rollout import Completion, Progress, Sampling, rollout, uniforms
+from tasks import Task, load_task, score, task_file
+from tasks._prompts import check_prompts, encode_prompt, notes
 
-LOSS_SWITCHES = vars(Config()).keys() & policy_loss.__kwdefaults__.keys()  # settings that it takes
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null where none
+LOSS_SWITCHES = (  # the settings that policy_loss takes
+    "objective", "ratio", "old_policy", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator",
+    "kl_importance", "tis_mode", "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos",
+    "sapo_tau_neg",
+)  # fmt: skip
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
+
+
+@dataclass
+class Run:
+    """What outlives a step. A checkpoint holds the model, the reference, the optimizer, `cursor` and `state`; all other
+    fields are made again from the settings when a run is continued."""
+
+    config: Config
+    device: torch.device
+    task: Task
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: PreTrainedModel | None  # only if there is a KL term
+    optimizer: torch.optim.Optimizer
+    sampling: Sampling
+    limits: Limits  # of a micro-batch
+    progress: Progress | None = None  # is called while a rollout goes on
+    cursor: int = 0  # how many prompts were drawn so far
+    state: dict[str, Any] = field(default_factory=dict)  # for forks; equal on all ranks; holds JSON, tensors and Groups
+    logged: list[tuple[str, float]] = field(default_factory=list)  # figures of this step, whose means are reported
+
+    def log(self, name: str, value: float) -> None:
+        self.logged.append((f"logged/{name}", float(value)))
 
 
 # ---- The step ----
 
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
-    """One rollout with all its updates. -> metrics, groups"""
+    """One rollout and all its updates. -> the metrics, and the groups that were trained on"""
     cfg = run.config
-    ranks.seed_everything(cfg.seed, step)
+    seeds.seed_everything(cfg.seed, step)
     start, run.logged = time.perf_counter(), []
 
-    # Prompts -> completions -> rewards -> advantages, over whole groups.
+    # Prompts -> completions -> rewards -> advantages.
     groups, drawn = draw_groups(run, step)
-    rewards = total_rewards(run, groups, cfg.combine_rewards)  # (P, G)
-    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G), 0 where truncated and masked: the reward counts
+    rewards = torch.stack([group.combined for group in groups])  # (P, G)
+    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
+    if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
+        advantages = torch.zeros_like(advantages)  # dynamic sampling found no group to learn from
     for group, of_group in zip(groups, advantages, strict=True):
-        rejected = cfg.dynamic_sampling and not group.has_signal  # where further rounds brought no other group
-        group.advantages = torch.zeros_like(of_group) if rejected else of_group
+        group.advantages = of_group
     batch = collate(groups, cfg.mask_truncated, run.device)
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
-        raise UserError("--old_policy policy: is not what sampled the completions of earlier steps; use sampler")
+        raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
-    # Scored as it was sampled, in eval mode: no dropout. Only layers with gradient checkpointing must say they train.
+    # The model scores tokens as it sampled them, in eval mode, without dropout. Only layers with gradient checkpointing
+    # stay in train mode, because they would not checkpoint otherwise.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # Log-probs that stay fixed during the updates. With one update the old policy is the policy itself, and its
-    # log-probs come with the gradient's: no second forward pass. Nor does the sampler as the old policy need one.
+    # Log-probs that stay fixed during the updates. If there is only one update, the old policy is the policy itself,
+    # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
-        batch.old_logp = fixed_logprobs(run, batch, run.model)
+        batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None:
-        batch.ref_logp = fixed_logprobs(run, batch, run.reference)
+        batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.reference)
 
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
@@ -85,43 +116,41 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """One optimizer update on these completions. -> loss, gradient norm, this rank's (sum, count) of each figure"""
+    """One optimizer update. -> the loss, the gradient norm, and this rank's (sum, count) of each figure"""
     cfg = run.config
-    # The weight of every token is settled here, from all completions of the update on all ranks. So the loss of a
-    # micro-batch is a partial sum: partial sums add up to the update's loss however it is split, and their gradients,
-    # summed (not averaged) over micro-batches and ranks, to its gradient.
+    # All completions of the update are here, those of other ranks too, so the weight of each token can be computed now.
+    # That makes the loss of a micro-batch a partial sum: however the update is split, the parts add up to its loss, and
+    # their gradients, summed (not averaged) over micro-batches and ranks, to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
-    loss, totals = accumulate(run, batch)
+    loss, totals = memory.until_it_fits(memory.smaller_micro_batches, accumulate, run, batch)
     ranks.sum_gradients(run.model)
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(step, loss, grad_norm)
-    if batch.mask.any():  # else momentum alone would move the weights
+    if batch.mask.any():  # otherwise there is nothing to learn from, and only momentum would move the weights
         run.optimizer.step()
-    run.optimizer.zero_grad()  # frees the gradients' memory for the next rollout
+    run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
     return loss, grad_norm, totals
 
 
-@memory.retry_on_oom(memory.smaller_micro_batches)
 def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's part of the gradient, one micro-batch after another. -> its part of the loss and of the figures"""
+    """Add up this rank's part of the gradient, one micro-batch after another. -> its part of the loss and of figures"""
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = dict.fromkeys(STATS, torch.zeros(2, dtype=torch.float64, device=run.device))
     run.optimizer.zero_grad()
-    # A completion of advantage 0 gets a gradient from these alone; with shards all ranks go back together.
+    # Without these terms, completions of advantage 0 have no gradient. With shards, all ranks must go back together.
     every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), as_many_on_every_rank=cfg.shard):
-        learns = every_row or bool(part.has_gradient.any())
-        with torch.set_grad_enabled(learns):
+        has_gradient = every_row or bool(part.has_gradient.any())
+        with torch.set_grad_enabled(has_gradient):
             logp, entropy = logprobs(run, part, run.model, with_entropy=True)
-        old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        partial, stats = policy_loss(
+        part_loss, stats = policy_loss(
             logp,
-            part.sampler_logp if cfg.old_policy == "sampler" else old_logp,
+            logp.detach() if part.old_logp is None else part.old_logp,
             part.advantages,
             part.weights,
             part.mask,
@@ -130,11 +159,11 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             **{name: getattr(cfg, name) for name in LOSS_SWITCHES},
         )
         if cfg.entropy_coef:
-            partial = partial - cfg.entropy_coef * (part.weights * entropy).sum()
-        if learns:
-            partial.backward()
+            part_loss = part_loss - cfg.entropy_coef * (part.weights * entropy).sum()
+        if has_gradient:
+            part_loss.backward()
 
-        loss += partial.detach()
+        loss += part_loss.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
             totals[name] = totals.get(name, 0.0) + torch.stack(pair).double()
@@ -142,9 +171,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @torch.no_grad()
-@memory.retry_on_oom(memory.smaller_micro_batches)
 def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
-    """Log-probs of all completions of the step, each computed by one rank and known to all: (N, T)."""
+    """-> (N, T), the log-probs of all completions. Each rank computes a part, and all get the whole."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), run.config.shard):
         logp[rows] += logprobs(run, part, model)[0]
@@ -169,17 +197,29 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
         )
 
 
-# ---- Its completions ----
+def learning_rate(cfg: Config, step: int, highest: float) -> float:
+    """Linear warm-up, then the schedule, which ends at 0 after the last step."""
+    if step <= cfg.warmup_steps:
+        return highest * step / cfg.warmup_steps
+    done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    return highest * factor[cfg.lr_schedule]
+
+
+# ---- The completions of a step ----
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Groups to train on, and all that were drawn. With dynamic_sampling (DAPO), groups without a signal are replaced
-    by further prompts, in at most so many further rounds; every rank sees all rewards and so decides the same."""
+    """-> the groups to train on, and all groups that were drawn.
+
+    With dynamic_sampling (DAPO), groups without a signal are replaced by groups of further prompts, in at most that
+    many further rounds. Every rank sees all rewards, so all decide the same."""
     cfg = run.config
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
         picked = pick_rows(run, cfg.prompts_per_step - len(alive), step)
-        drawn += judge(run, sample(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn)), step - 1)
+        groups = generate_groups(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn))
+        drawn += judge(run, groups, done=step - 1)
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
@@ -187,65 +227,90 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
-    """The rows of a round, by their places in run.task.train. To choose by what happened: run.state, group.index."""
+    """Choose the rows of a round, as places in run.task.train. A curriculum would go here: what it must remember
+    belongs in run.state, and group.index says which row a group was of."""
     run.cursor += n
     return run.task.draw(run.cursor - n, n, run.config.seed)
 
 
-def sample(
+def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
-    """n completions of each picked row, the first of which is the `first` of the step. The ranks share them."""
+    """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
+    prompts that the step had before: it keeps the random numbers of its rounds apart."""
     cfg, prompts = run.config, [encode_prompt(run.tokenizer, rows[i]["prompt"]) for i in picked]
-    mine = ranks.share(len(picked) * n)
-    streams = [(first + i // n, i % n) for i in mine]
-    uniform = uniforms(cfg.seed, step, streams, cfg.max_completion_length)
+    mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
+    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
+
+    def complete(run: Run, prompts: list[list[int]]) -> list[Completion]:
+        sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
+        return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
+
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
-        completions = complete(run, [prompts[i // n] for i in mine], uniform, greedy)
+        completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
     return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]
 
 
-@memory.retry_on_oom(memory.smaller_rollout)
-def complete(run: Run, prompts: list[list[int]], uniform: np.ndarray, greedy: bool) -> list[Completion]:
-    sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
-    return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
-
-
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """The groups, with rewards of every completion, after so many steps. The ranks share them."""
-    own = ranks.share(len(groups))
+    """Reward every completion, when this many steps are done. Each rank calls the rewards for a part of the groups."""
+    cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
-        limit = partial(faults.time_limit, run.config.reward_timeout)
+        limit = partial(faults.time_limit, cfg.reward_timeout)
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
-        group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K), of K reward functions
-        group.rewards = total_rewards(run, [group])[0]  # (G,), as reported
+        group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
+        group.rewards = group.combined = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
+        if cfg.combine_rewards != "sum":
+            group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
-        group.has_signal = has_signal(group, run.config.mask_truncated)
+        group.has_signal = has_signal(group, cfg.mask_truncated)
     run.logged += ranks.gather(logged)
     return groups
 
 
-def total_rewards(run: Run, groups: list[Group], how: str = "sum") -> Tensor:
-    """(P, G), as reported or, by `combine_rewards`, as trained on"""
-    return combine_rewards(torch.stack([group.reward_parts for group in groups]), run.task.weights, how)
-
-
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
-    """Held-out prompts: greedy accuracy, and pass@k from eval_k samples. The streams are those of step 0 each time."""
+    """Held-out prompts: a greedy completion of each, and eval_k samples for pass@k. -> the figures, and the samples.
+    The random numbers are those of step 0, so that every evaluation has the same."""
     rows, picked = run.task.eval, [*range(min(len(run.task.eval), run.config.eval_prompts))]
-    sampled = judge(run, sample(run, rows, picked, run.config.eval_k, step=0), step)  # first: it finds out what fits
-    greedy = judge(run, sample(run, rows, picked, 1, step=0, greedy=True), step)
+    # The larger rollout comes first: if it runs out of memory, the other one starts with what fits.
+    sampled = judge(run, generate_groups(run, rows, picked, run.config.eval_k, step=0), step)
+    greedy = judge(run, generate_groups(run, rows, picked, 1, step=0, greedy=True), step)
     return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
 
 
 # ---- The run ----
 
 
+def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
+    """-> the run, its log, and notes for the user"""
+    with ranks.fail_together():  # everything that can be wrong before the weights are loaded
+        task = load_task(cfg)
+        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
+        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+        longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
+    log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
+    log.say(memory_plan)
+    model, reference, eos_ids = load(opened, cfg, device)
+    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
+    same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the name of a field
+    sampling = Sampling(
+        eos_ids=eos_ids,
+        tokens_at_once=cfg.rollout_tokens,
+        with_entropy=cfg.top_entropy < 1.0,
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # a smaller batch needs a new CUDA graph
+        **{name: getattr(cfg, name) for name in same},
+    )
+    limits = memory.limits(cfg, model, longest_prompt)
+    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
+    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
+
+
 @faults.handlers_put_back()
 def train(cfg: Config) -> int:
-    """A whole run, or what is left of one; without steps, an evaluation. -> exit code"""
+    """A whole run or the rest of one, or an evaluation if `steps` is 0. -> exit code"""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
@@ -256,13 +321,13 @@ def train(cfg: Config) -> int:
     models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:
         run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
-    # All is ready: only from here on anything is written.
+    # Everything is ready, so from here on the run's folder is written to, and not before.
     noted += ranks.on_first(run_folder.begin, run.config, given, done)
     ranks.on_first(log.open, done)
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, done)
 
     if cfg.eval_every and not done:
-        ranks.seed_everything(cfg.seed, 0)
+        seeds.seed_everything(cfg.seed, 0)
         figures, evaluated = evaluate(run, 0)
         log.step({"step": 0} | figures, [], evaluated)
     stop_requests = faults.stop_requests()

@@ -1,11 +1,12 @@
-"""Save a run and continue it, save the trained model.
+"""Save a run so that it can be continued, and save the trained model.
 
     out/checkpoint/000040/    weights, those of the reference, the optimizer's state, Run.state, state.json; SHA256SUMS
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
-A checkpoint appears whole or not at all: it is written beside, flushed to disk, and renamed. No random state is in it,
-because every random number of a run is a function of (seed, step). Weights are safetensors and the rest is JSON:
-nothing is unpickled. Left out: sharded, an optimizer's tensors that have neither its parameter's shape nor one value.
+A checkpoint appears as a whole or not at all: it is written under another name, flushed to disk, and then renamed. It
+holds no random state, because every random number of a run is a function of (seed, step). Weights are safetensors and
+the rest is JSON, so nothing is unpickled. Left out: with shards, tensors of an optimizer that have neither the shape of
+their parameter nor a single value.
 """
 
 import json
@@ -33,17 +34,18 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from batch import Group
 from config import UserError
+from fast.kept_sets import KeptSets
 from infra import faults, ranks
 from infra.run_folder import checkpoint_of, flush, saved_steps, write_text
 from infra.shard import is_sharded, whole_weights
-from rollout import Completion, KeptSets
+from rollout import Completion
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
 DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
 FILE_BYTES = 2**28  # of each rank
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = {  # fields of these, with what makes them again
-    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy"), list),
+    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy", "trained"), list),
     "words": partial(array, "i"),
     "offsets": partial(array, "q"),
 }
@@ -52,7 +54,7 @@ LONG = {  # fields of these, with what makes them again
 def save(
     out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer, cursor: int, state: dict, keep: int = 1
 ) -> None:
-    """Everything that step + 1 needs. Called on all ranks: each writes a part, of sharded tensors its own."""
+    """Save everything that step + 1 needs. All ranks must call this: each writes a part, namely its own of shards."""
     folder, first = checkpoint_of(out, step), ranks.rank() == 0
     named, tensors = models["model"].named_parameters(), {}
     numbers = {f"{key}.{name}": x for name, p in named for key, x in optimizer.state.get(p, {}).items()}
@@ -67,7 +69,7 @@ def save(
         kept = _as_json(state, "run.state", tensors)
     with whole_folder(folder) as beside:
         for name, part in parts.items():
-            if part:  # an optimizer may have no state
+            if part:  # because an optimizer may have no state
                 writer = HuggingFaceStorageWriter(beside / name, files_of(part), save_distributed=True)
                 _call(dcp.save, part, storage_writer=writer)
         if first:
@@ -75,18 +77,18 @@ def save(
             about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "state": kept}
             write_text(beside / "state.json", json.dumps(about, indent=2))
             write_text(beside / "SHA256SUMS", "\n".join([*checksums(beside), ""]))
-            for lines in out.glob("*.jsonl"):  # those up to this step must outlive a crash as well
+            for lines in out.glob("*.jsonl"):  # the lines up to this step must survive a crash, too
                 flush(lines)
     if first:
         flush(out)
         for saved in saved_steps(out)[:-keep]:
             old = checkpoint_of(out, saved)
-            # First it loses its name: half of it, left by a kill, could pass for a whole one.
+            # It is renamed first, so that half of it, left by a kill, is not taken for a checkpoint.
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:
-    """Put everything back as `save` found it, on any number of ranks, sharded or not. -> cursor, state"""
+    """Restore what `save` saved, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
     parts = {name: dict(model.named_parameters()) for name, model in models.items()}
     ranks.on_first(check, folder)
@@ -106,7 +108,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Of the policy alone. A rank that calls this needs no other one."""
+    """Load only the weights of the policy. A rank can call this by itself."""
     check(folder)
     with _reading(folder):
         _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
@@ -114,19 +116,19 @@ def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def files_of(part: dict[str, Tensor]) -> dict[str, int]:
-    """In which file each tensor stands. To be written, a rank's part of a file is held in memory twice."""
+    """-> the number of the file for each tensor. Files are small, as a rank holds its part of one twice to write it."""
     before = accumulate((x.nbytes for x in part.values()), initial=0)
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(part, before)}
 
 
 def checksums(folder: Path) -> list[str]:
-    """A line for each file, as sha256sum has it."""
+    """A line for each file, in the format of sha256sum."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     return [f"{file_digest(path.open('rb'), 'sha256').hexdigest()}  {path.relative_to(folder)}" for path in files]
 
 
 def check(folder: Path) -> None:
-    """Every file is as it was written, the state included. Checkpoints of earlier versions have no sums."""
+    """Raise an error if a file is not as it was written. Checkpoints of earlier versions have no checksums."""
     with _reading(folder):
         written = (folder / "SHA256SUMS").read_text() if (folder / "SHA256SUMS").exists() else ""
         if changed := {*written.splitlines()} - {*checksums(folder)}:
@@ -139,7 +141,7 @@ def _call(call: Callable, part: dict[str, Tensor], alone: bool = False, **storag
 
 
 def _as_json(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """What Run.state holds; tensors, and what is long in groups, as their places in `tensors`."""
+    """Convert what Run.state holds to JSON. Tensors and the long fields of groups go to `tensors`, under a name."""
     if type(x) in GROUPS.values():
         long = {field: torch.from_numpy(np.array(y)) for field, y in vars(x).items() if field in LONG and y is not None}
         return {"<class>": type(x).__name__} | _as_json(vars(x) | long, name, tensors)
@@ -164,7 +166,7 @@ def _from_json(x: dict, tensors: dict[str, Tensor]) -> Any:
 
 
 def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Zeros for each tensor of the optimizer in this folder, sharded as its parameter is."""
+    """Zeros in place of each tensor of the optimizer in this folder, sharded like its parameter."""
     parameters, room = dict(model.named_parameters()), {}
     for key, saved in HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata.items():
         p = parameters[key.partition(".")[2]]
@@ -180,7 +182,7 @@ def _restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> N
     for key, value in state.items():
         kind, _, name = key.partition(".")
         by_number.setdefault(order.index(name), {})[kind] = value
-    # It knows on which device it wants what.
+    # The optimizer moves each value to the device where it needs it.
     optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -193,11 +195,11 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    return str(error).strip().rpartition("\n")[2]  # under the library's report of all ranks
+    return str(error).strip().rpartition("\n")[2]  # the last line, below what the library reports of all ranks
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Called on all ranks; the first one writes."""
+    """All ranks must call this. The first one writes."""
     weights = whole_weights(model) if is_sharded(model) else None
     with whole_folder(folder) as beside:
         if ranks.rank() == 0:
@@ -205,7 +207,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             model.save_pretrained(beside, state_dict=weights)
             model.generation_config = own
             tokenizer.save_pretrained(beside)
-            # As it came with the model, which need not be what `save_pretrained` finds valid.
+            # These are the settings that came with the model. `save_pretrained` might refuse them.
             write_text(beside / "generation_config.json", own.to_json_string())
 
 
@@ -214,8 +216,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """The ranks write into the folder beside that this gives. At the end it becomes `folder` at once, and is on disk;
-    or nothing does."""
+    """The ranks write into the temporary folder that this yields. At the end it is flushed to disk and renamed to
+    `folder` in one call. If anything fails, `folder` stays as it was."""
     beside, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     try:
         if first:

@@ -1,5 +1,6 @@
-"""A model made ready for decoding, and back: its weights in the dtype of the computation, and whole where they are
-sharded; logits in fp32; with --decode graph one CUDA graph a token, where Python would launch a thousand kernels."""
+"""Prepare a model for decoding, and restore it afterwards. While it decodes, its weights are in the dtype of the
+computation, sharded weights are gathered, and logits are in fp32. With --decode graph each token is one CUDA graph,
+where Python would otherwise launch a thousand kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from fast.output_head import forward_replaced, head_returns_logits, linear_in_fp32
 from infra import faults
 from infra.shard import is_sharded, unsharded
-from logprob import forward_replaced, head_returns_logits, linear_in_fp32
 from rollout import Sampling, rollout
 
-sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # builds without CUDA have none
+sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # is missing without CUDA
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
 
 
 def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
-    """As in scoring: of the states and weights of the computation, not rounded to their dtype."""
+    """Compute logits as training does: the product of states and weights is not rounded to their dtype."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
     return in_fp32 if head_returns_logits(model, ids) else nullcontext()
@@ -36,8 +37,8 @@ def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
 
 @contextmanager
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Decoding reads half the bytes in bf16. The fp32 weights come back untouched; buffers (rotary frequencies) keep
-    their precision."""
+    """Hold the weights in another dtype for a while: in bf16, decoding reads half the bytes. The fp32 weights come back
+    unchanged. Buffers, such as rotary frequencies, keep their precision."""
     weights = {p: p.data for p in model.parameters()}
     try:
         for p, weight in weights.items():
@@ -49,17 +50,18 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Steps:
-    """A model's forward. It reads prompts as ever; then all that changes from token to token stands in tensors that
-    stay where they are. So, with the same rows, the second token's step is captured as a graph, and later replayed."""
+    """Replaces the forward of a model. It reads prompts as usual. After that, all that changes from token to token is
+    copied into tensors whose addresses stay the same, so that the step of the second token can be captured as a CUDA
+    graph and replayed for the others, until the rows of the batch change."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens
-        update_wrapper(self, forward)  # `generate` looks up which arguments there are
+        update_wrapper(self, forward)  # `generate` looks at the signature
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):
-            self.keys = self.graph = self.out = None  # the memory of earlier prompts is free
+            self.keys = self.graph = self.out = None  # frees the memory of earlier prompts
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
             for i, layer in enumerate(layers):
                 if type(layer) is not DynamicLayer:
@@ -68,7 +70,7 @@ class Steps:
                 layers[i].update(layer.keys, layer.values)
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
-        if self.keys is not layers[0].keys:  # others after a choice of rows
+        if self.keys is not layers[0].keys:  # the rows of the batch have changed
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
@@ -76,22 +78,22 @@ class Steps:
         if self.out is None or not input_ids.is_cuda:
             with ExitStack() as afterwards:
                 afterwards.callback(sync_debug_mode, 0)
-                sync_debug_mode(2)  # what lets the host wait for the GPU, as no graph can, raises
+                sync_debug_mode(2)  # raises if the host waits for the GPU, which a graph cannot do
                 self.out = call()
             return self.out
         if self.graph is None:
             self.graph, tokens = torch.cuda.CUDAGraph(), layers[0].cumulative_length.clone()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's own thread goes on
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # the thread of NCCL goes on
                 self.out = call()
             for layer in layers:
-                layer.cumulative_length.copy_(tokens)  # nothing was computed yet
+                layer.cumulative_length.copy_(tokens)  # capturing computed nothing
         self.graph.replay()
         return self.out
 
 
 @lru_cache(maxsize=1)
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether these steps give the log-probs of plain ones: tried once, on two short prompts."""
+    """Whether the model gives the same log-probs this way. It is tried once, on two short prompts."""
     sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
     try:
         plain = [completion.logp for completion in sample()]
@@ -99,6 +101,6 @@ def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
             steps = [completion.logp for completion in sample()]
         torch.testing.assert_close(steps, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
     except Exception as error:
-        faults.warn(f"--decode graph: goes on plainly, {type(model).__name__} cannot: {error}".splitlines()[0])
+        faults.warn(f"--decode graph: not used, {type(model).__name__} cannot be a graph: {error}".splitlines()[0])
         return False
     return True

@@ -1,12 +1,11 @@
-"""What a run needs on each rank, from the configurations alone, before anything is loaded; the budgets of tokens that
-fit into what is free; and what is done where memory runs out all the same.
+"""How much memory a run needs on each rank, estimated from the configurations before anything is loaded. From that, how
+many tokens fit into a rollout and into a micro-batch. And what to do if memory runs out all the same.
 
-All amounts are upper bounds: every completion at full length, Llama-like models with fused attention; a table in
-docs/distributed.md has them beside what is held. Left out: the prompts' activations in a rollout, of one layer at a
-time, and what the allocator loses to fragmentation, about a tenth.
+All amounts are upper bounds, for completions of full length and Llama-like models with fused attention. A table in
+docs/distributed.md compares them with measurements. Left out: the activations of the prompts in a rollout, which are
+those of one layer at a time, and what the allocator loses to fragmentation, about a tenth.
 """
 
-import functools
 import math
 import os
 import shutil
@@ -20,34 +19,37 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from batch import Batch, Limits, micro_batches
 from config import Config, UserError, with_budgets
+from fast.output_head import head_returns_logits
 from infra import faults, ranks
 from infra.model import empty_model, reads_together
 from infra.shard import ranks_of_a_copy
-from logprob import chunk_tokens, head_returns_logits
+from logprob import chunk_tokens
 
-ROOM = 0.8  # of what is free is what the budgets may fill
-MOST_ROLLOUT_TOKENS = 1 << 22  # by then copying the cache takes most of the time, so more rows at once gain little
+ROOM = 0.8  # the budgets may fill this share of the free memory
+MOST_ROLLOUT_TOKENS = 1 << 22  # more rows would gain little: copying the cache takes most of the time
 SMALLER = "try --gradient_checkpointing, a smaller --max_completion_length, or a smaller model"
-MOST_MICRO_BATCH_TOKENS = 1 << 15  # by then the GPU is busy, and gathering sharded weights a small part of the time
+MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
 
 
 @dataclass
-class Costs:  # bytes on each rank; `needed` puts them together
-    stays: dict[str, float]  # from step to step: weights, Adam, reference
-    rollout: float  # without completions
-    row: float  # of the rollout: a completion at full length
-    update: float  # without micro-batches
-    token: float  # of a micro-batch
-    head: float  # and the larger of these two, one after the other: the output head in its backward pass,
-    layer: float  # and for each token a layer in its own
-    length: int  # tokens of a completion with its prompt, at most
-    sampled: int  # completions that a rank samples, at most
-    trained: int  # and trains on
-    checkpoints: float  # on disk, over all ranks; one is there before the one that it replaces goes
+class Costs:
+    """Bytes on each rank, unless it says otherwise. `needed` adds them up."""
+
+    stays: dict[str, float]  # what is held from step to step: weights, Adam, reference
+    rollout: float  # a rollout, without its completions
+    row: float  # a completion of full length in a rollout
+    update: float  # an update, without its micro-batches
+    token: float  # a token of a micro-batch
+    head: float  # the backward pass of the output head; it and `layer` are not needed at the same time
+    layer: float  # the backward pass of a layer, for each token
+    length: int  # the most tokens of a prompt and its completion
+    sampled: int  # the most completions that a rank samples
+    trained: int  # the most completions that a rank trains on
+    checkpoints: float  # on disk, for all ranks; a new one is written before an old one is deleted
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
-    """The same on all ranks. -> settings with budgets of tokens that fit, and a line for the screen"""
+    """-> settings with budgets of tokens that fit, the same on all ranks, and a line for the screen"""
     free = min(ranks.gather([free_memory()]))
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
@@ -56,7 +58,8 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) ->
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """Where log-probs come from logits, each row is a call of the model, of which sharded ranks must make as many."""
+    """The limits of a micro-batch. If the log-probs of a sharded model come from its logits, one row is one call of the
+    model, and all ranks must make as many calls, so a micro-batch is one row."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     packs = reads_together(model, longest_prompt + config.max_completion_length)
@@ -109,7 +112,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
-    """Budgets that were left open: of completions at full length a power of two, which seldom differs between runs."""
+    """Choose the budgets that are None. Each has room for a power of two of full completions, so that it seldom changes
+    when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
     sampled = min((room - cost.rollout) / cost.row, MOST_ROLLOUT_TOKENS / cost.length)
     trained = (room - cost.update - cost.head) / ((cost.token + cost.layer) * cost.length)
@@ -118,7 +122,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
 
 def needed(config: Config, cost: Costs) -> dict[str, float]:
-    """-> bytes by what they are for"""
+    """-> how many bytes are needed for what"""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
@@ -127,13 +131,13 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
 
 
 def peak(config: Config, cost: Costs) -> float:
-    """The most at once: what stays from step to step, and a rollout or an update, one after the other."""
+    """The most that is held at once: what stays from step to step, and either a rollout or an update."""
     need = needed(config, cost)
     return sum(cost.stays.values()) + max(need["rollout"], need["update"])
 
 
 def check(config: Config, cost: Costs, free: float) -> str:
-    """-> a line for the screen; a mistake where it cannot fit, and cannot be done in smaller parts."""
+    """-> a line for the screen. It is a UserError if the run cannot fit even when it is computed in smaller parts."""
     need, most = needed(config, cost), peak(config, cost)
     least = peak(replace(config, rollout_tokens=1, micro_batch_tokens=1), cost)
     parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
@@ -152,10 +156,10 @@ def check(config: Config, cost: Costs, free: float) -> str:
 
 
 def lower(rows: int | None, tokens: int | None) -> str:
-    """What to do about an update that is too large for sharded weights."""
+    """Advice for an update of sharded weights that does not fit."""
     now = {"--micro_batch_size": rows, "--micro_batch_tokens": tokens}
     given = " or ".join(f"{flag} (now {limit})" for flag, limit in now.items() if limit)
-    return f"with --shard no rank can go back without the others, so lower {given}, or try --gradient_checkpointing"
+    return f"with --shard one rank cannot start again by itself, so lower {given}, or try --gradient_checkpointing"
 
 
 def readable(amount: float) -> str:
@@ -163,31 +167,23 @@ def readable(amount: float) -> str:
 
 
 def free_memory() -> float:
-    """On a GPU what nobody has taken, before the model is loaded; otherwise all memory of the machine."""
+    """On a GPU, what is free before the model is loaded. Otherwise, all memory of the machine."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def retry_on_oom(make_smaller: Callable) -> Callable:
-    """What is computed for a run is done again, with what `make_smaller` leaves of its budget, whenever memory runs
-    out: any split gives the same completions and the same sums."""
-
-    def decorate(compute: Callable) -> Callable:
-        @functools.wraps(compute)
-        def until_it_fits(run: Any, *work: Any) -> Any:
-            while True:
-                try:
-                    return compute(run, *work)
-                except torch.OutOfMemoryError:
-                    pass  # what it held is free from here on
-                torch.cuda.empty_cache()
-                make_smaller(run, *work)
-
-        return until_it_fits
-
-    return decorate
+def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: Any) -> Any:
+    """-> compute(run, *work). Whenever memory runs out, `make_smaller` halves a budget of the run, and it is computed
+    again. The result is the same, because no budget changes what is computed."""
+    while True:
+        try:
+            return compute(run, *work)
+        except torch.OutOfMemoryError:
+            pass  # outside of this block, the tensors that the error held are free
+        torch.cuda.empty_cache()
+        make_smaller(run, *work)
 
 
 def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
@@ -196,7 +192,7 @@ def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
     if fewer == 0:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     run.sampling = replace(run.sampling, tokens_at_once=fewer * length)
-    faults.warn(f"out of memory: from here on at most {fewer} completions are sampled at once")
+    faults.warn(f"out of memory: from now on at most {fewer} completions are sampled at once")
 
 
 def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer: opened (which finds what is wrong), loaded, and made ready for one process or many."""
+"""Open a model and its tokenizer, which finds mistakes early; load its weights; prepare it for one process or many."""
 
 import copy
 import functools
@@ -16,23 +16,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.integrations import sdpa_attention
 
 from config import Config, UserError
+from fast.output_head import forward_replaced
+from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
 from infra.shard import make_mesh, shard
-from logprob import forward_replaced, inputs_of
 from tasks import task_file
 
 
 @dataclass
 class Opened:
-    """What is known of a model before its weights are loaded, which may take minutes."""
+    """What is known of a model before its weights are loaded, because loading may take minutes."""
 
     config: PretrainedConfig
     tokenizer: Any
-    load: Callable[[], PreTrainedModel]  # its weights in fp32
+    load: Callable[[], PreTrainedModel]  # loads the weights, in fp32
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """A folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
+    """`source` is a folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
@@ -53,7 +54,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
-    # Eval mode switches dropout off, but with gradient checkpointing the layers are not in it.
+    # Eval mode would switch dropout off, but with gradient checkpointing the layers are in train mode.
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
@@ -61,7 +62,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
-    """The model that its run started from, with the weights of the checkpoint."""
+    """The model that the run of this checkpoint started from, with the weights of the checkpoint."""
     of_run = run_folder.settings_of(folder.absolute().parent.parent)
     if of_run is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
@@ -72,8 +73,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
 def load(
     opened: Opened, config: Config, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
-    """-> the model; where there is a KL term, the reference; what ends a completion. Sharded, the first rank loads the
-    weights for all."""
+    """-> the model, the reference (if there is a KL term), and the ids that end a completion. If the model is sharded,
+    the first rank loads the weights for all."""
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
@@ -95,7 +96,7 @@ def load(
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             faults.warn("this GPU emulates bfloat16, slowly; --dtype float32 needs more memory")
     elif device.type == "cuda":
-        # Of the kernels for fp32 only the one that holds (T x T) scores knows shared key heads: they are repeated.
+        # Repeat shared key heads, because only one kernel for fp32 supports them, and that one holds (T x T) scores.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -116,7 +117,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    # transformers would go on with random weights in their place.
+    # transformers would continue with random weights in their place.
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
@@ -129,7 +130,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
 
 
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
-    """The model without weights, on the meta device."""
+    """A model without weights, on the meta device."""
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config,
@@ -137,11 +138,11 @@ def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedMod
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
-    return model.requires_grad_(True)  # as `from_pretrained` has it
+    return model.requires_grad_(True)  # as after `from_pretrained`
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """All ids that end a completion: chat models have one for the turn and one for the text."""
+    """All ids that end a completion. Chat models have one for a turn and another for a text."""
     ids, tokens = [], model.config.get_text_config().vocab_size
     for source in (model.generation_config, model.config, tokenizer):
         given = getattr(source, "eos_token_id", None)
@@ -167,8 +168,8 @@ def _named(name: str, part: str) -> Iterator[None]:
 
 @functools.cache
 def compute_experts_in_bf16() -> torch.library.Library:
-    """Products of experts are not among those that autocast computes in its dtype: an update would compute them in
-    fp32, slowly, where a rollout has bf16. -> what keeps that rule alive"""
+    """Autocast leaves the products of experts in fp32, so an update would compute slowly what a rollout has in bf16.
+    Add a rule for them. -> the object that keeps this rule alive"""
 
     def grouped_mm(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -182,19 +183,20 @@ def compute_experts_in_bf16() -> torch.library.Library:
 
 
 def reads_together(model: PreTrainedModel, length: int) -> bool:
-    """Whether completions of one prompt may be read as one row, each of up to this length: tried on a short input,
-    which cannot show where a window ends."""
+    """Whether the model can read several completions of a prompt, each of up to `length` tokens with its prompt, as one
+    row (fast/shared_prompts.py). It is tried on a short input. That cannot reveal a sliding window that is longer than
+    the input, so windows are looked up in the configuration."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
         return False
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
-    inputs, places = inputs_of(ids, torch.tensor([5, 5], device=model.device), together=[2])
+    inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:
         with torch.no_grad(), forward_replaced(model.get_output_embeddings(), lambda hidden: hidden):
             alone = model(input_ids=ids, use_cache=False).logits
             together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes no such mask
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model does not take such a mask
         return False
-    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above roundings, far below what another token changes
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above rounding, far below the effect of another token
     return bool((together - alone).abs().max() <= tolerance * alone.abs().max())

@@ -1,7 +1,8 @@
-"""One process or many: the few calls that know the difference.
+"""One process or many: these few functions are the only ones that know the difference.
 
-Every rank samples and trains on a share of the step's completions. Gradients are summed, never averaged: the token
-weights already hold the totals of the step. With --shard a rank holds a part of the model (shard.py).
+Every rank samples a part of the completions of a step and trains on a part of them. Gradients are summed, never
+averaged, because the token weights already hold the totals of the step. With --shard, a rank also holds only a part of
+the model (shard.py).
 """
 
 import os
@@ -10,10 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 from config import UserError
@@ -22,33 +21,34 @@ from infra.shard import is_sharded
 
 
 def start(shard: bool = False) -> torch.device:
-    """Under torchrun the process group is opened; otherwise there is one rank, in a group if weights are sharded."""
+    """Join the process group if torchrun started this process. Otherwise there is one rank, and it needs a group only
+    for sharded weights. -> the device of this rank"""
     if "RANK" in os.environ and not os.environ.keys() >= {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
         raise UserError("RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun, or unset RANK")
     faults.end_with_torchrun()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # A cache that grows with every token would leave gaps behind. PyTorch reads this at its first tensor there.
+        # A cache that grows with every token would fragment the memory. PyTorch reads this when it first uses the GPU.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
-        # cuDNN, which would be the first choice for attention on an H100 or later, makes a plan for each new shape, and
-        # a cache has one with every token: some 30 ms each.
+        # On an H100 or later PyTorch would prefer the attention of cuDNN, which plans for 30 ms whenever it sees a new
+        # shape. While decoding, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         store, number, count = next(dist.rendezvous("env://", timeout=timedelta(hours=2)))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, old addresses in it
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)
-        dist.all_reduce(torch.zeros(1, device=device))  # opens what carries tensors: here it fails, or takes its memory
+        dist.all_reduce(torch.zeros(1, device=device))  # connects the ranks now, so that it fails or takes memory now
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
 def backend(device: torch.device) -> str:
-    """Objects travel between CPUs, where a machine that is gone is noticed at once; tensors between GPUs."""
+    """Tensors travel between GPUs. Objects travel between CPUs, where the loss of a machine is noticed at once."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -61,12 +61,12 @@ def world() -> int:
 
 
 def share(n: int) -> range:
-    """This rank's contiguous part of n things; the parts differ by one at most and may be empty."""
+    """The contiguous part of n things that this rank has to do. Parts differ by one at most and may be empty."""
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
 def gather(made: list) -> list:
-    """What each rank has made, joined in the order of the ranks, on every rank."""
+    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list."""
     parts = [made] * world()
     if dist.is_initialized():
         dist.all_gather_object(parts, made)
@@ -74,7 +74,7 @@ def gather(made: list) -> list:
 
 
 def on_first(call: Callable, *args: Any) -> Any:
-    """What the first rank gets from this call, or its user's error, on every rank."""
+    """Call a function on the first rank only. Every rank gets its result, or its UserError."""
     with fail_together():
         made = call(*args) if rank() == 0 else None
     return gather([made])[0]
@@ -86,7 +86,8 @@ def barrier() -> None:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A user's error of one rank in this block is one of all; the first reports it. No call between ranks inside."""
+    """If one rank raises a UserError in this block, all ranks fail, and the first that raised one reports it. The block
+    must not contain calls between ranks."""
     own = None
     try:
         yield
@@ -98,25 +99,21 @@ def fail_together() -> Iterator[None]:
 
 
 def sum_(tensor: torch.Tensor) -> None:
-    """Over ranks, in place."""
+    """Sum a tensor over the ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """A rank without a micro-batch, and a parameter without a part in the loss, count as zeros."""
+    """Sum gradients over the ranks. A gradient may be missing, because this rank had no micro-batch or because the loss
+    does not depend on the parameter. It counts as zero."""
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if not is_sharded(model):  # those of shards were summed in the backward pass
+        if not is_sharded(model):  # sharded gradients are already summed in the backward pass
             sum_(p.grad)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """-> the norm over the whole model, before clipping"""
+    """Clip the gradients to this norm. -> the norm of the whole model before clipping"""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if is_sharded(model) else norm
-
-
-def seed_everything(seed: int, step: int) -> None:
-    """Nothing here draws from these; a reward function of yours may. Set anew in each step, they need not be saved."""
-    transformers.set_seed(int(np.random.SeedSequence([seed, step, rank()]).generate_state(1)[0]))

@@ -1,7 +1,7 @@
-"""What a run shows and leaves behind: metrics.jsonl, samples.jsonl, a progress bar or lines, the table at its end.
+"""What a run writes and shows: metrics.jsonl, samples.jsonl, a progress bar or lines of text, and a table at its end.
 
-Every figure is over the whole step and all ranks; the peak of memory is that of the run so far. A figure that has no
-value (no wrong completion, no reference) is null.
+Every figure covers the whole step on all ranks, except the peak of memory, which covers the run so far. A figure
+without a value is null, for instance if no completion was wrong or there is no reference.
 """
 
 import atexit
@@ -28,35 +28,36 @@ from infra import ranks, run_folder
 
 
 def of_groups(groups: list[Group], names: list[str]) -> dict:
-    """`names`: of the reward functions"""
+    """Figures of all completions of a step. `names` are those of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
-    lengths = [len(completion.ids) for group in groups for completion in group.completions]
+    lengths = [completion.length for group in groups for completion in group.completions]
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
-        "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
+        "reward_std": mean(spread for spread in spreads if spread is not None),  # the mean spread within a group
         **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(names)},
         "completion_length": mean(lengths),
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(completion.truncated for group in groups for completion in group.completions),
         "dead_groups": mean(not spread for spread in spreads),
-        "rejected_groups": mean(not group.has_signal for group in groups),  # by dynamic_sampling, or would be
-        "groups_replaced": sum(group.advantages is None for group in groups),  # by dynamic_sampling
+        "rejected_groups": mean(not group.has_signal for group in groups),  # whether or not dynamic sampling is on
+        "groups_replaced": sum(group.advantages is None for group in groups),
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
 
 
 def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
-    """Means of what rewards logged, over the step and all ranks."""
+    """The mean of each figure that rewards or `run.log` have logged in this step."""
     return {name: mean(x for of, x in logged if of == name) for name in sorted({name for name, _ in logged})}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
-    """Loss and gradient norm: means over the step's updates. The rest: means over all tokens they trained on."""
+    """The loss and the gradient norm are means over the updates of a step. All other figures are means over the tokens
+    that these updates trained on."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
     for name, pair in ranks.gather([(name, pair.tolist()) for of_update in totals for name, pair in of_update.items()]):
@@ -68,7 +69,7 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     on_gpu = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident
-    reserved = [torch.cuda.max_memory_reserved() / 1e9] if on_gpu else []  # a CPU holds no more than it gives
+    reserved = [torch.cuda.max_memory_reserved() / 1e9] if on_gpu else []  # there is no such figure on a CPU
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
@@ -79,7 +80,7 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
-    """Each figure is a mean over prompts, with half the width of its 95 % interval beside it, by the normal
+    """Each figure is a mean over prompts. The figure named _ci is half the width of its 95 % interval, by the normal
     approximation. Rewards and lengths are those of the greedy completions."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
@@ -88,7 +89,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     of_prompts = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
-        "completion_length": [len(group.completions[0].ids) for group in greedy],
+        "completion_length": [group.completions[0].length for group in greedy],
         "reward": torch.cat([group.rewards for group in greedy]).tolist(),
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
@@ -101,7 +102,8 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold a right one: unbiased for k fresh ones. 2107.03374"""
+    """The chance that k of these n samples, drawn without replacement, include a right one. It is an unbiased estimate
+    of the chance for k new samples. 2107.03374"""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -119,17 +121,17 @@ def std(values: Iterable[float]) -> float | None:
 
 
 class RunLog:
-    """Writes the run's files and speaks to the screen; on every rank but the first it does neither."""
+    """Writes the files of a run and prints to the screen. On all ranks but the first it does neither."""
 
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
         self.bar = tqdm(disable=True)
         if config.report_to:
-            importlib.import_module(config.report_to)  # it is there
+            importlib.import_module(config.report_to)  # fails now if the package is missing
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
-        """`rows`: to train on, held out"""
+        """Print what is about to start. `rows` counts the prompts to train on and the held-out ones."""
         cfg = self.config
         self.say(
             f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
@@ -144,23 +146,23 @@ class RunLog:
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def open(self, done: int) -> None:
-        """Drop the lines of steps that will be run again; after a kill the last one may be torn."""
+        """Open the files. Drop lines of steps that will be run again, and a last line that a kill left incomplete."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             if name == "metrics.jsonl" and [line["step"] for line in lines if line["step"]] != [*range(1, done + 1)]:
                 self.say(f"note: {self.out / name}: steps are missing or stand twice")
             run_folder.write_text(self.out / name, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
-        # disable=None: there is a bar only where there is a terminal; miniters=0: it is drawn within a step, too
+        # disable=None shows a bar only in a terminal; miniters=0 lets it be drawn within a step
         self.bar = tqdm(total=self.config.steps, initial=done, file=sys.stdout, disable=None, miniters=0)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
-        """A line of metrics, some completions of the step, and the first ones of an evaluation."""
+        """Write a line of metrics, some completions of the step, and the first ones of an evaluation."""
         if self.quiet:
             return
         pairs = [("train", group, i) for group in groups for i in range(len(group.rewards))]
         count = self.config.samples_per_step
-        if 0 <= count < len(pairs):  # evenly over the step
+        if 0 <= count < len(pairs):  # spread evenly over the step
             pairs = [pairs[i * len(pairs) // count] for i in range(count)]
         pairs += [("eval", group, 0) for group in evaluated[:2]]
         append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
@@ -182,7 +184,7 @@ class RunLog:
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
             "advantage": None if group.advantages is None else float(group.advantages[i]),
-            "length": len(group.completions[i].ids),
+            "length": group.completions[i].length,
             "truncated": group.completions[i].truncated,
             "columns": {name: value for name, value in group.row.items() if name != "prompt"},
             "extras": group.extras[i],
@@ -190,8 +192,8 @@ class RunLog:
         }
 
     def tokens(self, ids: list[int], *figures: list[float] | None) -> list[list]:
-        """Each one's text with its figures, rounded. A character that several tokens make stands with the last."""
-        text, ends, before, done = self.decode(ids), [0], 0, 0  # of `done` tokens every character is whole
+        """The text of each token with its rounded figures. If several tokens make a character, the last one has it."""
+        text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens make whole characters
         for t in range(1, len(ids) + 1):
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
@@ -210,7 +212,7 @@ class RunLog:
             self.bar.close()
 
     def generating(self, tokens: int, rows: int) -> None:
-        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)  # drawn some times a second
+        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)  # shown a few times a second
         self.bar.update(0)
 
     def stopped(self, signal_number: int, step: int) -> int:
@@ -220,12 +222,12 @@ class RunLog:
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            tqdm.write(line, file=sys.stdout)  # not into the line of a bar
+            tqdm.write(line, file=sys.stdout)  # does not break the line of a bar
             sys.stdout.flush()
 
 
 def as_json(lines: list[dict]) -> str:
-    """A number that is not finite has no form in JSON: it becomes null."""
+    """JSON has no numbers that are not finite. They become null."""
     valid = [json.loads(json.dumps(line, default=str), parse_constant=lambda name: None) for line in lines]
     return "".join(json.dumps(line) + "\n" for line in valid)
 
@@ -239,7 +241,7 @@ def append(path: Path, lines: list[dict]) -> None:
 
 
 def open_tracker(config: Config) -> Callable[[str, float, int], None]:
-    """-> what takes a figure of a step"""
+    """-> a function that reports one figure of a step: its name, its value, the step"""
     if config.report_to == "wandb":
         about = dict(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
         run = importlib.import_module("wandb").init(**about)
@@ -250,14 +252,14 @@ def open_tracker(config: Config) -> Callable[[str, float, int], None]:
 
 
 def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
-    with ranks.fail_together():  # told once
+    with ranks.fail_together():  # all ranks come here, and one of them reports it
         told = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
         dtype = "try --dtype float32, which on a GPU takes up to twice the memory and several times as long"
         raise UserError(f"{told}. Check the rewards, lower --learning_rate, or {dtype}")
 
 
 def finished(out: Path, note: str = "") -> int:
-    """The run's result, from its files: held-out figures and answers before and after. -> exit code"""
+    """Print the result of a run from its files: held-out figures, and samples, before and after. -> exit code"""
     lines = run_folder.read_lines(out / "metrics.jsonl")
     if ranks.rank() > 0 or not lines:
         return 0
@@ -278,7 +280,7 @@ def finished(out: Path, note: str = "") -> int:
 
 
 def held_out(metrics: dict) -> list[str]:
-    """The figures of an evaluation that have a value."""
+    """The names of the held-out figures that have a value."""
     return [name for name, x in metrics.items() if name.startswith("eval/") and name[-3:] != "_ci" and x is not None]
 
 

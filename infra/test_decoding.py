@@ -123,5 +123,5 @@ def test_where_the_host_waits_within_a_step_nothing_is_captured(monkeypatch, cap
 
     model.model.register_forward_pre_hook(wait)
     sampled(model, SAMPLINGS[-1], "graph")
-    assert "--decode graph: goes on plainly, Qwen2ForCausalLM cannot: called a sync" in capsys.readouterr().err
+    assert "--decode graph: not used, Qwen2ForCausalLM cannot be a graph: called a sync" in capsys.readouterr().err
     assert modes == [0, 2, 0]

@@ -75,7 +75,7 @@ FAULTS = {  # what happens, the exit code, how the line that tells begins
     "exception": (partial(fail, ValueError("what went wrong")), 1, "ValueError: what went wrong"),
     "mistake": (partial(fail, UserError("what went wrong")), 2, "error: what went wrong"),
     "memory": (oom, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "memory of shards": (oom, 2, "error: out of memory in an update: with --shard no rank can go back"),
+    "memory of shards": (oom, 2, "error: out of memory in an update: with --shard one rank cannot start again"),
     "one row": (partial(oom_above, 0, LOGPROBS), 2, "error: out of memory with one completion at a time: "),
     "one sample": (partial(oom_above, 0, SAMPLES), 2, "error: out of memory with one completion at a time: "),
     "kill": (die, -signal.SIGKILL, None),

@@ -221,7 +221,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
     loaded = whole, Counting()
-    conftest.replace("infra.run.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
+    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))

@@ -12,7 +12,7 @@ import logprob
 from conftest import VOCAB, distance, flat_gradient, tiny_model
 from infra.decoding import decoding
 from infra.model import compute_experts_in_bf16
-from infra.run import generator
+from infra.seeds import generator
 
 
 class Products(TorchDispatchMode):

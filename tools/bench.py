@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-import infra.run
 import rollout
 import train
 from config import Config
@@ -164,7 +163,7 @@ def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
     rows = [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
     task = Task(rows, [], [shortness], [1.0])
     task.draw = lambda first, n, seed: [i % len(rows) for i in range(n)]
-    wrap(infra.run, "load_task", lambda original, config: task)
+    wrap(train, "load_task", lambda original, config: task)
     padded = args.rows * (max(map(len, drawn)) + cfg.max_completion_length)
     flags = [*STEP.split(), *args.flags, "--micro_batch_tokens", str(padded)]
     return run_of(flags), plan_tokens(cfg, tokenizer)

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-import infra.run
 import rollout
 import train
 from conftest import ROOT, lines
@@ -19,7 +18,7 @@ STEP = f"step --way ours --rows 4 -- --model {MODEL} {SMALL}"
 
 @pytest.fixture(autouse=True)
 def unwrapped(monkeypatch):
-    names = (train, "uniforms"), (train, "rollout"), (infra.run, "load_task"), (rollout, "sample")
+    names = (train, "uniforms"), (train, "rollout"), (train, "load_task"), (rollout, "sample")
     for owner, name in names:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # what is put around it is taken off
 
@@ -105,7 +104,7 @@ def test_trl_does_the_same_work(capsys):
     facts = {}
     for way in bench.WAYS:
         with pytest.MonkeyPatch.context() as undone:
-            undone.setattr(infra.run, "load_task", infra.run.load_task)
+            undone.setattr(train, "load_task", train.load_task)
             facts[way] = measured(capsys, way)[1]
     bench.check_same_work(facts)
 

@@ -1,0 +1,242 @@
+"""The log-probs and entropies of tokens, without the logits of all of them at once.
+
+Plainly, with the logits z of the positions that predict the targets y:
+
+    log_p = (z / temperature).log_softmax(-1)
+    logp = log_p.gather(-1, y)                     # minus the logsumexp of log_p over a token's set, if it has one
+    entropy = -(log_p.exp() * log_p).sum(-1)
+
+8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would hold them several
+times over. So only the positions that are needed go through the output head, a chunk of them at a time, and inside the
+forward pass of the model the head returns (logp, entropy) in place of V logits. The backward pass, written by hand,
+computes the logits of each chunk again. States and weights in bf16 still give logits in fp32: rounded to bf16, a logit
+of 20 would be off by up to 0.06.
+
+This is right only if the model returns what its head returns, and some models cap or scale the logits afterwards. The
+two are compared once for each model, on a short input. If they differ, the model's own logits are taken, one row at a
+time. That is slower but right for every model. Left out: an output head that is split over devices.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+logger = logging.getLogger(__name__)
+Sets = Sequence[Sequence[int] | None]  # for each position the token ids of its set, or None for the whole vocabulary
+
+
+def score_tokens(
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    predictors: Tensor,
+    targets: Tensor,
+    sets: list[tuple[Sets, int]] | None = None,
+    *,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool,
+    entropy_grad: bool,
+) -> Tensor:
+    """-> (n, 2), the log-prob and the entropy of each target.
+
+    `inputs` are R rows of L tokens, as keyword arguments of the model. Target i, of targets (n,), is predicted at place
+    predictors[i] of these R * L tokens. `sets[i]` names its set as a list of sets and a place in it. The set is looked
+    up only with its chunk, because the ids of all sets may take more memory than the logits of a chunk.
+    """
+
+    def score(states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
+        """Score this part of the targets, from their states and a head or, without a weight, from their logits."""
+        how = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
+        return _ScoreTokens.apply(states, weight, bias, targets[part], *how)
+
+    through = _from_head if head_returns_logits(model, inputs["input_ids"]) else _from_logits
+    return through(model, inputs, predictors, score)
+
+
+def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, score: Callable) -> Tensor:
+    """Score the model's own logits, one row at a time. They are computed again in the backward pass, so that no more
+    than the logits of one row are held."""
+    can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
+    R, L = inputs["input_ids"].shape
+
+    def score_row(row: dict[str, Tensor], at: Tensor, part: slice) -> Tensor:
+        logits = model(**row, use_cache=False, **({"logits_to_keep": at} if can_select else {})).logits[0]
+        return score(logits if can_select else logits[at], part=part)
+
+    values, n = [], 0
+    for r in range(R):
+        at = predictors[predictors // L == r] - r * L
+        args = {name: x[r : r + 1] for name, x in inputs.items()}, at, slice(n, n + len(at))
+        values.append(score_row(*args) if R == 1 else checkpoint(score_row, *args, use_reentrant=False))
+        n += len(at)
+    return torch.cat(values)
+
+
+def _from_head(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, score: Callable) -> Tensor:
+    """Score inside the model's forward pass: there the head returns (n, 2) in place of (R, L, V) logits."""
+    head = model.get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        hidden = hidden.flatten(0, 1)[predictors]  # (n, H)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        return score(hidden, head.weight, head.bias)
+
+    with forward_replaced(head, forward):
+        return model(**inputs, use_cache=False).logits
+
+
+_returns_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
+    """Whether the model has a plain linear head and returns its output unchanged. Each model is tried once."""
+    if model not in _returns_logits:
+        head, seen = model.get_output_embeddings(), []
+        if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
+
+            def record(hidden: Tensor) -> Tensor:
+                # The head's own values might be all 0, or too small for a cap to change them. These are wide enough.
+                values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
+                seen.append(values.expand(*hidden.shape[:-1], -1))
+                return seen[-1].clone(memory_format=torch.contiguous_format)
+
+            with torch.no_grad(), forward_replaced(head, record):
+                logits = model(input_ids=ids[:1, :8], use_cache=False).logits
+        same = len(seen) == 1 and seen[0].shape == logits.shape and torch.equal(seen[0].to(logits.dtype), logits)
+        _returns_logits[model] = same
+        if not same:
+            logger.warning(
+                f"{type(model).__name__} does not return the output of a linear head unchanged, so log-probs are "
+                "computed from its logits, one row at a time. This is correct but slower."
+            )
+    return _returns_logits[model]
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """Inside, the module computes `forward`. Its hooks still run, so sharded weights are gathered as usual."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+# ---- The head's own backward pass: nothing of the size of the logits outlives its chunk ----
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """States (n, H), a linear head and targets (n,) -> (n, 2). Without a head, the states are the logits (n, V).
+
+    The head is used in the dtype of the states. The gradient of its weight has the weight's own dtype, which under
+    autocast is fp32. With p = softmax(z), and q the softmax over the target's set alone (without a set, q = p):
+
+        d logp / dz = onehot(target) - q,      d entropy / dz = -p (log p + entropy)
+    """
+
+    @staticmethod
+    def forward(ctx, states, weight, bias, targets, sets, temperature, chunk, with_entropy, entropy_grad):
+        ctx.save_for_backward(states, weight, bias, targets)
+        ctx.settings = sets, temperature, chunk, entropy_grad
+        weight, bias = (None if x is None else x.to(states.dtype) for x in (weight, bias))
+        values = torch.zeros(len(states), 2, dtype=at_least_fp32(states.dtype), device=states.device)
+        for start in range(0, len(states), chunk):
+            rows = slice(start, start + chunk)
+            log_p = _log_softmax(states[rows], weight, bias, temperature)  # (chunk, V)
+            values[rows, 0] = log_p.gather(1, targets[rows, None]).squeeze(1)
+            if sets is not None:
+                values[rows, 0] -= _log_p_of_sets(log_p, sets[rows])[1].logsumexp(1)
+            if with_entropy:
+                values[rows, 1] = _entropy(log_p.exp(), log_p)
+            del log_p  # free it before the next chunk makes its own
+        return values
+
+    @staticmethod
+    def backward(ctx, grad):
+        states, own_weight, own_bias, targets = ctx.saved_tensors
+        sets, temperature, chunk, entropy_grad = ctx.settings
+        weight, bias = (None if x is None else x.to(states.dtype) for x in (own_weight, own_bias))
+        dtype = at_least_fp32(states.dtype)
+        d_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+
+        for start in range(0, len(states), chunk):
+            rows = slice(start, start + chunk)
+            h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
+            log_p = _log_softmax(h, weight, bias, temperature)
+            g_p = g_logp  # what is multiplied by -p in the gradient of the log-prob
+            if sets is not None:  # then it is q that is multiplied, and only on the set
+                ids, log_q = _log_p_of_sets(log_p, sets[rows])
+                d_set, g_p = log_q.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
+            if entropy_grad:
+                p = log_p.exp()
+                entropy = _entropy(p, log_p)[:, None]
+                d_z = log_p.add_(entropy).mul_(-g_entropy).sub_(g_p).mul_(p)
+                del p
+            else:
+                d_z = log_p.exp_().mul_(-g_p)
+            if sets is not None:
+                d_z.scatter_add_(1, ids, d_set)
+                del ids, log_q, d_set
+            d_z.scatter_add_(1, targets[rows, None], g_logp)
+            if temperature != 1.0:
+                d_z.div_(temperature)
+            if d_bias is not None:
+                d_bias += d_z.sum(0)
+            d_z = d_z.to(states.dtype)
+            if d_states is not None:
+                d_states[rows] = d_z if weight is None else d_z @ weight
+            if d_weight is not None and d_weight.dtype == d_z.dtype:
+                d_weight.addmm_(d_z.T, h)
+            elif d_weight is not None:
+                d_weight += linear_in_fp32(d_z.T, h.T)
+            del log_p, d_z  # free them before the next chunk makes its own
+        d_weight = None if d_weight is None else d_weight.to(own_weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(own_bias.dtype)
+        return d_states, d_weight, d_bias, *6 * [None]
+
+
+def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+    z = states.to(at_least_fp32(states.dtype)) if weight is None else linear_in_fp32(states, weight, bias)
+    if temperature != 1.0:
+        z = z / temperature
+    return torch.log_softmax(z, dim=-1)
+
+
+def _log_p_of_sets(log_p: Tensor, sets: list[tuple[Sets, int]]) -> tuple[Tensor, Tensor]:
+    """(n, V) -> the ids in each set and their log_p, both (n, K), where K is the size of the largest set. A smaller set
+    is filled up with id 0 at a log_p of -inf."""
+    found, all_ids = [sets_of_row[t] for sets_of_row, t in sets], torch.arange(log_p.shape[1])
+    ids = [torch.as_tensor(all_ids if one is None else one, dtype=torch.int32) for one in found]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
+    at = ids.clamp(min=0).long()
+    return at, log_p.gather(1, at).masked_fill_(ids < 0, -torch.inf)
+
+
+def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
+    with torch.autocast(p.device.type, enabled=False):  # autocast would compute einsum in bf16
+        return -torch.einsum("nv,nv->n", p, log_p)
+
+
+def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear whose factors may be in bf16 but whose product and sum are in fp32 (in fp64 if the factors are)."""
+    dtype = at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda and x.dtype != dtype:  # about ten times as fast as casting the factors first
+            y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=dtype).unflatten(0, x.shape[:-1])
+            return y if bias is None else y + bias
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,62 @@
+"""A whole GRPO run on one page. Read this first; then train.py, which is the same run with everything a run needs.
+
+    python minimal.py
+
+A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts, rewards the
+right ones, and makes those that did better than the others of their prompt more likely. It is the run of
+`python train.py`, without its options, ranks, checkpoints, evaluation and logs.
+"""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from advantage import group_advantages
+from batch import Group, Limits, collate, micro_batches
+from logprob import token_logprobs
+from loss import policy_loss, token_weights
+from rollout import Sampling, rollout, uniforms
+from tasks import addition
+
+SEED, STEPS, PROMPTS, G, LENGTH = 0, 80, 16, 8, 64  # G completions of each prompt, of up to LENGTH tokens
+LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
+
+
+def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
+    groups = []
+    for p, row in enumerate(task.train[i] for i in task.draw((step - 1) * PROMPTS, PROMPTS, SEED)):
+        # A prompt -> completions. Each has its own random numbers, so that it does not depend on the others.
+        prompt_ids = tokenizer(row["prompt"]).input_ids
+        uniform = uniforms(SEED, step, [(p, i) for i in range(G)], LENGTH)
+        completions = rollout(model, [prompt_ids] * G, uniform, Sampling(LENGTH, eos_ids=[tokenizer.eos_token_id]))
+
+        # -> rewards, 1 for a right answer -> advantages, the rewards compared within the group.
+        ids = [completion.ids for completion in completions]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rewards = torch.tensor(addition.exact_sum([row["prompt"]] * G, texts, ids, [row["answer"]] * G))
+        advantages = group_advantages(rewards[None])[0]
+        groups.append(Group(prompt_ids, row, completions, rewards, advantages=advantages))
+
+    # The weight of every token is computed from all completions of the step, before they are split. So the loss of a
+    # micro-batch is a partial sum, and the gradients of all micro-batches add up to that of the step.
+    batch = collate(groups, mask_truncated=False, device=model.device)
+    batch.weights = token_weights(batch.mask, "sequence")
+    for _, part in micro_batches(batch, Limits(rows=MICRO_BATCH, tokens=None)):
+        logp, _ = token_logprobs(model, part.ids, part.attention, part.mask)
+        loss, _ = policy_loss(logp, logp.detach(), part.advantages, part.weights, part.mask)
+        loss.backward()
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return groups
+
+
+if __name__ == "__main__":
+    folder, task = addition.model(None), addition.load(None)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(1, STEPS + 1):
+        groups = training_step(model, tokenizer, optimizer, task, step)
+        print(f"step {step}  reward {torch.stack([group.rewards for group in groups]).mean():.3f}")
