@@ -147,7 +147,6 @@ def _decode(
     lists of kept sets. What comes after the end of a completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    logps, entropies = (torch.zeros(N, L, device=rows.device) for _ in range(2))
     kept = [KeptSets() for _ in range(N)]
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
 
@@ -155,6 +154,8 @@ def _decode(
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     logits = out.logits[rows, -1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
 
     live = torch.arange(N, device=rows.device)  # which completion each row of the batch is
