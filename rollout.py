@@ -170,12 +170,12 @@ def _decode(
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature)
         done = done | torch.isin(token, eos_ids)
-        finished = int(done.sum())
+        count = int(done.sum())
         if progress is not None:
-            progress(t + 1, len(live) - finished)
-        if finished == len(live) or t + 1 == L:
+            progress(t + 1, len(live) - count)
+        if count == len(live) or t + 1 == L:
             break
-        if finished >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
+        if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)

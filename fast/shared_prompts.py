@@ -53,10 +53,10 @@ def shared_rows(
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
         for n in range(fewest_rows, len(same_prompt) + 1):  # one completion in a row is always accepted
-            of_prompt = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
-            if all(allow(len(row.members), row.length) for row in of_prompt):
+            candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
+            if all(allow(len(row.members), row.length) for row in candidates):
                 break
-        rows += of_prompt
+        rows += candidates
     return sorted(rows, reverse=True)
 
 

@@ -163,7 +163,8 @@ def score(
 
     state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # rewards divide by it
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    parts = [list(of_one) for of_one in zip(*call_rewards(task.rewards, columns, of_the_run, time_limit), strict=True)]
+    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # a list for each reward
+    parts = [list(completion) for completion in zip(*values, strict=True)]
     sizes = [len(group.completions) for group in groups]
-    of_groups = zip(sizes, itertools.accumulate(sizes), strict=True)
-    return [(parts[end - n : end], extras[end - n : end]) for n, end in of_groups], metrics
+    ends = itertools.accumulate(sizes)
+    return [(parts[end - n : end], extras[end - n : end]) for n, end in zip(sizes, ends, strict=True)], metrics
