@@ -32,7 +32,7 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
-from tasks._prompts import check_prompts, notes
+from tasks._prompts import check_prompts, encode_prompts, notes
 
 # policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -235,6 +235,7 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
     prompts that the step had before: it keeps the random numbers of its rounds apart."""
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork has added
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
