@@ -235,7 +235,7 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
     prompts that the step had before: it keeps the random numbers of its rounds apart."""
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork has added
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork added
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
