@@ -1,5 +1,6 @@
 """Tables and pictures are those of the logs, and what is not is named."""
 
+import json
 import shutil
 
 import pytest
@@ -53,6 +54,23 @@ def test_what_is_not_that_of_the_logs_is_named_and_made_anew(root):
     check("^README.md: no command on a page draws results/other.png$")
     (root / "docs" / "findings.md").write_text(FINDING.replace("--steps 100", "--steps 90"))
     check(r"0\.2-1 was made with --steps 100, not 90")
+
+
+def test_the_newest_step_table_of_each_kind(root):
+    about = {"hardware": "2 CPU cores", "threads": 1, "transformers": "1.2.3", "commit": "0123456789", "size": "12m"}
+    about |= {"prompts": 3, "group": 4, "lengths": "ragged", "limit": 12}
+    results = {way: {"rollout_cpu": [n], "step_cpu": [2 * n], "memory_gb": [n]} for way, n in (("ours", 2), ("TRL", 4))}
+    ours = {"ours": results["ours"]}
+    entries = [
+        about | {"command": "python bench.py step", "tokens": 7, "results": ours, "hardware": "1 CPU core"},
+        about | {"command": "python -m tools.bench step --seeds 9", "tokens": 1000, "results": ours},
+        about | {"command": "python -m tools.bench step --ways ours; TRL", "tokens": 11, "results": results},
+        about | {"command": "python bench.py logprobs", "tokens": 13, "results": ours},
+    ]
+    (root / "results" / "bench.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    tables = evidence.step_tables()
+    assert [n for n in (7, 11, 13, 1000) if f": {n} tokens" in tables] == [11, 1000]
+    assert "| ours / TRL | 0.50 | 0.50 | 0.50 | 0.50 | 2.0 |" in tables
 
 
 def test_kept_logs_are_those_of_the_runs(root):
