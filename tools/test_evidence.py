@@ -61,12 +61,8 @@ def test_the_newest_step_table_of_each_kind(root):
     about |= {"prompts": 3, "group": 4, "lengths": "ragged", "limit": 12}
     results = {way: {"rollout_cpu": [n], "step_cpu": [2 * n], "memory_gb": [n]} for way, n in (("ours", 2), ("TRL", 4))}
     ours = {"ours": results["ours"]}
-    entries = [
-        about | {"command": "python bench.py step", "tokens": 7, "results": ours, "hardware": "1 CPU core"},
-        about | {"command": "python -m tools.bench step --seeds 9", "tokens": 1000, "results": ours},
-        about | {"command": "python -m tools.bench step --ways ours; TRL", "tokens": 11, "results": results},
-        about | {"command": "python bench.py logprobs", "tokens": 13, "results": ours},
-    ]
+    measured = [("step", 7, ours), ("step --seeds 9", 1000, ours), ("step --rows 4", 11, results), ("old", 13, ours)]
+    entries = [about | {"command": f"bench {a}", "tokens": n, "results": made} for a, n, made in measured]
     (root / "results" / "bench.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     tables = evidence.step_tables()
     assert [n for n in (7, 11, 13, 1000) if f": {n} tokens" in tables] == [11, 1000]
