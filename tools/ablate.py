@@ -37,11 +37,14 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     runs = []
     for seed, variant in itertools.product(args.seeds, args.variants):
         words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
-        given = command_line.parse(words, on_gpu=False)
-        config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
         name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
-        runs.append(Run(args.out / f"{name}-{seed}", words, config))
+        runs.append(run_of(args.out / f"{name}-{seed}", words))
     return runs
+
+
+def run_of(folder: Path, words: list[str]) -> Run:
+    given = command_line.parse(words, on_gpu=False)
+    return Run(folder, words, replace(command_line.ready(given, on_gpu=False), dtype=given.dtype))
 
 
 def check_settings(run: Run, made: Config) -> None:
@@ -57,6 +60,10 @@ def log_if_finished(run: Run) -> Lines:
         check_settings(run, made)
     lines = run_folder.read_lines(run.folder / "metrics.jsonl")
     return lines if lines and lines[-1]["step"] >= run.config.steps else []
+
+
+def finished(run: Run) -> Lines:
+    return log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -85,7 +92,7 @@ def figure(lines: Lines, name: str) -> float:
 
 
 def table(args: argparse.Namespace) -> str:
-    logs = [log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished") for run in runs_of(args)]
+    logs = [finished(run) for run in runs_of(args)]
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     seeds, baseline = f"mean ± std of {len(args.seeds)} seeds", ", ".join(args.variants[0].values())
@@ -136,10 +143,8 @@ def markdown(*rows: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    if not args.table:
-        run_all(args)
-    (args.out / "table.md").write_text(table(args) + "\n")
-    print((args.out / "table.md").read_text(), end="")
+    run_all(args)
+    print(table(args))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -150,7 +155,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
-    parser.add_argument("--table", action="store_true", help="only print the table of finished runs")
     args = parser.parse_args(own)
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]

@@ -2,8 +2,8 @@
 
 import json
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from conftest import ROOT, lines
 from tools import bench
 
 SMALL = "--task addition --prompts_per_step 3 --num_generations 4 --max_completion_length 12"
-STEP = f"step --rows 4 --prompt_tokens 17 -- --model {ROOT}/models/addition {SMALL}"
+STEP = f"step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROOT}/models/addition {SMALL}"
 
 
 @pytest.fixture(autouse=True)
-def unwrapped(monkeypatch):
-    """Undo what the benchmark wraps."""
+def in_this_process(monkeypatch):
+    """Runs start at once. What the benchmark wraps is undone."""
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, context: ThreadPoolExecutor(n))
     for owner, name in ((train, "uniforms"), (train, "rollout"), (rollout, "sample")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
@@ -67,20 +68,14 @@ def test_generate_returns_the_planned_completions(planned):
     assert made.equal(tokens[:, : made.shape[1]]) and not tokens[:, made.shape[1] :].any()
 
 
-def test_a_step_is_measured_and_recorded(planned, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "LOG", tmp_path / "bench.jsonl")
-    args = bench.parse(STEP.replace("step", f"step --ways ours --seeds 1,2 --out {tmp_path}", 1).split())
-    for seed in args.seeds:
-        log = bench.log_of(args, "ours", seed)
-        log.parent.mkdir()
-        log.write_text(bench.report.as_json(bench.measure(args, "ours", seed)[1]))
-    bench.record_step(args)
-    (entry,) = lines(bench.LOG)
-    figures = entry["results"]["ours"]
-    assert entry["tokens"] == sum(map(len, completions(*planned))) and entry["prompts"] == 3
-    assert [len(figures[name]) for name in ("rollout_cpu", "step_cpu", "memory_gb")] == [4, 4, 2]
-    assert all(0 < part < whole for part, whole in zip(figures["rollout_cpu"], figures["step_cpu"]))
-    assert "| step_cpu:2-3 | ours |" in capsys.readouterr().out
+def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
+    words = STEP.format(tmp_path).split()
+    words[1:1] = [] if find_spec("trl") else ["--ways", "ours"]
+    bench.main(words)  # it compares the work
+    made = lines(tmp_path / "ours-1" / "metrics.jsonl")
+    assert [line["tokens"] for line in made] == [sum(map(len, completions(*planned)))] * 3
+    assert all(0 < line["seconds_rollout"] < line["seconds_step"] for line in made)
+    assert "| seconds_step:2-3 | ours |" in capsys.readouterr().out
 
 
 def test_other_work_is_an_error():
@@ -91,19 +86,8 @@ def test_other_work_is_an_error():
             bench.check_same_work({"ours": [[ours]], "TRL": [[ours | difference]]})
 
 
-def test_trl_does_the_same_work():
-    pytest.importorskip("trl")
-    args, logs = bench.parse(STEP.split()), {}
-    for way in bench.WAYS:
-        with pytest.MonkeyPatch.context() as undone:
-            undone.setattr(train, "rollout", train.rollout)
-            logs[way] = [bench.measure(args, way, "1")[1]]
-    bench.check_same_work(logs)
-
-
-def test_what_is_learned(tmp_path, monkeypatch):
-    """The run is the one that train.py makes. The table pairs the seeds of two ways."""
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, context: ThreadPoolExecutor(n))  # starts at once
+def test_what_is_learned(tmp_path):
+    """The run is the one that train.py makes. The table compares two ways."""
     flags = "--steps 4 --prompts_per_step 2 --eval_every 2 --eval_prompts 16 --eval_k 1"
     args = bench.parse(f"learn --out {tmp_path} --seeds 3 --ways ours -- {flags}".split())
     bench.make_missing_runs(args)
@@ -113,15 +97,18 @@ def test_what_is_learned(tmp_path, monkeypatch):
     for name in ("step", "reward", "eval/accuracy"):
         assert [line.get(name) for line in made] == [line.get(name) for line in plain]
     seconds = [line["seconds"] for line in made]
-    assert seconds == pytest.approx([sum(line["step_cpu"] for line in made[:n]) for n in (1, 2, 3, 4)])
+    assert seconds == pytest.approx([sum(line["seconds_step"] for line in made[:n]) for n in (1, 2, 3, 4)])
     assert json.loads((tmp_path / "ours-3" / "config.json").read_text())["settings"]["trainer"] == "ours"
 
-    shutil.copytree(tmp_path / "ours-3", tmp_path / "TRL-3")
+    twice = tmp_path / "TRL-3"
+    twice.mkdir()
+    (twice / "metrics.jsonl").write_text(bench.report.as_json([x | {"seconds": 2 * x["seconds"]} for x in made]))
     args.ways, args.target = ["ours", "TRL"], 0.3
     bench.make_missing_runs(args)  # there are none
-    table = bench.learn_table(args)
-    assert "| reward:1-4 | ours |" in table and "| | TRL | 0." in table and "| +0.000, " in table
+    table = bench.table(args)
+    assert re.search(r"reward:1-4 \| ours \|.*\n\| \| TRL \| 0\..* \| \+0\.000, .* \| 1\.00 \|\n", table)
+    assert re.search(r"\| seconds to target:last \| ours \|.*\n\| \| TRL \| .* \| 0\.50 \|$", table)
     on_target = re.search(r"seconds to target:last \| ours \| ([\d.]+)", table)[1]
     assert float(on_target) == pytest.approx(seconds[1], rel=0.01)  # the table rounds to three digits
     args.target = 1.1
-    assert bench.learn_table(args) == table[: table.index("\n| seconds to target")]
+    assert bench.table(args) == table[: table.index("\n| seconds to target")]
