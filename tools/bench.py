@@ -5,9 +5,9 @@
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
 
 Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
-them. Every run is a separate process with its own folder, on one thread unless OMP_NUM_THREADS says otherwise, and the
-ways take turns. Repeating a command makes only the runs that are missing. The table has the mean of each figure, its
-difference from the first way as in tools/ablate.py, and the ratio of the means.
+them. Every run is a separate process with its own folder, and the ways take turns. Repeating a command makes only the
+runs that are missing. The table has the mean of each figure, its difference from the first way as in tools/ablate.py,
+and the ratio of the means.
 
 The completions of `step` are drawn in advance: both samplers do their usual work, but the planned token has nearly all
 the probability. So lengths, rewards and gradients are the same in every way, and the gradient norms are compared to
@@ -17,8 +17,6 @@ make sure. The first step only warms up and is left out of the table. In `learn`
 import argparse
 import itertools
 import json
-import multiprocessing
-import os
 import re
 import sys
 import time
@@ -37,7 +35,6 @@ import rollout
 import train
 from infra import command_line, report, run_folder
 from tools import ablate
-from tools.ablate import Lines, Run
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
@@ -45,6 +42,11 @@ LIKELY = 60.0  # a logit; a higher one would make the other probabilities denorm
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
+SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
+FIGURES = {
+    "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
+    "learn": ["reward:1-{}", "eval/accuracy:last", "seconds:last", "seconds to target:last"],
+}
 
 
 # ---- One run ----
@@ -56,20 +58,19 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
     run, lines = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))[0], []
 
     def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        start = read_clock()
         result = original(*args, **kwargs)
-        spent["rollout"] += read_clock() - start
+        clock.append(read_clock())
         return result
 
     def end_step(metrics: dict) -> None:
-        seconds = read_clock() - spent["start"]
+        start, *_, sampled, end = [*clock, read_clock()]
         line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
-        line |= report.of_machine(line["tokens"], spent["rollout"], seconds - spent["rollout"])
-        line |= {"seconds_step": seconds, "seconds": seconds + sum(last["seconds"] for last in lines[-1:])}
+        line |= report.of_machine(line["tokens"], sampled - start, end - sampled) | {"seconds_step": end - start}
+        line["seconds"] = end - start + sum(last["seconds"] for last in lines[-1:])  # of all steps so far
         if config.eval_every and line["step"] % config.eval_every == 0:
             line |= train.evaluate(run, line["step"])[0]
         lines.append(line)
-        spent.update(rollout=0.0, start=read_clock())
+        clock[:] = [read_clock()]
 
     if args.what == "step":
         tokens = plan_step(run, args)
@@ -79,12 +80,14 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
 
         trainer = trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
     wrap(*((train, "rollout") if way == "ours" else (run.model, "generate")), timed)
-    spent = {"rollout": 0.0, "start": read_clock()}
+    clock = [read_clock()]
     if way == "ours":
         for step in range(1, 1 + config.steps):
             end_step(train.training_step(run, step)[0])
     else:
         trainer.train()
+    on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
+    lines[-1]["seconds to target"] = on_target[0] if on_target else None
     folder.mkdir(parents=True, exist_ok=True)
     about = run_folder.provenance() | {"settings": vars(config) | {"trainer": way}}
     (folder / "config.json").write_text(json.dumps(about))
@@ -144,56 +147,30 @@ def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: A
 # ---- All runs, and what they show ----
 
 
-def run_of(args: argparse.Namespace, way: str, seed: str) -> Run:
-    return ablate.run_of(
-        args.out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}", [*args.flags, f"--seed={seed}"]
-    )
+def run_of(args: argparse.Namespace, way: str, seed: str) -> ablate.Run:
+    return ablate.run_of(args.out / f"{re.sub('[, ]+', '-', way)}-{seed}", [*args.flags, "--seed", seed])
 
 
 def make_missing_runs(args: argparse.Namespace) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for seed, way in itertools.product(args.seeds, args.ways):
         folder, words, _ = run = run_of(args, way, seed)
         if not ablate.log_if_finished(run):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
                 process.submit(measure, args, way, folder, words).result()
 
 
-def read_logs(args: argparse.Namespace) -> dict[str, list[Lines]]:
-    return {way: [ablate.finished(run_of(args, way, seed)) for seed in args.seeds] for way in args.ways}
-
-
-def check_same_work(logs: dict[str, list[Lines]]) -> None:
-    """Gradients in fp32 differ by rounding, which Adam amplifies over steps. In bf16 on a GPU they differ more."""
-    for name, tolerance in (("tokens", 0.0), ("grad_norm", 1e-2 if ON_GPU else 1e-3)):
-        expected, *others = ([line[name] for run in runs for line in run] for runs in logs.values())
-        for way, values in zip([*logs][1:], others):
-            np.testing.assert_allclose(values, expected, tolerance, err_msg=f"{way} did other work: {name}")
-
-
 def table(args: argparse.Namespace) -> str:
-    logs, rows, first = read_logs(args), [], args.ways[0]
-    for name in figures(args, [run for runs in logs.values() for run in runs]):
-        means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs.values()]
-        for row, mean in zip(ablate.paired(name, [{"": way} for way in logs], [*logs.values()]), means):
-            rows.append([*row, f"{means[0] / mean:.2f}"])
-    seeds = f"mean ± std of {len(args.seeds)} seeds"
+    """A figure that a run does not have, because it did not reach the target, is left out."""
+    logs = [[ablate.finished(run_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
+    rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
+    for name in (figure.format(steps) for figure in FIGURES[args.what]):
+        means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
+        if name in SAME:
+            np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
+        if np.isfinite(means).all():
+            rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
+    seeds, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
     return ablate.markdown(["figure", "", seeds, f"minus {first}, 95 % interval", "", f"{first} / this"], *rows)
-
-
-def figures(args: argparse.Namespace, logs: list[Lines]) -> list[str]:
-    steps = len(logs[0])
-    if args.what == "step":
-        return [
-            "tokens:last",
-            *(f"seconds_{part}:2-{steps}" for part in ("rollout", "update", "step")),
-            "peak_memory_gb:last",
-        ]
-    for lines in logs:
-        on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
-        lines[-1]["seconds to target"] = on_target[0] if on_target else None
-    names = [f"reward:1-{steps}", "eval/accuracy:last", "seconds:last"]
-    return names + ["seconds to target:last"] * all(lines[-1]["seconds to target"] for lines in logs)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -201,9 +178,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "learn"])
     parser.add_argument("--ways", default=WAYS, type=lambda text: text.split("; "), help="separated by '; '")
-    parser.add_argument(
-        "--seeds", default="1,2,3", type=lambda text: text.split(","), help="a run of each way for each"
-    )
+    parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
@@ -216,8 +191,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> None:
     args = parse(words)
     make_missing_runs(args)
-    if args.what == "step":
-        check_same_work(read_logs(args))
     print(table(args))
 
 

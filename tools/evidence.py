@@ -46,12 +46,11 @@ def tables() -> dict[str, str]:
 
 def default_table() -> str:
     rows = [["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]]
+    names = [("eval/accuracy", ".3f"), ("eval/pass@1", ".3f"), ("eval/completion_length", ".1f")]
     for folder in sorted((ROOT / "results" / "default").glob("seed-*")):
-        lines = plot.read_log(folder).lines
-        first, *_, last = (line for line in lines if "eval/accuracy" in line)
-        cells = [f"{end[name]:.3f}" for name in ("eval/accuracy", "eval/pass@1") for end in (first, last)]
-        cells += [f"{end['eval/completion_length']:.1f}" for end in (first, last)]
-        seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in lines if "reward" in line)
+        first, *trained = plot.read_log(folder).lines
+        cells = [f"{line[name]:{digits}}" for name, digits in names for line in (first, trained[-1])]
+        seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in trained)
         rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
     return ablate.markdown(*rows)
 

@@ -4,6 +4,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ import train
 from conftest import ROOT, lines
 from tools import bench
 
-SMALL = "--task addition --prompts_per_step 3 --num_generations 4 --max_completion_length 12"
-STEP = f"step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROOT}/models/addition {SMALL}"
+STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROOT}/models/addition --task addition
+    --prompts_per_step 3 --num_generations 4 --max_completion_length 12"""
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """Runs start at once. What the benchmark wraps is undone."""
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda max_tasks_per_child: ThreadPoolExecutor())
     for owner, name in ((train, "uniforms"), (train, "rollout"), (rollout, "sample")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
@@ -28,7 +29,7 @@ def in_this_process(monkeypatch):
 @pytest.fixture
 def planned():
     """The run of a small step, and its planned completions."""
-    args = bench.parse(STEP.split())
+    args = bench.parse(STEP.format("out").split())
     config = bench.command_line.ready(bench.command_line.parse(args.flags, on_gpu=False), on_gpu=False)
     run, *_ = train.set_up(config, torch.device("cpu"))
     return run, bench.plan_step(run, args)
@@ -36,26 +37,25 @@ def planned():
 
 def completions(run, tokens: torch.Tensor) -> list[list[int]]:
     """Each up to and including its end-of-sequence token."""
-    ends = [(row == run.tokenizer.eos_token_id).tolist() for row in tokens]
-    return [row[: end.index(True) + 1 if True in end else None] for row, end in zip(tokens.tolist(), ends)]
+    ends = [[*row, run.tokenizer.eos_token_id].index(run.tokenizer.eos_token_id) for row in tokens.tolist()]
+    return [row[: end + 1] for row, end in zip(tokens.tolist(), ends)]
 
 
-def test_the_planned_step(planned):
-    run, tokens = planned
-    special, planned_ids = {*run.tokenizer.all_special_ids}, completions(run, tokens)
-    assert len({*map(len, planned_ids)}) > 3
-    for row, ids in zip(tokens.tolist(), planned_ids):
-        assert not special & {*ids[:-1]} and {*row[len(ids) :]} <= {run.tokenizer.pad_token_id}
-    assert [len(run.tokenizer(row["prompt"])["input_ids"]) for row in run.task.train] == [17] * 3
-    assert run.limits.tokens == 4 * (17 + 12)
+def add_run(folder: Path, lines: list[dict]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(bench.report.as_json(lines))
 
 
 def test_our_steps_have_the_planned_completions(planned):
     run, tokens = planned
+    ids = completions(run, tokens)
+    assert not {*run.tokenizer.all_special_ids} & {token for row in ids for token in row[:-1]}
+    assert len({*map(len, ids)}) > 3 and run.limits.tokens == 4 * (17 + 12)
     bench.force_ours(tokens)
     for step in (1, 2):
         _, groups = train.training_step(run, step)
-        assert [made.ids for group in groups for made in group.completions] == completions(run, tokens)
+        assert [made.ids for group in groups for made in group.completions] == ids
+        assert [len(group.row["prompt_ids"]) for group in groups] == [17] * 3
 
 
 def test_generate_returns_the_planned_completions(planned):
@@ -69,46 +69,39 @@ def test_generate_returns_the_planned_completions(planned):
 
 
 def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
-    words = STEP.format(tmp_path).split()
-    words[1:1] = [] if find_spec("trl") else ["--ways", "ours"]
-    bench.main(words)  # it compares the work
-    made = lines(tmp_path / "ours-1" / "metrics.jsonl")
-    assert [line["tokens"] for line in made] == [sum(map(len, completions(*planned)))] * 3
-    assert all(0 < line["seconds_rollout"] < line["seconds_step"] for line in made)
+    words, ways = STEP.format(tmp_path).split(), bench.WAYS if find_spec("trl") else ["ours"]
+    bench.main([*words[:1], "--ways", "; ".join(ways), *words[1:]])
     assert "| seconds_step:2-3 | ours |" in capsys.readouterr().out
-
-
-def test_other_work_is_an_error():
-    ours = {"grad_norm": 2.0, "tokens": 100}
-    bench.check_same_work({"ours": [[ours]], "TRL": [[ours | {"grad_norm": 2.001}]]})
-    for difference in ({"grad_norm": 2.1}, {"tokens": 101}):
-        with pytest.raises(AssertionError, match=f"TRL did other work: {next(iter(difference))}"):
-            bench.check_same_work({"ours": [[ours]], "TRL": [[ours | difference]]})
+    for way in ways:
+        made = lines(tmp_path / f"{way.replace(', ', '-').replace(' ', '-')}-1" / "metrics.jsonl")
+        assert [line["tokens"] for line in made] == [sum(map(len, completions(*planned)))] * 3
+        assert all(0 < line["seconds_rollout"] < line["seconds_step"] for line in made)
+    args = bench.parse([*words[:1], "--ways", "ours; other", *words[1:]])
+    for name in ("tokens", "grad_norm"):
+        add_run(tmp_path / "other-1", [line | {name: 1.02 * line[name]} for line in made])
+        with pytest.raises(AssertionError, match=f"other work: {name}"):
+            bench.table(args)
 
 
 def test_what_is_learned(tmp_path):
     """The run is the one that train.py makes. The table compares two ways."""
     flags = "--steps 4 --prompts_per_step 2 --eval_every 2 --eval_prompts 16 --eval_k 1"
-    args = bench.parse(f"learn --out {tmp_path} --seeds 3 --ways ours -- {flags}".split())
-    bench.make_missing_runs(args)
-    (made,) = bench.read_logs(args)["ours"]
+    words = f"--out {tmp_path} --seeds 3 --target 0.3 -- {flags}".split()
+    bench.main(["learn", "--ways", "ours", *words])
+    made = lines(tmp_path / "ours-3" / "metrics.jsonl")
     assert train.main([*flags.split(), "--warmup_steps", "0", "--seed", "3", "--out", str(tmp_path / "plain")]) == 0
     plain = [line for line in lines(tmp_path / "plain" / "metrics.jsonl") if line["step"]]
     for name in ("step", "reward", "eval/accuracy"):
         assert [line.get(name) for line in made] == [line.get(name) for line in plain]
     seconds = [line["seconds"] for line in made]
     assert seconds == pytest.approx([sum(line["seconds_step"] for line in made[:n]) for n in (1, 2, 3, 4)])
+    assert made[-1]["seconds to target"] == seconds[1]
     assert json.loads((tmp_path / "ours-3" / "config.json").read_text())["settings"]["trainer"] == "ours"
 
-    twice = tmp_path / "TRL-3"
-    twice.mkdir()
-    (twice / "metrics.jsonl").write_text(bench.report.as_json([x | {"seconds": 2 * x["seconds"]} for x in made]))
-    args.ways, args.target = ["ours", "TRL"], 0.3
+    args = bench.parse(["learn", "--ways", "ours; TRL", *words])
+    add_run(tmp_path / "TRL-3", [line | {"seconds": 2 * line["seconds"]} for line in made])
     bench.make_missing_runs(args)  # there are none
-    table = bench.table(args)
-    assert re.search(r"reward:1-4 \| ours \|.*\n\| \| TRL \| 0\..* \| \+0\.000, .* \| 1\.00 \|\n", table)
-    assert re.search(r"\| seconds to target:last \| ours \|.*\n\| \| TRL \| .* \| 0\.50 \|$", table)
-    on_target = re.search(r"seconds to target:last \| ours \| ([\d.]+)", table)[1]
-    assert float(on_target) == pytest.approx(seconds[1], rel=0.01)  # the table rounds to three digits
-    args.target = 1.1
-    assert bench.table(args) == table[: table.index("\n| seconds to target")]
+    assert re.search(r"reward:1-4 \| ours .*\n\| \| TRL \| 0\..* \| \+0\.000, .* \| 1\.00 \|\n", bench.table(args))
+    assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
+    add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
+    assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)

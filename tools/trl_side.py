@@ -43,8 +43,8 @@ def log(trainer: GRPOTrainer, end_step: Callable[[dict], None], original: Callab
     original(*logged)
     metrics = trainer.state.log_history[-1]
     if "grad_norm" in metrics:  # the summary at the end has none
-        tokens = metrics["completions/mean_length"] * trainer.args.generation_batch_size
-        end_step(metrics | {"tokens": round(tokens)})
+        completions = trainer.args.generation_batch_size
+        end_step(metrics | {"tokens": round(completions * metrics["completions/mean_length"])})
 
 
 def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
