@@ -83,14 +83,10 @@ def is_list(setting: Field) -> bool:
     return get_origin(setting.type) is list
 
 
-def names_of(setting: Field) -> list[str]:
-    """The values of a fixed choice. A task is a file, so config.py does not know its name."""
-    return task_names() if setting.name == "task" else list(setting.metadata["names"] or [])
-
-
 def allowed(setting: Field) -> str:
     """For instance "float at least 0 and below 1"."""
-    if names := names_of(setting):
+    # A task is a file, so config.py does not know its name.
+    if names := task_names() if setting.name == "task" else setting.metadata["names"]:
         return f"one of {', '.join(names)}"
     bounds = [f"{name.replace('_', ' ')} {x:g}" for name, x in setting.metadata["bounds"].items() if math.isfinite(x)]
     each = f"{kind_of(setting).__name__} {' and '.join(bounds)}".rstrip()

@@ -112,10 +112,12 @@ def settings_of(out: Path) -> Config | None:
 
 
 def given_in(file: Path) -> dict:
-    """The settings in a JSON file. Of a run's config.json these are the ones that were given by hand, without those
-    that name its folder."""
+    """The settings in a user's own file, or those that were given by hand to the run with this config.json, without
+    those that name its folder."""
     content = json.loads(file.read_text())
-    return {name: x for name, x in content.get("given", content).items() if name not in ("out", "overwrite")}
+    if "given" not in content:
+        return content
+    return {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
 
 
 def content_of(file: Path) -> dict:

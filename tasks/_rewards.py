@@ -104,12 +104,12 @@ def as_list(values: Any) -> Any:
 def numbers_of(reward: Callable, values: Any, prompts: list) -> list[float]:
     """A number for each completion, and NaN where the function gave None."""
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.200}"
-        raise UserError(f"reward function {reward.__name__} returned {got} where a list of {len(prompts)} was due")
+        due = f"a list of {len(prompts)} numbers was due, for prompt {prompts[0]!r:.200} and others"
+        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}, where {due}")
     numbers = [math.nan if value is None else float(value) for value in values]
-    for value, number in zip(values, numbers, strict=True):
+    for value, number, prompt in zip(values, numbers, prompts, strict=True):
         if abs(number) > LARGEST:
-            raise UserError(f"reward function {reward.__name__} returned {value}: must be {LARGEST:g} at most")
+            raise UserError(f"reward function {reward.__name__} returned {value} for prompt {prompt!r:.200}")
         if value is not None and math.isnan(number):
             warn_once(f"reward function {reward.__name__} returned nan, which counts as None")
     return numbers
