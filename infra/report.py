@@ -85,7 +85,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
     correct = [int(group.right.sum()) for group in sampled if group.right is not None]
-    of_prompts = {
+    prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
@@ -93,7 +93,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
     figures = {}
-    for name, values in of_prompts.items():
+    for name, values in prompt_values.items():
         given = [float(v) for v in values if not math.isnan(v)]
         half = 1.96 * statistics.stdev(given) / math.sqrt(len(given)) if len(given) > 1 else None
         figures |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
@@ -190,8 +190,8 @@ class RunLog:
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
             ends.append(ends[-1] + grown)
-        figures = [its for its in figures if its is not None]
-        return [[text[a:b], *(round(x, 2) for x in of)] for a, b, *of in zip(ends, [*ends[1:-1], None], *figures)]
+        given = [values for values in figures if values is not None]
+        return [[text[a:b], *(round(x, 2) for x in row)] for a, b, *row in zip(ends, [*ends[1:-1], None], *given)]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")
@@ -248,8 +248,8 @@ def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
-    """Print the result of a run from its files: held-out figures, and samples, before and after. `notes` are given if
-    the run was finished before. -> exit code"""
+    """Print the result of a run from its files: held-out figures and samples, at its beginning and at its end. `notes`
+    are given for a run that was finished before. -> exit code"""
     lines = run_folder.read_lines(out / "metrics.jsonl")
     if ranks.rank() > 0 or not lines:
         return 0
