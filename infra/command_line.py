@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin
 
 from transformers.hf_argparser import string_to_bool
 
+from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra import run_folder
 from loss import SWITCHES_READ
@@ -149,6 +150,10 @@ def contradictions(config: Config) -> Iterator[str]:
     bounded = config.tis_cap is not None or config.tis_floor is not None
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
+    if bounded and config.old_policy == "sampler":
+        yield "--tis_cap, --tis_floor with --old_policy sampler: the ratio that they bound is always 1"
+    if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
+        yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
     corrected = bounded or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
         yield "--keep_set false: --old_policy sampler, --tis_*, --off_policy_mask, --sampler_coef need the kept sets"
@@ -156,6 +161,14 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:
         yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
+    if config.num_generations == 1 and compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards):
+        yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline and scale"
+    if config.minibatches > config.prompts_per_step * config.num_generations:
+        yield f"--minibatches {config.minibatches}: more than a step has completions"
+    if config.steps == 0 and config.eval_every == 0:
+        yield "--steps 0 with --eval_every 0: nothing to do"
+    if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
+        yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
     for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
         if getattr(config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
