@@ -100,7 +100,7 @@ def allowed(setting: Field) -> str:
 def ready(config: Config, on_gpu: bool) -> Config:
     """-> the resolved settings, if a run can start with them; otherwise a UserError with a line for each mistake"""
     config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
-    if wrong := [*wrong_values(config), *contradictions(config)]:
+    if wrong := [*wrong_values(config)] or [*contradictions(config)]:
         raise UserError("\n".join(wrong))
     return config
 

@@ -107,7 +107,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--steps many --beta -1", "--steps: ... 'many'"),
     ("--beta -1 --algorithm ppo", "--algorithm: invalid choice: 'ppo'"),
     ("--model= --data=", "--model : must be str | --data : must be str"),  # an unset variable of the shell
-    ("--reward_weights 1 nan", "list of float at least -1e+09 and at most 1e+09 | of 0 rewards"),
+    ("--reward_weights 1 nan", "list of float at least -1e+09 and at most 1e+09"),
     ("--top_k -1 --temperature 0", "--top_k -1: must be int at least 0 | --temperature 0.0"),
     ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "give one for each of 1 rewards"),
@@ -120,6 +120,11 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
     *[(f"--{x} 1 --top_k 9 --keep_set no", "kept") for x in "off_policy_mask tis_cap tis_floor sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "made 0 | prompt with"),
+    ("--num_generations 1 --minibatches 17", "a group of one | --minibatches 17: more than"),
+    ("--delta 1.2 --tis_cap 2 --tis_floor 3", "--delta 1.2: ... 1 | above --tis_cap 2"),
+    ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... always 1"),
+    ("--beta 1 --kl_importance --kl_estimator k2", "not k2"),
+    ("--steps 0 --eval_every 0", "nothing to do"),
     ("--kl_importance --ref_sync_every 5 --shard_size 2", "--kl_importance: | --ref_sync_every: | --shard_size: "),
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
