@@ -7,9 +7,9 @@ from torch import nn
 
 from conftest import VOCAB, tiny_model
 from infra import decoding as module
-from infra import test_gpu as pretend_gpu
+from infra import pretend_gpu
 from infra.decoding import decoding
-from infra.test_gpu import gpu, on_pretended_gpu
+from infra.pretend_gpu import gpu, on_pretended_gpu
 from rollout import Completion, Sampling, rollout, uniforms
 
 PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 import conftest
 import train
 from config import Config, UserError, resolve
-from infra import memory
-from infra import test_gpu as pretend_gpu
+from infra import memory, pretend_gpu
 from infra.command_line import parse, ready
 
 SMALL = Qwen2Config(

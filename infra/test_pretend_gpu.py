@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 import conftest
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
-from infra import test_gpu as pretend_gpu
+from infra import pretend_gpu
 
 GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
 LACKING = pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
