@@ -7,12 +7,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import contextlib
+import importlib
 import itertools
 import json
 import multiprocessing
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +191,16 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held
     meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
     how = launcher.LaunchConfig(1, 1, 2, **meeting, max_restarts=restarts, start_method="fork")
     launcher.elastic_launch(how, work)(before, args)
+
+
+def in_a_copy(folder: Path, module: str) -> None:
+    """From here on the program of this process is a module of a copy of the code, under the name `train`."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    copied = {path.stem for path in folder.iterdir()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
+        del sys.modules[name]
+    sys.modules["train"] = importlib.import_module(module)
 
 
 # What goes wrong in a run

