@@ -169,20 +169,23 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5
 
 
-def test_the_heads_gradient_under_autocast_stays_in_float32_once_a_chunk_is_made(monkeypatch: pytest.MonkeyPatch):
-    """600 chunks of the same gradient: a sum in bfloat16 no longer grows after 256 of them, and one that is rounded in
-    the end is off by up to 0.004."""
+@pytest.mark.parametrize("name, dtype", [("weight", torch.float32), ("bias", torch.bfloat16)])
+def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, monkeypatch):
+    """600 chunks of the same gradient: a sum in bfloat16 no longer grows after 256 of them. The weight is trained under
+    autocast, where a sum that is rounded once at its end is off by up to 0.004; the bias is in bfloat16 itself."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 1)
-    model = tiny_model("qwen2", torch.float32)
+    model = tiny_model("qwen2", dtype)
+    model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB, dtype=dtype)) if name == "bias" else None
     gradients = []
     for rows in (1, 600):
         ids, attention, completion = torch.tensor([[[5, 6, 7]], [[1, 1, 1]], [[0, 0, 1]]]).expand(3, rows, 3)
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             logp, _ = token_logprobs(model, ids, attention, completion)
         logp.sum().backward()
-        gradients.append(model.lm_head.weight.grad)
-    assert distance(gradients[1], 600 * gradients[0]) < 600 * torch.finfo(torch.float32).eps  # one for each sum
+        gradients.append(getattr(model.lm_head, name).grad)
+    roundings = 600 if dtype == torch.float32 else 2  # one for each sum in float32; one for each result in bfloat16
+    assert distance(gradients[1], 600 * gradients[0]) < roundings * torch.finfo(dtype).eps
 
 
 # Shapes and masks
