@@ -60,11 +60,12 @@ def clipped(ratio, A, low=0.2, high=0.2, delta=math.inf):
     return free if free[0] < bound[0] else bound
 
 
-def weighted_surrogate(weight, A, low=0.2, high=0.2):
-    """J and its derivative where each token's term is w_i S(ρ_it, A_i)."""
+def weighted_surrogate(weight, A, low=0.2, high=0.2, s=None):
+    """J and its derivative where each token's term is w_i S(ρ_it, A_i). Or w_i S(s_i, A_i) where s is given: each of
+    the |o_i| tokens moves s_i by s_i / |o_i|, and so by s_i the sum of the completion's terms."""
 
     def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i], low, high)
+        surrogate, slope = clipped(s[i] if s else math.exp(logp - old), A[i], low, high)
         return weight[i] * surrogate, weight[i] * slope
 
     return J
@@ -148,14 +149,9 @@ def test_dapo(seed):
 @seeds
 def test_gspo(seed):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    b = draw(seed)
-    A = OVER_STD
+    b, A = draw(seed), OVER_STD
     s = sequence_ratios(b)
-
-    def J(i, t, logp, old, ref):  # as a sum over tokens, each with 1/|o_i| of S; d s_i / d log π_θ(o_it) = s_i / |o_i|
-        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
-        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
-
+    J = weighted_surrogate(SEQUENCE, A, 3e-4, 4e-4, s)
     stats = check(b, J, A, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
     cut = sum(LENGTHS[i] for i in range(N) if A[i] > 0 and s[i] > 1 + 4e-4)
     assert stats["clip_high"] == (cut, TOKENS)  # the completion's ratio stands at each of its tokens
@@ -216,12 +212,7 @@ def test_dapo_as_printed(seed):
 def test_luspo(seed):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
     b, A = draw(seed), OVER_STD
-    s = sequence_ratios(b)
-
-    def J(i, t, logp, old, ref):  # |o_i| S is S at each token; each token moves s_i by 1/|o_i|, and so |o_i| terms
-        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
-        return surrogate / N, slope / N
-
+    J = weighted_surrogate([1 / N] * N, A, 3e-4, 4e-4, sequence_ratios(b))
     check(b, J, A, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
@@ -500,29 +491,22 @@ def test_sampler_correction(switches, mode):
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
 
 
-def test_one_bound_of_the_sampler_correction_is_enough():
-    b, A = draw(0), torch.tensor(REWARDS, dtype=F64)
-    for bounds, whole in (({"tis_cap": 1.1}, (1.1, 0.0)), ({"tis_floor": 0.8}, (math.inf, 0.8))):
-        weights = token_weights(b.mask, "global")
-        expected = run(b.logp, b.old, A, weights * correction(b, "token_truncate", *whole), b.mask)
-        close(run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **bounds)[1], expected[1])
-
-
 @seeds
-@pytest.mark.parametrize("tau", [0.05, -0.5])
-def test_pull_towards_the_sampler(seed, tau):
-    """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. tis_cap leaves the last two alone."""
-    b, A, cap = draw(seed), OVER_STD, 1.1
+@pytest.mark.parametrize("tau, bounds", [(0.05, {"tis_cap": 1.1}), (-0.5, {"tis_floor": 0.8})])
+def test_pull_towards_the_sampler(seed, tau, bounds):
+    """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. The correction of the sampler, here
+    with one of its two bounds, changes only the first term."""
+    b, A, low, high = draw(seed), OVER_STD, bounds.get("tis_floor", 0.0), bounds.get("tis_cap", math.inf)
 
     def J(i, t, logp, old, ref):
-        sampler = b.sampler[i, t].item()
-        factor, (surrogate, slope) = min(math.exp(old - sampler), cap), clipped(math.exp(logp - old), A[i])
+        sampler, (surrogate, slope) = b.sampler[i, t].item(), clipped(math.exp(logp - old), A[i])
+        factor = max(min(math.exp(old - sampler), high), low)
         value = factor * surrogate - tau * (logp - sampler) ** 2 - 0.1 * (logp - ref)
         return value / LENGTHS[i] / N, (factor * slope - 2 * tau * (logp - sampler) - 0.1) / LENGTHS[i] / N
 
     sampler = b.sampler.clone().requires_grad_()
     kl = {"ref_logp": b.ref, "beta": 0.1, "kl_estimator": "k1"}
-    check(b, J, A, "sequence", {}, sampler_logp=sampler, sampler_coef=tau, tis_cap=cap, **kl)
+    check(b, J, A, "sequence", {}, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
     assert sampler.grad is None or not sampler.grad.any()
 
 

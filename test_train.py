@@ -539,13 +539,6 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
 
 
-def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
-    (figures,) = metrics(go(steps=0, eval_every=1, eval_prompts=7, reward=own("lucky")))
-    mean, half = (f"{figures[name]:.3f}" for name in ("eval/reward/lucky", "eval/reward/lucky_ci"))
-    shown = capsys.readouterr().out.partition("held out (")[2]
-    assert re.search(rf"\nreward/lucky +{mean} ± {half}\n", shown) and "accuracy" not in shown
-
-
 # ---- A chat model, rewards in TRL's signature ----
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
