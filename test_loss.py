@@ -351,32 +351,6 @@ def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
     close(*gradients(theta, loss, kl), 1e-12)
 
 
-OBJECTIVE_SWITCHES = [
-    {},
-    {"delta": 4.0},
-    {"ratio": "sequence"},
-    {"ratio": "geometric"},
-    {"objective": "cispo", "epsilon_high": 5.0},
-    {"objective": "sapo"},
-    {"objective": "dppo"},
-]
-
-
-@pytest.mark.parametrize("switches", OBJECTIVE_SWITCHES, ids=str)
-def test_an_advantage_of_zero_is_neither_clipped_nor_counted(switches):
-    b = draw(0, spread=2.0)  # every bound is met on either side
-    A = b.logp + 1.5
-    A[:, ::2] = 0.0
-    loss, grad, stats = run(b.logp, b.old, A, b.mask.to(F64), b.mask, **switches)
-    assert grad.any() and (switches.get("ratio", "token") != "token" or not grad[:, ::2].any())
-    for name in {"clip_low", "clip_high"} & stats.keys():
-        pushed = b.mask & (A < 0 if name == "clip_low" else A > 0)
-        assert stats[name][0] <= pushed.sum()
-    loss, grad, stats = run(b.logp, b.old, 0 * A, b.mask.to(F64), b.mask, **switches)
-    assert loss == 0 and not grad.any()
-    assert all(stats[name] == (0, TOKENS) for name in {"clip_low", "clip_high"} & stats.keys())
-
-
 def test_the_loss_is_zero_and_its_gradient_is_not():
     """One update a rollout, β = 0, mean over each completion: what is left of the loss is −Σ_i A_i / N = 0."""
     b, A = draw(0), group_advantages(torch.tensor(GROUPS, dtype=F64)).flatten()
@@ -593,6 +567,22 @@ def step(seed, normalization):
 def run_all(b, switches):
     kl_and_tis = {"ref_logp": b.ref, "beta": 0.1, "sampler_logp": b.sampler, "tis_cap": 1.1}
     return run(b.logp, b.old, b.advantages, b.weights, b.mask, **kl_and_tis, **switches)
+
+
+@every_switch
+def test_an_advantage_of_zero_is_neither_clipped_nor_counted(switches):
+    objective = {name: value for name, value in switches.items() if name == "objective" or name in OTHER_VALUES}
+    b = draw(0, spread=2.0)  # every bound is met on either side
+    A = b.logp + 1.5
+    A[:, ::2] = 0.0
+    loss, grad, stats = run(b.logp, b.old, A, b.mask.to(F64), b.mask, **objective)
+    assert grad.any() and (objective.get("ratio", "token") != "token" or not grad[:, ::2].any())
+    for name in {"clip_low", "clip_high"} & stats.keys():
+        pushed = b.mask & (A < 0 if name == "clip_low" else A > 0)
+        assert stats[name][0] <= pushed.sum()
+    loss, grad, stats = run(b.logp, b.old, 0 * A, b.mask.to(F64), b.mask, **objective)
+    assert loss == 0 and not grad.any()
+    assert all(stats[name] == (0, TOKENS) for name in {"clip_low", "clip_high"} & stats.keys())
 
 
 @every_switch

@@ -39,9 +39,7 @@ def test_what_a_scorer_cannot_read_is_wrong(name, text):
 CANNOT = [  # a task, what is told
     *((f"gym:{name}", "as Python code") for name in RUNS_ANSWERS),
     ('gym:composite:{"datasets": [{"name": "puzzle24", "weight": 1}]}', "puzzle24 runs"),
-    ("gym", "gym:NAME"),
     ("gym:nothing", "gym:NAME"),
-    ("gym:chain_sum:{", "gym:NAME:JSON"),
     ('gym:chain_sum:{"no_such": 1}', "no_such"),
     ('gym:chain_sum:{"min_terms": -1}', "min_terms must be positive"),
     ("addition:chain_sum", "must be one of"),
