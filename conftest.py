@@ -160,7 +160,7 @@ def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int 
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
     args = work, before, flags(settings, out)
-    processes = [PROCESSES.Process(target=forked, args=(screen(out), of_rank, *args)) for of_rank in ranks]
+    processes = [PROCESSES.Process(target=forked, args=(screen(out), rank_env, *args)) for rank_env in ranks]
     for process in processes:
         process.start()
     codes, shown = exit_codes(processes), screen(out).read_text()

@@ -157,18 +157,13 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
 @pytest.mark.parametrize("completion, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
 def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int, together: list[int]):
+    """A layer multiplies 12 h² L + 2 h L² numbers for a row of L tokens: a prompt that is read once is worth more than
+    short rows until completions are long. Eight completions of a prompt."""
     prompt, h, N = 150, 576, 8
-
-    def multiplications(sizes: list[int]) -> float:  # of a layer
-        rows = [prompt + size * completion for size in sizes]
-        return sum(12 * h**2 * L + 2 * h * L**2 for L in rows)
-
     ones, zeros = torch.ones(N, prompt + completion), torch.zeros(N, prompt + completion)
     batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=h))
-    ways = [[len(rows) for rows in np.array_split(range(N), n)] for n in range(1, N + 1)]
     assert part.together == together
-    assert multiplications(together) < 1.02 * min(map(multiplications, ways))  # a row more or less changes little
 
 
 # ---- The same step however it is split ----
@@ -234,11 +229,11 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize("of_tokens, also, learning", LEARNING)
-def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkeypatch, of_tokens, also, learning):
+@pytest.mark.parametrize("by_token, also, learning", LEARNING)
+def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkeypatch, by_token, also, learning):
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
-    if of_tokens:
+    if by_token:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
         batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # on the prompt and behind the end alone
     learnt, logprobs = [], train.logprobs
@@ -247,7 +242,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         learnt.append(len(part) * torch.is_grad_enabled())
         return logprobs(run, part, *rest, **more)
 
-    def of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The gradient, the loss and the statistics of each rank's part; ranks come one after the other."""
         run, parts = make_run(limits, **switches), []
         monkeypatch.setattr(ranks, "world", lambda: world)
@@ -260,13 +255,13 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         return parts
 
     monkeypatch.setattr(train, "logprobs", noting)
-    [(gradient, loss, totals)] = of_ranks(WHOLE, 1, **also | dict(shard=True))  # then every row has a backward pass
+    [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))  # every row has a gradient
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
     alone, together = [(1, Limits(1, None)), (2, Limits(3, 40))], [(1, TOGETHER(None, None)), (3, TOGETHER(3, 40))]
     for world, limits in [*alone, *together, (13, WHOLE)]:
         learnt.clear()
-        parts = of_ranks(limits, world, **also)
+        parts = parts_of_ranks(limits, world, **also)
         split = [sum(figures) for figures in zip(*parts)]
         assert learning is None or sum(learnt) == learning
         assert distance(split[0], gradient) < 1e-12

@@ -227,7 +227,7 @@ def some_sets() -> list[list]:
     """For each position None or ids, its own among them, one to all: as a list, an array or a tensor."""
     r, kinds = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
     others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
-    sets = iter([np.unique([token, *of_one]) for token, of_one in zip(IDS.flatten().tolist(), others)])
+    sets = iter([np.unique([token, *other_ids]) for token, other_ids in zip(IDS.flatten().tolist(), others)])
     return [[kinds[r.integers(4)](next(sets)) for _ in row] for row in IDS]
 
 
@@ -248,7 +248,7 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
 # Which way, and that the model stays as it was
 
 
-def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+def with_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
     class Changes(transformers.GPT2LMHeadModel):
         def forward(self, input_ids, use_cache=None):  # no logits_to_keep; the configuration says nothing of it
             output = super().forward(input_ids=input_ids, use_cache=use_cache)
@@ -259,8 +259,8 @@ def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
 
 
 CHANGES = {
-    "scaled in place": of_class(lambda logits: logits.mul_(1.5)),
-    "a token less": of_class(lambda logits: logits[..., : VOCAB - 1]),
+    "scaled in place": with_class(lambda logits: logits.mul_(1.5)),
+    "a token less": with_class(lambda logits: logits[..., : VOCAB - 1]),
     "by the head's own forward": lambda model: setattr(
         model.lm_head, "forward", lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
     ),

@@ -212,8 +212,8 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
             logp, entropy = log_probs(model, rows[i], cfg.temperature)
             A, length = rows[i]["A"], len(rows[i]["ids"])
             weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * 12), "sum": 1 / N}
-            of_prompt = sum(len(rows[j]["ids"]) for j in update if j // 6 == i // 6)
-            weights["prompt"] = 1 / (len({j // 6 for j in update}) * of_prompt)
+            prompt_tokens = sum(len(rows[j]["ids"]) for j in update if j // 6 == i // 6)
+            weights["prompt"] = 1 / (len({j // 6 for j in update}) * prompt_tokens)
             ratio = (logp - start[i]).exp()
             surrogate = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
             kl = (start[i] - logp).exp() - (start[i] - logp) - 1  # the reference is the policy at the start
@@ -255,13 +255,13 @@ def test_a_step_is_the_papers_equation(go, updates, name):
         masked = {i for i, row in enumerate(rows) if row["truncated"]}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
-    of_updates = [
+    rows_by_update = [
         [i for i in rows_of_update if i not in masked]
         for iteration in range(cfg.num_iterations)
         for rows_of_update in minibatches(18, cfg.minibatches, seed=(cfg.seed, 1, iteration))
     ]
     model, _ = sorting_model(cfg)
-    losses, norms, grads, weights = by_hand(model, rows, of_updates, cfg)
+    losses, norms, grads, weights = by_hand(model, rows, rows_by_update, cfg)
     for (ours, _), expected in zip(actual, grads, strict=True):  # in float32, in float64
         assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
@@ -290,8 +290,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     weighted = [[w * x for w, x in zip((0.5, 2.0), of.values()) if x is not None] for of in parts]
     assert rewards == [sum(values) if values else None for values in weighted]
     counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
-    of_updates = [of_update for *_, of_pass in passes for of_update in of_pass]
-    for ((_, batch, _), *_), part in zip(updated, of_updates, strict=True):
+    rows_by_update = [rows_of_one for *_, rows_of_pass in passes for rows_of_one in rows_of_pass]
+    for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
         mask, entropy = batch.mask.bool(), batch.sampler_entropy
         A = torch.tensor([[advantages[i]] for i in part]) * (entropy >= np.quantile(entropy[mask], 0.5))
@@ -301,8 +301,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     entropies = [entropy for _, more, (_, entropy) in scored if more]  # not where old policy or reference is scored
     for ((logp, old_logp, A, w, mask), how, _), entropy in zip(losses, entropies, strict=True):
         far = ((how["sampler_logp"] - logp) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True) > 0.05
-        of_tokens = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
-        for logp, old, A, w, ref, sampler, H, dropped in zip(*(x[mask.bool()].tolist() for x in of_tokens)):
+        by_token = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
+        for logp, old, A, w, ref, sampler, H, dropped in zip(*(x[mask.bool()].tolist() for x in by_token)):
             rho, kl = math.exp(logp - old), math.exp(ref - logp) - (ref - logp) - 1
             surrogate = 0.0 if dropped and A < 0 else min(rho * A, min(max(rho, 0.8), 1.2) * A)
             loss += w * (0.1 * rho * kl - surrogate - 0.2 * H) / 4

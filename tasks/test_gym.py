@@ -36,7 +36,7 @@ def test_what_a_scorer_cannot_read_is_wrong(name, text):
     assert rewards(task, task.train[0], text) == [0.0]
 
 
-CANNOT = [  # a task, what is told
+CANNOT = [  # a task, what is message
     *((f"gym:{name}", "as Python code") for name in RUNS_ANSWERS),
     ('gym:composite:{"datasets": [{"name": "puzzle24", "weight": 1}]}', "puzzle24 runs"),
     ("gym:nothing", "gym:NAME"),
@@ -46,9 +46,9 @@ CANNOT = [  # a task, what is told
 ]
 
 
-@pytest.mark.parametrize(("task", "told"), CANNOT)
-def test_a_data_set_that_cannot_be(task, told):
+@pytest.mark.parametrize(("task", "message"), CANNOT)
+def test_a_data_set_that_cannot_be(task, message):
     if "chain_sum" in task:
         pytest.importorskip("reasoning_gym")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         load_task(Config(task=task))

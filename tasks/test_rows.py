@@ -67,9 +67,9 @@ def test_read_rows(tmp_path, name, start, newline):
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
     (tmp_path / "rows.jsonl").write_bytes(text)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         read_rows(f"{tmp_path}/rows.jsonl")
-    assert str(told.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(told.value)) < 1000
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(("source", "kind"), ASKED)

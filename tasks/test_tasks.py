@@ -44,7 +44,7 @@ CALLS = [("1+1=", 100, 2, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0
 
 def group_of(row: dict, *texts: str) -> Group:
     ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in texts]
-    return Group([], row, [Completion(of_one, [0.0] * len(of_one), truncated=False) for of_one in ids])
+    return Group([], row, [Completion(one_text, [0.0] * len(one_text), truncated=False) for one_text in ids])
 
 
 def test_the_tasks_that_are_there():
