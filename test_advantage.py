@@ -1,4 +1,4 @@
-"""Advantages against plain Python, and the corner cases: missing rewards, equal rewards, too few of them."""
+"""Advantages compared with plain Python, also where rewards are missing, equal, or too few."""
 
 import math
 from itertools import product
@@ -37,8 +37,8 @@ REWARDS = {  # and the tokens that are trained on, where that matters: 0 of what
 
 
 def by_hand(groups, scale, baseline, eps, lengths):
-    """(r - baseline) / scale, one reward after the other; 0 where there is nothing to compare with. A reward counts
-    whatever is trained on; in a mean over tokens it counts as often as there are tokens."""
+    """(r - baseline) / scale for one reward after the other, or 0 where there is no other reward to compare it with.
+    Completions that are not trained on count as well. A mean over tokens counts a reward once for each token."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
     values, not_alike = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
@@ -85,7 +85,7 @@ def test_against_plain_python(scale, baseline, groups, lengths):
 
 
 def some_lengths(groups):
-    """Tokens of each completion."""
+    """A number of tokens for each completion."""
     return [[1 + (3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
 
 

@@ -1,5 +1,5 @@
-"""The completions of a step as tensors, and in pieces: however a step is split, over micro-batches and ranks, it is the
-same step, in loss, gradient, statistics and weights afterwards."""
+"""Completions as tensors, and how a step is split: loss, gradient, statistics and updated weights are the same for any
+micro-batches and any number of ranks."""
 
 import math
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_collate():
 
 
 def test_tokens_that_the_model_did_not_write_are_not_trained_on():
-    """Of a completion of several turns: in the mask, in its length, and in what makes a signal."""
+    """In a completion of several turns they are left out of the mask, of its length, and of what counts as a signal."""
     turns = Completion([7, 8, 9, 5], [-0.1, 0.0, 0.0, -0.2], False, written=[True, False, False, True])
     reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
     rewards, advantages = torch.tensor([1.0, 0.0]), [1.0, -1.0]
@@ -87,7 +87,7 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
 
 
 def test_minibatches():
-    """Every row of a pass is in one of them; they are a function of seed, step and pass."""
+    """Each row of a pass is in exactly one minibatch. The minibatches depend only on seed, step and pass."""
     for n, parts in ((12, 1), (12, 3), (11, 3), (12, 12), (12, 40)):
         updates = minibatches(n, parts, seed=(0, 1, 0))
         assert len(updates) == min(n, parts) and max(map(len, updates)) - min(map(len, updates)) <= 1
@@ -187,7 +187,7 @@ def sampled_groups() -> list[Group]:
 
 
 def make_batch() -> Batch:
-    """And log-probs of an old policy and a reference."""
+    """The sampled groups as a batch, with log-probs of an old policy and of a reference."""
     batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
     noise = torch.randn(2, *batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch.old_logp, batch.ref_logp = batch.sampler_logp + 0.3 * noise
@@ -203,8 +203,8 @@ def make_run(limits: Limits, **switches) -> train.Run:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
-    """With what is chosen once for the whole update: the tokens of the highest entropy, the sampler's corrections.
-    Loss, gradient norm, statistics, and the weights after it: clipped, then AdamW."""
+    """Loss, gradient norm, statistics and the weights after the update, which clips the gradient. The settings include
+    what is chosen once for the whole update: the tokens of the highest entropy and the corrections of the sampler."""
     chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
     chosen |= dict(beta=0.1, entropy_coef=0.01)
     steps = []
@@ -243,7 +243,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         return logprobs(run, part, *rest, **more)
 
     def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The gradient, the loss and the statistics of each rank's part; ranks come one after the other."""
+        """The gradient, the loss and the statistics of each rank, computed one rank after the other."""
         run, parts = make_run(limits, **switches), []
         monkeypatch.setattr(ranks, "world", lambda: world)
         for rank in range(world):

@@ -163,7 +163,7 @@ DIFFERS = {
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> Callable[..., dict]:
-    """-> a function that makes a run and tells what came of it; once for the same settings"""
+    """-> a function that makes a run with some settings, once for the same settings, and returns its results"""
     folder, made = tmp_path_factory.mktemp("given"), {}
     tokenizer = char_tokenizer("abcdef>")
     tokenizer.chat_template = TEMPLATE
@@ -190,7 +190,7 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
 
 
 def run_in(here: Path, folder: Path, settings: dict) -> dict:
-    """A run in the folder `here`, of what is in the other folder. -> what came of it"""
+    """A run in the folder `here`, with models and data of the other folder. -> its results"""
     for name in ("model", "data", "eval_data"):
         settings[name] = settings[name] and str(folder / settings[name])
     settings["reward"] = [f"{__name__}:{name}" for name in settings["reward"]]

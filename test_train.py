@@ -1,4 +1,4 @@
-"""Whole runs with tiny models: what a step computes, however it is computed, and what a run leaves behind."""
+"""Whole runs with tiny models: what a step computes, on any number of ranks, and which files a run leaves."""
 
 import copy
 import functools
@@ -44,7 +44,7 @@ def never(prompts, **columns):
 
 
 def at_first(completions, trainer_state, **columns):
-    """In the first step alone."""
+    """Rewards in the first step only."""
     return [None if trainer_state.global_step else float(len(text)) for text in completions]
 
 
@@ -85,7 +85,7 @@ def go(sorting, tmp_path, monkeypatch):
 
 @pytest.fixture
 def updates():
-    """What the optimizer is given each time: the gradient, and the learning rate of each group of parameters."""
+    """For each update, the gradient and the learning rates of the groups of parameters that the optimizer gets."""
     seen: list[tuple[Tensor, list[float]]] = []
     hook = register_optimizer_step_pre_hook(
         lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
@@ -100,7 +100,7 @@ def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """-> a function that notes the calls of a function: arguments, keywords, what came of it"""
+    """-> a function that makes another one record its calls: arguments, keyword arguments, result"""
 
     def watched(owner: object, name: str) -> list[tuple[tuple, dict, object]]:
         calls, function = [], getattr(owner, name)
@@ -175,7 +175,7 @@ def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, t
 
 
 def to_rows(lines: list[dict], n: int) -> list[dict]:
-    """Prompt ids, completion ids, and the advantage by the group's rewards, of each sampled completion."""
+    """Each sampled completion with its prompt's ids, its own ids, and the advantage that its group's rewards give."""
     _, tokenizer = sorting_model(Config())
     rows = []
     for group in (lines[start : start + n] for start in range(0, len(lines), n)):
@@ -273,7 +273,7 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
-    """From all completions in samples.jsonl, and from the tensors that the step made, one token after the other."""
+    """It is computed token by token from the completions in samples.jsonl and from the tensors of the step."""
     names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
     drawn, passes, updated, scored, losses = (watch(train, name) for name in names)
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(drawn) + 5.0 * len(updated))  # 3 s to draw, 5 s an update
@@ -347,8 +347,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
 
 def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path):
-    """On two ranks as on one. Nothing differs from the sampler, so a correction is by 1 alone; and the reference is the
-    policy at first, so the KL is 0."""
+    """Also on two ranks. The trainer's log-probs are the sampler's, so each correction is a factor of 1. The reference
+    is the policy at first, so the first KL is 0."""
     cut = dict(top_p=0.9, top_k=9, min_p=0.05)
     settings = OFF_POLICY | cut
     one = go("one", **settings)
@@ -360,7 +360,7 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """Its gap is then that to the policy: of rounding while that has not moved, but not 0."""
+    """The figure sampler_gap is then the distance to the policy: only rounding until the policy moves, but not 0."""
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
@@ -379,7 +379,7 @@ def test_another_figure_of_the_loss_is_one_of_the_step(go, monkeypatch):
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
-    """In bf16, too: before the first update there is but one policy. What is left is rounding in fp32."""
+    """Before the first update all three are the same policy, also in bf16. Only rounding in fp32 is left."""
     losses = watch(train, "policy_loss")
     go(steps=1, beta=0.1, num_iterations=2, dtype="bfloat16")
     (logp, old_logp, *_), how, _ = losses[0]
@@ -391,7 +391,7 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True), dict(num_iterations=2)])
 def test_what_a_model_does_in_training_alone_is_left_out(go, monkeypatch, settings):
-    """Dropout of its own, routers that draw: it is scored as it is sampled, once for all updates, too."""
+    """Its own dropout or a router that draws numbers: a completion is scored as it was sampled."""
     model, tokenizer = sorting_model(Config())
     model.model.norm.register_forward_hook(lambda norm, _, out: torch.dropout(out, 0.5, norm.training))
     monkeypatch.setattr("tasks.sorting.model", lambda config: (model, tokenizer))
@@ -515,7 +515,7 @@ def test_evaluation_against_counting(go, watch):
 
 
 def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
-    """Of the model it starts from, of the trained one, and of a checkpoint."""
+    """Of the initial model, of the trained one, and of a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
@@ -539,7 +539,7 @@ ENDS = [EOS_ID, 5, 9, 12]
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> dict:
-    """Settings for a model with end tokens and generation settings of its own."""
+    """Settings of a run with a model that has its own end tokens and generation settings."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789<>;+ ?")
     tokenizer.chat_template = TEMPLATE

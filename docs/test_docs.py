@@ -1,4 +1,4 @@
-"""The pages against the repository: what they show runs, and every test, flag, file and link they name is there."""
+"""The pages agree with the repository: their commands run, and each test, flag, file and link that they name exists."""
 
 import ast
 import dataclasses
@@ -47,7 +47,7 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 
 def commands(page: str, start: str) -> list[list[str]]:
-    """The words that follow this start, for each command of the page that has it."""
+    """For each command of the page that starts like this, the words after the start."""
     lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line[match.end() :], comments=True) for line in lines if (match := re.match(start, line))]
 
@@ -57,7 +57,7 @@ def settings_of(words: list[str]) -> Config:
 
 
 def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[str, str]]:
-    """What the pages name in this way and is not there, with the page."""
+    """The names that match the pattern on a page and do not exist, each with its page."""
     named = [(page, name) for page, text in PAGES.items() for name in dict.fromkeys(re.findall(pattern, text))]
     assert len(named) > 20, "the pattern finds what the pages name"
     return [(page, name) for page, name in named if not is_there(page, name)]
@@ -175,7 +175,8 @@ def test_the_page_of_objectives_has_every_preset_and_switch():
 
 
 def test_objectives_that_are_the_same_with_one_update_a_rollout():
-    """Gradients by the log-probs, up to a scale, of each step in gdpo and luspo. dapo also replaces groups."""
+    """Their gradients with respect to the log-probs are the same up to a factor, which depends on the step in gdpo and
+    luspo. That dapo also replaces groups is not compared."""
     unit = {}
     for name in ALGORITHMS:
         settings = settings_of(["--algorithm", name, "--prompts_per_step", "3", "--num_generations", "4"])
@@ -214,7 +215,7 @@ def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
 
 
 def patched(diff: str, folder: Path) -> dict[str, str]:
-    """Its files as it makes them. Each hunk's context and removed lines stand in their file exactly once."""
+    """The changed text of each file of the diff. The old lines of a hunk must occur exactly once in the file."""
     files = {}
     for file in re.split(r"^--- .*\n\+\+\+ b/", diff, flags=re.MULTILINE)[1:]:
         name, *hunks = file.split("\n@@\n")
@@ -229,7 +230,7 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """A copy of the code with every file and every diff; what edits train.py itself makes files beside it."""
+    """A copy of the code with every file and every diff of the page. A diff of train.py makes another program of it."""
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}, "each applies by itself"
     copy = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("docs", "results", "runs", ".*", "__pycache__"))
@@ -263,7 +264,7 @@ def make(copy: Path, module: str, words: list[str], out: str, *before: Callable,
 
 @pytest.fixture(scope="module")
 def runs(fork) -> dict[str, Path]:
-    """For each command its folder."""
+    """The folder of the run of each command."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
@@ -324,7 +325,7 @@ def own(fork: Path, name: str) -> SimpleNamespace:
 
 
 def test_the_reward_model_it_adds(fork, monkeypatch):
-    """Each pair of a batch by itself, whatever the padding."""
+    """The score of a pair does not depend on the padding of its batch."""
     monkeypatch.chdir(fork)
     judge, texts = own(fork, "judge"), ["#1", "#22", *["#3"] * 20, "7+5=12#12"]
     scores = judge.judge(prompts=["1+1="] * 23, completions=texts)
@@ -333,7 +334,7 @@ def test_the_reward_model_it_adds(fork, monkeypatch):
 
 
 def test_the_functions_it_adds(fork):
-    """Each against its equation; the mean of the chi2 estimator is half of sum pi_ref^2 / pi - 1."""
+    """Each function equals its equation. The mean of the chi2 estimator is (sum pi_ref^2 / pi - 1) / 2."""
     loss, lengths = own(fork, "loss"), [5, 0, 2, 7]
     total = sum(n**-0.75 for n in lengths if n)
     expected = [[n**-0.75 / (10 * total) if t < n else 0.0 for t in range(8)] for n in lengths]
@@ -354,7 +355,7 @@ def test_the_functions_it_adds(fork):
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):
-    """As printed, against a run whose rewards weigh nothing, with k2 to the same teacher: the student with noise."""
+    """The printed diff learns what a run learns from k2 alone, with rewards of weight 0 and the same teacher."""
     torch.manual_seed(0)
     teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     for weights in teacher.parameters():

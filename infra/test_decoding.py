@@ -1,4 +1,4 @@
-"""Steps that can be a CUDA graph sample what plain ones do: on a CPU, and as graphs on a GPU that is pretended."""
+"""Decoding steps that can be CUDA graphs sample the same tokens as plain steps, on a CPU and on a pretended GPU."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtyp
 
 
 def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
-    """In between the weights change, as in an update."""
+    """The completions of all samplings. Between them the weights change, as in an update."""
     found = []
     for sampling in SAMPLINGS:
         found += sampled(model, sampling, decode, dtype)
@@ -43,7 +43,7 @@ def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float3
 
 
 def compare(ours: list[Completion], theirs: list[Completion]) -> tuple[float, float]:
-    """-> share of the tokens before which, and with which, completions are the same; largest gap of their log-probs"""
+    """-> the fraction of tokens up to which completions are the same, and the largest difference of their log-probs"""
     gaps = []
     for a, b in zip(ours, theirs, strict=True):
         gaps += [abs(a.logp[t] - b.logp[t]) for t in range(len(b.ids)) if a.ids[: t + 1] == b.ids[: t + 1]]
@@ -51,7 +51,7 @@ def compare(ours: list[Completion], theirs: list[Completion]) -> tuple[float, fl
 
 
 def graphs(kind: str, dtype: torch.dtype) -> tuple[list[Completion], int, int]:
-    """-> what is sampled, how many graphs were replayed, bytes that are held afterwards beside the model"""
+    """-> the completions, how many graphs were replayed, and the bytes that are still allocated besides the model"""
     replays, replay, model = [], pretend_gpu.Graph.replay, model_of(kind, "cuda")
     pretend_gpu.Graph.replay = lambda graph: replays.append(replay(graph))
     held = gpu.held
@@ -79,7 +79,7 @@ def test_steps_of_fixed_shapes_and_their_graphs_sample_the_same(kind, where, cap
 
 
 def waits() -> list[dict]:
-    """-> as graphs and plainly, for a token, the reads by the host that wait for the GPU"""
+    """-> for graphs and for plain steps, the reads of the host that wait for the GPU, for each token"""
     model, found = model_of("qwen2", "cuda"), []
     for decode in ("graph", "plain"):
         sampled(model, SAMPLINGS[-1], decode)  # what is done once

@@ -1,5 +1,5 @@
-"""What a run needs, from configurations alone, against a model that is there, a real one worked out by hand, and what
-whole steps of real shapes hold on a GPU that is pretended.
+"""The memory that is planned from a configuration, compared with the tensors of a small model and with what whole steps
+of real shapes hold on a pretended GPU.
 
     python -m infra.test_memory          the table of docs/distributed.md, in some minutes and 1 GB
 """
@@ -52,7 +52,7 @@ def large(ranks: int = 1, **flags) -> tuple[Config, memory.Costs]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_counted_is_what_a_model_has(dtype):
-    """Weights and cache exactly; of what autograd keeps 85 % at least: a CPU repeats no keys."""
+    """Weights and cache are exact. Autograd keeps 85 % or more of what is counted: a CPU does not repeat the keys."""
     model, kept = Qwen2ForCausalLM(SMALL).train(), []
     weights = sum(p.numel() * 4 for p in model.parameters())
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -124,14 +124,14 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """As on GPUs, with so much memory."""
+    """Budgets are chosen as on a GPU with this much free memory."""
     conftest.replace("infra.command_line.resolve", lambda resolve: lambda config, task, _: resolve(config, task, True))
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)
 
 
 def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
-    """Those that fit on the rank with the least memory."""
+    """They fit on the rank with the least memory."""
 
     def budgets(*before, world: int = 1, **changes) -> tuple[int, int]:
         conftest.run(sorting | dict(dtype="float32") | changes, tmp_path / "out", *before, world=world)
@@ -162,7 +162,7 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
 
 
 def one_of_eight() -> None:
-    """The other ranks have and say what this one does."""
+    """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     conftest.replace("infra.ranks.gather", lambda _: lambda made: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
@@ -240,7 +240,7 @@ KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_planned_is_held(name):
-    """Or a quarter less, at most. Six layers are enough to see that, and take seconds."""
+    """A step holds at most what is planned, and at least four fifths of it. Six layers are enough to show that."""
     found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6, shapes_only=True)
     for planned, held in found.values():
         assert held <= planned <= 1.25 * held

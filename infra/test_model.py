@@ -45,7 +45,7 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
 
 
 def test_decoding_has_weights_in_the_dtype_of_the_computation_and_gives_the_very_weights_back():
-    """Buffers keep their precision; tied weights stay tied; whatever happens within."""
+    """Buffers keep their dtype and tied weights stay tied, also where the block ends with an exception."""
     model = tiny_model("llama tied", torch.float32)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt), decoding(model, torch.bfloat16):
@@ -60,7 +60,7 @@ def test_decoding_has_weights_in_the_dtype_of_the_computation_and_gives_the_very
 @torch.no_grad()
 @pytest.mark.parametrize("name, exact", [("qwen2", True), ("gemma2", False)])
 def test_logits_while_decoding_in_bf16_are_not_rounded_to_it(name, exact):
-    """But where a model changes what its head returns, which it does in bf16."""
+    """Unless the model changes what its head returns, which it does in bf16."""
     model, ids, states = tiny_model(name, torch.float32).eval(), torch.arange(3, 15)[None], []
     model.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
     with decoding(model, torch.bfloat16):

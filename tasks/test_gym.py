@@ -16,7 +16,7 @@ def rewards(task, row: dict, *texts: str) -> list[float]:
 
 
 def test_a_data_set_of_reasoning_gym():
-    """Its questions once each, on one side; the last tag holds the answer, which its own scorer judges."""
+    """No question is in both parts. The last tag holds the answer, and the data set's own scorer judges it."""
     pytest.importorskip("reasoning_gym")
     task = load_task(Config(task=EASY))
     asked = [row["prompt"][0]["content"] for row in task.train + task.eval]

@@ -80,7 +80,7 @@ def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
 
 
 def test_problems():
-    """Each is another one, its solution earns every reward, and those held out are the same in every run."""
+    """No two are the same, each solution earns every reward, and every run holds out the same ones."""
     task, again = (countdown.load(Config(eval_prompts=64, seed=seed)) for seed in (0, 1))
     rows = task.train + task.eval
     assert (len(task.train), len(task.eval)) == (8192, 64) and rows == again.train + again.eval

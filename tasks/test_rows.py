@@ -58,7 +58,7 @@ NOTED = [
 
 @pytest.mark.parametrize(("name", "start", "newline"), FILES)
 def test_read_rows(tmp_path, name, start, newline):
-    """Every row has all columns: which rows share a call of a reward depends on the ranks."""
+    """Every row has all columns, because the number of ranks decides which rows are scored in one call of a reward."""
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
     (tmp_path / name).write_bytes(text.encode())
     assert read_rows(str(tmp_path / name)) == READ
@@ -117,7 +117,7 @@ def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
 
 
 def test_prompts_that_are_too_long_can_be_left_out():
-    """Which is noted; and enough must be left."""
+    """A note says so, and prompts must be left to train on and to evaluate."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
     task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
