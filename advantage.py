@@ -99,8 +99,8 @@ def group_advantages(
 
 def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
     """Whether an advantage depends on the other rewards of its group."""
-    of_group = scale not in ("batch", "whiten", "none") or baseline not in ("batch", "none")
-    return of_group or combination == "gdpo"
+    scale_does, baseline_does = scale not in ("batch", "whiten", "none"), baseline not in ("batch", "none")
+    return scale_does or baseline_does or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:

@@ -176,8 +176,8 @@ def micro_batches(
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
     def pieces_of(rank: int) -> list[list[SharedRow]]:
-        share = [i for row in deal[rank::world] for i in row.members]
-        return _pieces(shared_rows(facts, share, limits.hidden_size, limits.allow), limits)
+        dealt = [i for row in deal[rank::world] for i in row.members]
+        return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)
 
     pieces = pieces_of(rank)
     for piece in pieces:

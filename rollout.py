@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
+from fast.compact_list import CompactList
 from fast.kept_sets import KeptSets
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
@@ -52,12 +53,12 @@ class Sampling:
 class Completion:
     """What follows a prompt: here the tokens that the model sampled. Lists have one entry for each token."""
 
-    ids: list[int]  # including the end-of-sequence token
-    logp: list[float]  # the sampler's log-probs at its temperature, normalized over `kept` if there are such sets
+    ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token
+    logp: list[float] = CompactList(np.float32)  # the sampler's, at its temperature, normalized over `kept` if given
     truncated: bool  # the length limit was reached without an end-of-sequence token
-    entropy: list[float] | None = None  # of the whole distribution; None if it was not asked for
+    entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the whole distribution, if asked for
     kept: KeptSets | None = None  # the token ids that each token was sampled from; None if nothing was cut
-    written: list[bool] | None = None  # False for tokens that the model did not write itself; None: it wrote them all
+    written: list[bool] | None = CompactList(np.bool_, optional=True)  # None: the model wrote every token itself
 
     @property
     def length(self) -> int:
@@ -146,7 +147,6 @@ def _decode(
     lists of kept sets. What comes after the end of a completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    logps, entropies = (torch.zeros(N, L, device=rows.device) for _ in range(2))
     kept = [KeptSets() for _ in range(N)]
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
 
@@ -154,6 +154,8 @@ def _decode(
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     logits = out.logits[rows, -1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
 
     live = torch.arange(N, device=rows.device)  # which completion each row of the batch is
@@ -168,12 +170,12 @@ def _decode(
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature)
         done = done | torch.isin(token, eos_ids)
-        finished = int(done.sum())
+        count = int(done.sum())
         if progress is not None:
-            progress(t + 1, len(live) - finished)
-        if finished == len(live) or t + 1 == L:
+            progress(t + 1, len(live) - count)
+        if count == len(live) or t + 1 == L:
             break
-        if finished >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
+        if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -253,10 +255,10 @@ def _completions(
     lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
     return [
         Completion(
-            ids=tokens[i, :n].tolist(),
-            logp=logp[i, :n].tolist(),
+            ids=tokens[i, :n],
+            logp=logp[i, :n],
             truncated=not bool(ended[i].any()),
-            entropy=entropies[i, :n].tolist() if sampling.with_entropy else None,
+            entropy=entropies[i, :n] if sampling.with_entropy else None,
             kept=kept[i] or None,
         )
         for i, n in enumerate(lengths.tolist())

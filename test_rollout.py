@@ -37,7 +37,7 @@ def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)
         how = dict(temperature=temperature, kept=completion.kept and [completion.kept.padded(len(prompt), 0)])
         scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, with_entropy=True, **how))
-        close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :])
+        close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :].float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +56,9 @@ def test_a_completion_depends_on_its_prompt_and_stream_alone(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature, cut", [(0.7, {}), (1.3, {}), (0.9, dict(top_k=9, top_p=0.9, min_p=0.05))])
 def test_the_sampled_distribution_is_the_scored_one(kind, temperature, cut):
-    model, sampling = build(kind), Sampling(12, [2, 4, 8], temperature, **cut)
+    # In fp32 the recurrence of Mamba loses more digits on some CPUs than on others.
+    model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
+    sampling = Sampling(12, [2, 4, 8], temperature, **cut)
     completions = rollout(model, PROMPTS, streams(), replace(sampling, with_entropy=True))
     assert_scored_as_sampled(model, PROMPTS, completions, temperature)
     plain = rollout(model, PROMPTS, streams(), sampling)
@@ -111,7 +113,8 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     whole = rollout(model, PROMPTS, streams(), SAMPLING)
     sampling = replace(SAMPLING, tokens_at_once=budget)
     pieces = rollout(model, PROMPTS, streams(), sampling, progress=lambda t, live: seen.append((t, live)))
-    assert pieces == [Completion(c.ids, pytest.approx(c.logp, rel=OF_FLOAT32), c.truncated) for c in whole]
+    assert [(c.ids, c.truncated) for c in pieces] == [(c.ids, c.truncated) for c in whole]
+    assert [c.logp for c in pieces] == [pytest.approx(c.logp, rel=OF_FLOAT32) for c in whole]
     assert max(live for _, live in seen) <= rows
     assert sum(t == 1 for t, _ in seen) == -(-len(PROMPTS) // rows)
     assert rollout(model, [], streams([]), sampling) == []

@@ -32,13 +32,10 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
-from tasks._prompts import check_prompts, encode_prompt, notes
+from tasks._prompts import check_prompts, encode_prompts, notes
 
-LOSS_SWITCHES = (  # the settings that policy_loss takes
-    "objective", "ratio", "old_policy", "epsilon_low", "epsilon_high", "delta", "beta", "kl_estimator",
-    "kl_importance", "tis_mode", "tis_cap", "tis_floor", "off_policy_mask", "sampler_coef", "sapo_tau_pos",
-    "sapo_tau_neg",
-)  # fmt: skip
+# policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
+LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
 
 
@@ -81,8 +78,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
         advantages = torch.zeros_like(advantages)  # dynamic sampling found no group to learn from
-    for group, of_group in zip(groups, advantages, strict=True):
-        group.advantages = of_group
+    for group, row in zip(groups, advantages, strict=True):
+        group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
@@ -238,7 +235,8 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
     prompts that the step had before: it keeps the random numbers of its rounds apart."""
-    cfg, prompts = run.config, [encode_prompt(run.tokenizer, rows[i]["prompt"]) for i in picked]
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork added
+    cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
 

@@ -54,7 +54,7 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) ->
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
         config = fitting(config, cost, free)
-        return config, check(config, cost, free)
+        return config, plan_line(config, cost, free)
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
@@ -124,8 +124,8 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 def needed(config: Config, cost: Costs) -> dict[str, float]:
     """-> how many bytes are needed for what"""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
-    of_rows = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
-    tokens = max(cost.length, min(of_rows, config.micro_batch_tokens or math.inf))
+    most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
+    tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
     return cost.stays | {"rollout": cost.rollout + rows * cost.row, "update": update * (config.steps != 0)}
 
@@ -136,7 +136,7 @@ def peak(config: Config, cost: Costs) -> float:
     return sum(cost.stays.values()) + max(need["rollout"], need["update"])
 
 
-def check(config: Config, cost: Costs, free: float) -> str:
+def plan_line(config: Config, cost: Costs, free: float) -> str:
     """-> a line for the screen. It is a UserError if the run cannot fit even when it is computed in smaller parts."""
     need, most = needed(config, cost), peak(config, cost)
     least = peak(replace(config, rollout_tokens=1, micro_batch_tokens=1), cost)

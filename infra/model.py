@@ -63,10 +63,10 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
     """The model that the run of this checkpoint started from, with the weights of the checkpoint."""
-    of_run = run_folder.settings_of(folder.absolute().parent.parent)
-    if of_run is None:
+    settings = run_folder.settings_of(folder.absolute().parent.parent)
+    if settings is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
-    opened = open_model(of_run.model or task_file(of_run.task).model(of_run), config)
+    opened = open_model(settings.model or task_file(settings.task).model(settings), config)
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
 
 

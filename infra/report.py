@@ -23,6 +23,7 @@ from tqdm import tqdm
 from batch import Group
 from config import ALGORITHMS, Config, UserError
 from infra import ranks, run_folder
+from tasks import columns_of
 
 # ---- Figures ----
 
@@ -186,7 +187,7 @@ class RunLog:
             "advantage": None if group.advantages is None else float(group.advantages[i]),
             "length": group.completions[i].length,
             "truncated": group.completions[i].truncated,
-            "columns": {name: value for name, value in group.row.items() if name != "prompt"},
+            "columns": columns_of(group.row),
             "extras": group.extras[i],
             "tokens": self.tokens(group.completions[i].ids, group.completions[i].logp, group.completions[i].entropy),
         }

@@ -110,17 +110,17 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     config, cost = small()
     most = memory.peak(config, cost)
     least = memory.peak(small(rollout_tokens=1, micro_batch_size=1)[0], cost)
-    said = ["in smaller parts" in memory.check(config, cost, free) for free in (most, most - 1, least)]
+    said = ["in smaller parts" in memory.plan_line(config, cost, free) for free in (most, most - 1, least)]
     assert said == [False, True, True]
     disk = memory.readable(2 * 4 * 3 * sum(p.numel() for p in Qwen2ForCausalLM(SMALL).parameters()))  # Adam has two
-    assert f"checkpoints up to {disk} on disk" in memory.check(config, cost, most)
+    assert f"checkpoints up to {disk} on disk" in memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
-        memory.check(config, cost, least - 1)
+        memory.plan_line(config, cost, least - 1)
     config, cost = small(shard=True, micro_batch_size=9)
     most = memory.peak(config, cost)
-    memory.check(config, cost, most)
+    memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
-        memory.check(config, cost, most - 1)
+        memory.plan_line(config, cost, most - 1)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:

@@ -132,6 +132,11 @@ def text_of(completion: Prompt) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def columns_of(row: dict) -> dict:
+    """What a row holds for the rewards: everything but its prompt."""
+    return {name: value for name, value in row.items() if name not in ("prompt", "prompt_ids")}
+
+
 def score(
     task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
@@ -141,7 +146,7 @@ def score(
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
-    columns = {name: [row.get(name) for row, _ in pairs] for name in pairs[0][0] if name != "prompt"}
+    columns = {name: [row.get(name) for row, _ in pairs] for name in columns_of(pairs[0][0])}
     columns["prompts"] = [row["prompt"] for row, _ in pairs]
     columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     columns["completion_ids"] = [completion.ids for _, completion in pairs]
@@ -158,7 +163,8 @@ def score(
 
     state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # rewards divide by it
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    parts = [list(of_one) for of_one in zip(*call_rewards(task.rewards, columns, of_the_run, time_limit), strict=True)]
+    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # a list for each reward
+    parts = [list(completion) for completion in zip(*values, strict=True)]
     sizes = [len(group.completions) for group in groups]
-    of_groups = zip(sizes, itertools.accumulate(sizes), strict=True)
-    return [(parts[end - n : end], extras[end - n : end]) for n, end in of_groups], metrics
+    ends = itertools.accumulate(sizes)
+    return [(parts[end - n : end], extras[end - n : end]) for n, end in zip(sizes, ends, strict=True)], metrics

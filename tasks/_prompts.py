@@ -1,4 +1,4 @@
-"""Rows -> prompts that this model can be given: in its tokens, and short enough for its context."""
+"""Encode the prompts of all rows for this model, and check that they fit into its context."""
 
 import json
 import math
@@ -8,45 +8,61 @@ from config import Config, UserError
 from tasks import Prompt, Task
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Chat messages go through the chat template; a string is taken as it is."""
-    if not isinstance(prompt, str):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-    ids = tokenizer(prompt)["input_ids"]
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text; a prompt goes on
-        own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        ids = ids if own[-1:] == ids[-1:] else ids[:-1]
-    return ids
+def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> None:
+    """Keep the token ids of each row's prompt in the row, as `prompt_ids`. Prompts are encoded only once, and many at a
+    time, because encoding a large data set one by one takes minutes."""
+    for is_text in (True, False):
+        same_kind = [row for row in rows if isinstance(row["prompt"], str) == is_text]
+        for start in range(0, len(same_kind), at_once):
+            batch = same_kind[start : start + at_once]
+            try:
+                encoded = encode(tokenizer, [row["prompt"] for row in batch])
+            except Exception as error:  # a letter that the tokenizer does not know, a chat template that is missing
+                if at_once > 1:
+                    encode_prompts(tokenizer, batch, at_once=1)  # raises the error of the prompt that it is about
+                prompt = batch[0]["prompt"]
+                raise UserError(f"a prompt could not be encoded: {prompt!r:.200}: {error!r}") from error
+            for row, ids in zip(batch, encoded, strict=True):
+                if not ids:
+                    raise UserError(f"a prompt has no tokens: {row['prompt']!r:.200}")
+                row["prompt_ids"] = ids
+
+
+def encode(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
+    """Prompts of one kind: chat messages go through the chat template, and strings are taken as they are."""
+    if not isinstance(prompts[0], str):
+        return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+    encoded = tokenizer(prompts)["input_ids"]
+    for n, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # this tokenizer ends every text, but a prompt goes on
+            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            encoded[n] = ids if own[-1:] == ids[-1:] else ids[:-1]
+    return encoded
 
 
 def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Config) -> int:
-    """Every prompt can be encoded and leaves room for its completion, or is left out where the settings say so.
-    -> tokens of the longest"""
+    """Encode every prompt. One that leaves no room for its completion is an error, or is left out if the settings say
+    so. -> the number of tokens of the longest prompt"""
     if task.eos_id not in (None, tokenizer.eos_token_id):
         raise UserError(f"--model {config.model}: --task {config.task} is for its own small model")
-    lengths = {id(row): length_of(tokenizer, row["prompt"]) for row in task.train + task.eval}
+    encode_prompts(tokenizer, task.train + task.eval)
     room = (context or math.inf) - config.max_completion_length
-    too_long = [row["prompt"] for row in task.train + task.eval if lengths[id(row)] > room]
+    too_long = [row for row in task.train + task.eval if len(row["prompt_ids"]) > room]
     if too_long:
-        told = f"{len(too_long)} prompts and a completion of {config.max_completion_length} exceed the model's context "
-        told += f"of {context}; the first has {length_of(tokenizer, too_long[0])} tokens: {too_long[0]!r:.200}"
+        first = too_long[0]
+        message = (
+            f"{len(too_long)} prompts and a completion of {config.max_completion_length} exceed the model's context of "
+            f"{context}; the first has {len(first['prompt_ids'])} tokens: {first['prompt']!r:.200}"
+        )
         if not config.drop_long_prompts:
-            raise UserError(f"{told}; shorten them, --drop_long_prompts, or lower --max_completion_length")
-        task.train, task.eval = ([row for row in part if lengths[id(row)] <= room] for part in (task.train, task.eval))
-        task.notes.append(f"{told}; they are left out")
+            raise UserError(f"{message}; shorten them, --drop_long_prompts, or lower --max_completion_length")
+        task.train, task.eval = (
+            [row for row in rows if len(row["prompt_ids"]) <= room] for rows in (task.train, task.eval)
+        )
+        task.notes.append(f"{message}; they are left out")
     if (config.steps != 0 and not task.train) or (config.eval_every and not task.eval):
         raise UserError("; ".join([*task.notes, "no prompts to train on, or none held out: see --eval_data"]))
-    return max(lengths[id(row)] for row in task.train + task.eval)
-
-
-def length_of(tokenizer: Any, prompt: Prompt) -> int:
-    try:
-        ids = encode_prompt(tokenizer, prompt)
-    except Exception as error:  # a letter that the tokenizer does not know, a chat template that is missing
-        raise UserError(f"a prompt could not be encoded: {prompt!r:.200}: {type(error).__name__}: {error}") from error
-    if not ids:
-        raise UserError(f"a prompt has no tokens: {prompt!r:.200}")
-    return len(ids)
+    return max(len(row["prompt_ids"]) for row in task.train + task.eval)
 
 
 def notes(task: Task, tokenizer: Any) -> list[str]:

@@ -30,8 +30,8 @@ def sorted_share(prompts, completions, completion_ids, answer: list[str], **colu
     for text, ids, right in zip(completions, completion_ids, answer, strict=True):
         kept = (Counter(text) & Counter(right)).total()
         placed = sum(given == wanted for given, wanted in zip(text, right, strict=False))
-        share = (kept + placed) / (2 * max(len(text), len(right)))
-        rewards.append(share if ended(ids) else share / 2)
+        score = (kept + placed) / (2 * max(len(text), len(right)))
+        rewards.append(score if ended(ids) else score / 2)
     return rewards
 
 

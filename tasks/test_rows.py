@@ -13,7 +13,7 @@ from config import Config, UserError
 from tasks import Task
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._files import hold_out, read_rows
-from tasks._prompts import check_prompts, encode_prompt, notes
+from tasks._prompts import check_prompts, encode_prompts, notes
 
 ROWS = [
     {"prompt": "é\u2028\x85", "n": 1, "more": {"deep": [1]}},
@@ -44,7 +44,7 @@ ENCODED = [
 ]
 CANNOT = [
     (PLAIN, "", "a prompt has no tokens: ''"),
-    (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception: .*UNK"),
+    (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception.*UNK"),
     (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
     (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
 ]
@@ -106,7 +106,21 @@ def task_of(*prompts, held_out=()) -> Task:
 
 @pytest.mark.parametrize(("tokenizer", "prompt", "text"), ENCODED)
 def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokenizer, prompt, text):
-    assert PLAIN.decode(encode_prompt(tokenizer, prompt)) == text
+    rows = [{"prompt": each} for each in ("1", prompt, prompt, "2")]  # strings and messages in one data set
+    encode_prompts(tokenizer, rows, at_once=2)
+    assert [PLAIN.decode(row["prompt_ids"]) for row in rows] == ["1", text, text, "2"]
+
+
+def test_prompts_are_encoded_many_at_a_time():
+    calls = []
+
+    def tokenizer(prompts: list[str]) -> dict:
+        calls.append(len(prompts))
+        return PLAIN(prompts)
+
+    tokenizer.eos_token_id = EOS_ID
+    encode_prompts(tokenizer, [{"prompt": "1+1="} for _ in range(2500)])
+    assert calls == [1000, 1000, 500]
 
 
 @pytest.mark.parametrize(("tokenizer", "prompt", "words"), CANNOT)
