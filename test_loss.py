@@ -53,6 +53,11 @@ def draw(seed, lengths=LENGTHS, spread=0.4):
     return SimpleNamespace(logp=logp, old=old, ref=ref, sampler=sampler, mask=mask)
 
 
+@pytest.fixture(params=range(3))
+def b(request):
+    return draw(request.param)
+
+
 def clipped(ratio, A, low=0.2, high=0.2, delta=math.inf):
     """min(min(ρ, δ) A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ: ρ A, or 0 where ρ is cut."""
     free = min(ratio, delta) * A, ratio * A if ratio < delta else 0.0
@@ -114,8 +119,7 @@ def check(b, J, A, normalization, advantages, **switches):
     return stats
 
 
-@seeds
-def test_grpo(seed):
+def test_grpo(b):
     """GRPO, arXiv 2402.03300: J = 1/G Σ_i 1/|o_i| Σ_t [S(ρ_it, A_i) − β (e^Δ − Δ − 1)], A = (r − mean r)/std r."""
     A = OVER_STD
 
@@ -124,18 +128,15 @@ def test_grpo(seed):
         value, derivative = surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
         return value / LENGTHS[i] / N, derivative / LENGTHS[i] / N
 
-    b = draw(seed)
     check(b, J, A, "sequence", {}, ref_logp=b.ref, beta=0.04)
 
 
-@seeds
-def test_dr_grpo(seed):
+def test_dr_grpo(b):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    check(draw(seed), weighted_surrogate(CONSTANT, MINUS_MEAN), MINUS_MEAN, "constant", {"scale": "none"})
+    check(b, weighted_surrogate(CONSTANT, MINUS_MEAN), MINUS_MEAN, "constant", {"scale": "none"})
 
 
-@seeds
-def test_dapo(seed):
+def test_dapo(b):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
     A = OVER_STD
 
@@ -143,13 +144,12 @@ def test_dapo(seed):
         surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
         return surrogate / TOKENS, slope / TOKENS
 
-    check(draw(seed), J, A, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, J, A, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
 
 
-@seeds
-def test_gspo(seed):
+def test_gspo(b):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    b, A = draw(seed), OVER_STD
+    A = OVER_STD
     s = sequence_ratios(b)
     J = weighted_surrogate(SEQUENCE, A, 3e-4, 4e-4, s)
     stats = check(b, J, A, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
@@ -172,54 +172,48 @@ def test_cispo(seed):
     assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
 
 
-@seeds
-def test_rloo(seed):
+def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
 
     def J(i, t, logp, old, ref):
         return A[i] * logp / N, A[i] / N
 
-    check(draw(seed), J, A, "sum", {"scale": "none", "baseline": "leave_one_out"}, objective="reinforce")
+    check(b, J, A, "sum", {"scale": "none", "baseline": "leave_one_out"}, objective="reinforce")
 
 
-@seeds
-def test_reinforce_plus_plus(seed):
+def test_reinforce_plus_plus(b):
     """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std, where mean
     and std are those of the batch's tokens: a reward counts as often as its completion has tokens."""
     token_values = [r for r, length in zip(REWARDS, LENGTHS) for _ in range(length)]
     A = [(r - fmean(token_values)) / stdev(token_values) for r in REWARDS]
-    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten", "baseline": "none"})
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten", "baseline": "none"})
 
 
-@seeds
-def test_reinforce_plus_plus_baseline(seed):
+def test_reinforce_plus_plus_baseline(b):
     """The same of r − mean of the group."""
     token_values = [r for r, length in zip(MINUS_MEAN, LENGTHS) for _ in range(length)]
     A = [(r - fmean(token_values)) / stdev(token_values) for r in MINUS_MEAN]
-    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten"})
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten"})
 
 
-@seeds
-def test_dapo_as_printed(seed):
+def test_dapo_as_printed(b):
     """DAPO, arXiv 2503.14476, eq. 8: E over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), the sums over one prompt's."""
     A, weight = OVER_STD, [1 / (2 * sum(of_prompt)) for of_prompt in (LENGTHS[:4], LENGTHS[4:]) for _ in range(4)]
     J = weighted_surrogate(weight, A, 0.2, 0.28)
-    check(draw(seed), J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
 
 
-@seeds
-def test_luspo(seed):
+def test_luspo(b):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
-    b, A = draw(seed), OVER_STD
+    A = OVER_STD
     J = weighted_surrogate([1 / N] * N, A, 3e-4, 4e-4, sequence_ratios(b))
     check(b, J, A, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
-@seeds
-def test_gmpo(seed):
+def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
-    b, A, low, high = draw(seed), OVER_STD, 0.3, 0.4
+    A, low, high = OVER_STD, 0.3, 0.4
     logs = [[(b.logp - b.old)[i, t].item() for t in range(length)] for i, length in enumerate(LENGTHS)]
     cut = [[x > high if A[i] > 0 else x < -low for x in of] for i, of in enumerate(logs)]
     bound = [high if a > 0 else -low for a in A]
@@ -234,8 +228,7 @@ def test_gmpo(seed):
     assert [stats["clip_low"][0], stats["clip_high"][0]] == clipped_tokens
 
 
-@seeds
-def test_sapo(seed):
+def test_sapo(b):
     """SAPO, arXiv 2511.20347: J = 1/G Σ_i 1/|o_i| Σ_t (4/τ) σ(τ (ρ_it − 1)) A_i, τ 1 where A > 0, 1.05 elsewhere."""
     A = OVER_STD
 
@@ -245,12 +238,11 @@ def test_sapo(seed):
         value, slope = 4 / tau * gate * A[i], 4 * gate * (1 - gate) * ratio * A[i]
         return value / LENGTHS[i] / N, slope / LENGTHS[i] / N
 
-    stats = check(draw(seed), J, A, "sequence", {}, objective="sapo")
+    stats = check(b, J, A, "sequence", {}, objective="sapo")
     assert "clip_low" not in stats  # nothing is cut off
 
 
-@seeds
-def test_dppo(seed):
+def test_dppo(b):
     """DPPO-TV, arXiv 2602.04879: J = 1/Σ_i|o_i| Σ_i Σ_t M_it sg(ρ_it) A_i log π_θ, where M_it is 0 for a token whose
     probability has changed by more than δ in the direction of A_i."""
     A = OVER_STD
@@ -263,24 +255,22 @@ def test_dppo(seed):
         return (0.0, 0.0) if dropped else (ratio * A[i] * logp / TOKENS, ratio * A[i] / TOKENS)
 
     switches = {"objective": "dppo", "epsilon_low": 0.05, "epsilon_high": 0.1}
-    stats = check(draw(seed), J, A, "global", {}, **switches)
+    stats = check(b, J, A, "global", {}, **switches)
     assert 0 < stats["clip_low"][0] + stats["clip_high"][0] == sum(seen) < TOKENS
 
 
-@seeds
-def test_maxrl(seed):
+def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-    check(draw(seed), weighted_surrogate(SEQUENCE, A), A, "sequence", {"scale": "mean"})
+    check(b, weighted_surrogate(SEQUENCE, A), A, "sequence", {"scale": "mean"})
 
 
-@seeds
-def test_opo(seed):
+def test_opo(b):
     """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, sums over the group."""
     halves = [LENGTHS[:4], LENGTHS[4:]]
-    b = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
-    A = [r - b[p] for p, group in enumerate(GROUPS) for r in group]
-    check(draw(seed), weighted_surrogate(GLOBAL, A), A, "global", {"scale": "none", "baseline": "length"})
+    baselines = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
+    A = [r - baselines[p] for p, group in enumerate(GROUPS) for r in group]
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "none", "baseline": "length"})
 
 
 # ---- facts that hold for any policy
@@ -460,12 +450,11 @@ def test_sampler_correction(switches, mode):
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
 
 
-@seeds
 @pytest.mark.parametrize("tau, bounds", [(0.05, {"tis_cap": 1.1}), (-0.5, {"tis_floor": 0.8})])
-def test_pull_towards_the_sampler(seed, tau, bounds):
+def test_pull_towards_the_sampler(b, tau, bounds):
     """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. The correction of the sampler, here
     with one of its two bounds, changes only the first term."""
-    b, A, low, high = draw(seed), OVER_STD, bounds.get("tis_floor", 0.0), bounds.get("tis_cap", math.inf)
+    A, low, high = OVER_STD, bounds.get("tis_floor", 0.0), bounds.get("tis_cap", math.inf)
 
     def J(i, t, logp, old, ref):
         sampler, (surrogate, slope) = b.sampler[i, t].item(), clipped(math.exp(logp - old), A[i])
@@ -479,10 +468,9 @@ def test_pull_towards_the_sampler(seed, tau, bounds):
     assert sampler.grad is None or not sampler.grad.any()
 
 
-@seeds
-def test_off_policy_sequence_masking(seed):
+def test_off_policy_sequence_masking(b):
     """DeepSeek-V3.2, arXiv 2512.02556, eq. 9: M_i = 0 where A_i < 0 and 1/|o_i| Σ_t log(π_sampler/π_θ) > δ."""
-    b, A = draw(seed), torch.tensor([1.0, -1.0] * 4, dtype=F64)
+    A = torch.tensor([1.0, -1.0] * 4, dtype=F64)
     drift = [fmean((b.sampler - b.logp)[i, :length].tolist()) for i, length in enumerate(LENGTHS)]
     threshold = sorted(drift[1::2])[1] + 1e-6  # two of the four bad ones stay
     keep = torch.tensor([1.0 if a > 0 or d <= threshold else 0.0 for a, d in zip(A, drift)], dtype=F64)

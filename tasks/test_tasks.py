@@ -146,12 +146,6 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "nothing is called for nothing"
 
 
-def test_a_metric_that_is_no_number_is_told(caplog):
-    task = Task([], [], [lambda log_metric, **given: [log_metric("x", math.nan)] * 4], [1.0])
-    score(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
-    assert caplog.messages == ["log_metric('x') was given nan"], "once"
-
-
 @pytest.mark.parametrize("wrong", [[1], "abcde", None])
 def test_a_log_of_the_wrong_length(wrong):
     task = Task([], [], [lambda log_extra, **given: log_extra("x", wrong)], [1.0])
