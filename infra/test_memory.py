@@ -71,6 +71,17 @@ def test_what_is_counted_is_what_a_model_has(dtype):
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
 
 
+def test_an_update_of_a_real_model_by_hand(monkeypatch):
+    """7B in bf16 on one GPU, which has a copy of the weights, and on 8, which gather the head and two layers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    P, V, h = 7_615_616_512, 152_064, 3584  # parameters, vocabulary, hidden size
+    for ranks, gathered in ((1, 2 * P), (8, 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4))):  # layers with their gradients
+        _, cost = large(ranks, prompts_per_step=16, num_generations=ranks, shard=ranks > 1)
+        completions = 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # as tensors
+        assert cost.update == pytest.approx(4 * P / ranks + gathered + completions + 4 * V * h)
+        assert cost.head == V * (6 * 2048 + 4 * h), "the log-probs of a chunk and what is made of them"
+
+
 def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
