@@ -37,14 +37,11 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     runs = []
     for seed, variant in itertools.product(args.seeds, args.variants):
         words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
+        given = command_line.parse(words, on_gpu=False)
+        config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
         name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
-        runs.append(run_of(args.out / f"{name}-{seed}", words))
+        runs.append(Run(args.out / f"{name}-{seed}", words, config))
     return runs
-
-
-def run_of(folder: Path, words: list[str]) -> Run:
-    given = command_line.parse(words, on_gpu=False)
-    return Run(folder, words, replace(command_line.ready(given, on_gpu=False), dtype=given.dtype))
 
 
 def check_settings(run: Run, made: Config) -> None:

@@ -147,21 +147,22 @@ def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: A
 # ---- All runs, and what they show ----
 
 
-def run_of(args: argparse.Namespace, way: str, seed: str) -> ablate.Run:
-    return ablate.run_of(args.out / f"{re.sub('[, ]+', '-', way)}-{seed}", [*args.flags, "--seed", seed])
+def folder_of(args: argparse.Namespace, way: str, seed: str) -> Path:
+    return args.out / f"{re.sub('[, ]+', '-', way)}-{seed}"
 
 
 def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
-        folder, words, _ = run = run_of(args, way, seed)
-        if not ablate.log_if_finished(run):
+        folder = folder_of(args, way, seed)
+        if not (folder / "metrics.jsonl").exists():
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
-                process.submit(measure, args, way, folder, words).result()
+                process.submit(measure, args, way, folder, [*args.flags, "--seed", seed]).result()
 
 
 def table(args: argparse.Namespace) -> str:
     """A figure that a run does not have, because it did not reach the target, is left out."""
-    logs = [[ablate.finished(run_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
+    folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
+    logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
