@@ -81,7 +81,15 @@ def test_every_flag_is_there():
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
-    known |= {"nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # Slurm's, pytest's, and everyone's
+    known |= {
+        "logprobs",
+        "nodes",
+        "ntasks",
+        "gpus",
+        "requeue",
+        "dist",
+        "help",
+    }  # those of vLLM, Slurm, pytest, and everyone
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
