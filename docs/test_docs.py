@@ -81,15 +81,7 @@ def test_every_flag_is_there():
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
-    known |= {
-        "logprobs",
-        "nodes",
-        "ntasks",
-        "gpus",
-        "requeue",
-        "dist",
-        "help",
-    }  # those of vLLM, Slurm, pytest, and everyone
+    known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # of vLLM, Slurm, pytest, everyone
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
