@@ -100,7 +100,7 @@ class Config:
     top_p: float = setting(1.0, "sample from the likeliest tokens, of this total; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
-    stop: list[str] = setting([], "texts that also end a completion, and are its last words")
+    stop: list[str] = setting([], "texts that end a completion, as its end token does")
     keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
 
     heading("The objective")

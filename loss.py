@@ -197,13 +197,13 @@ def policy_loss(
         too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
         policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
     elif objective == "vespo":  # VESPO 2602.10693: a smooth weight of the ratio of the whole completion
-        policy = -_vespo_weight(logp - old_logp, correction, A, mask).detach() * A * logp
+        policy = -_vespo_weight((logp - old_logp).detach(), correction, A, mask) * A * logp
     elif objective == "reinforce":
         policy = -A * logp
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    if corrects_sampler and objective != "vespo":  # whose weight holds the correction
+    if corrects_sampler and objective != "vespo":  # the weight of VESPO holds the correction already
         policy = policy * correction
     if has_gate:
         policy = policy.masked_fill(gated, 0.0)

@@ -177,8 +177,8 @@ def _decode(
             entropies[live, t] = entropy_of(logits, sampling.temperature)
         ended = torch.isin(token, eos_ids)
         if sampling.stop:
-            texts = tokens[live, : t + 1].tolist()
-            ended = ended | torch.tensor([has_stop(ids) for ids in texts], device=rows.device)
+            found = [has_stop(ids) for ids in tokens[live, : t + 1].tolist()]
+            ended = ended | torch.tensor(found, device=rows.device)
         lengths[live] += ~done
         done = done | ended
         count = int(done.sum())
