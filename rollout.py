@@ -20,8 +20,8 @@ Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # size of the cache; rows count at full length, and one row is always allowed
     drop_share: float = 0.25  # rows leave the batch when at least this share of them has finished
     with_entropy: bool = False  # record the entropy of the distribution of each token
+    stop: list[str] = field(default_factory=list)  # the token after which the text has one of these ends a completion
+    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode, which `stop` needs
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Completion:
 
     ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token
     logp: list[float] = CompactList(np.float32)  # the sampler's, at its temperature, normalized over `kept` if given
-    truncated: bool  # the length limit was reached without an end-of-sequence token
+    truncated: bool  # the length limit was reached without an end-of-sequence token or a stop string
     entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the whole distribution, if asked for
     kept: KeptSets | None = None  # the token ids that each token was sampled from; None if nothing was cut
     written: list[bool] | None = CompactList(np.bool_, optional=True)  # None: the model wrote every token itself
@@ -141,14 +143,18 @@ def _decode(
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> tuple[Tensor, Tensor, Tensor, list[KeptSets]]:
+) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor, Tensor]:
     """The loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts, padded
-    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, and N
-    lists of kept sets. What comes after the end of a completion has no meaning."""
+    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, N lists
+    of kept sets, and for each completion its length and whether it was truncated. What comes after the end of a
+    completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     kept = [KeptSets() for _ in range(N)]
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
+    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
+    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    has_stop = stop_search(sampling)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
@@ -169,7 +175,12 @@ def _decode(
                     kept[row].append(ids, logits.shape[1])
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature)
-        done = done | torch.isin(token, eos_ids)
+        ended = torch.isin(token, eos_ids)
+        if sampling.stop:
+            found = [has_stop(ids) for ids in tokens[live, : t + 1].tolist()]
+            ended = ended | torch.tensor(found, device=rows.device)
+        lengths[live] += ~done
+        done = done | ended
         count = int(done.sum())
         if progress is not None:
             progress(t + 1, len(live) - count)
@@ -183,7 +194,24 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
-    return tokens, logps, entropies, kept
+    truncated[live] = ~done
+    return tokens, logps, entropies, kept, lengths, truncated
+
+
+def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
+    """-> a function that says whether the text of these ids has a stop string. Decoding the whole text after each token
+    would take quadratic time, so it is done only if the last token may bring the last character of a stop string."""
+
+    @cache
+    def may_complete(token: int) -> bool:
+        text = sampling.to_text([token, token])  # twice, because the first token of a text may lose its space
+        return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)  # or a part of a character
+
+    def has_stop(ids: list[int]) -> bool:
+        text = sampling.to_text(ids) if may_complete(ids[-1]) else ""
+        return any(stop in text for stop in sampling.stop)
+
+    return has_stop
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, list[np.ndarray] | None]:
@@ -243,7 +271,13 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
 
 
 def _completions(
-    tokens: Tensor, logp: Tensor, entropies: Tensor, kept: list[KeptSets], sampling: Sampling
+    tokens: Tensor,
+    logp: Tensor,
+    entropies: Tensor,
+    kept: list[KeptSets],
+    lengths: Tensor,
+    truncated: Tensor,
+    sampling: Sampling,
 ) -> list[Completion]:
     if not logp.isfinite().all():
         raise UserError(
@@ -251,15 +285,13 @@ def _completions(
             "too high"
         )
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
-    ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
-    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
     return [
         Completion(
             ids=tokens[i, :n],
             logp=logp[i, :n],
-            truncated=not bool(ended[i].any()),
+            truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
             kept=kept[i] or None,
         )
-        for i, n in enumerate(lengths.tolist())
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
     ]
