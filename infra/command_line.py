@@ -23,7 +23,6 @@ from infra import run_folder
 from loss import SWITCHES_READ
 from tasks import task_defaults, task_file, task_names
 
-NO_MODE = "geometric_mask: is not a mode any more; give --gate_low and --gate_high in place of its floor and cap"
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -68,19 +67,12 @@ def flags() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": {bool: string_to_bool, str: word}.get(kind, kind)}
-            how |= {"nargs": "?", "const": True} if kind is bool else {}
+            how = {"nargs": "?", "const": True, "type": string_to_bool} if kind is bool else {"type": kind}
             how |= {"nargs": "+"} if is_list(setting) else {"choices": setting.metadata["names"]}
             default = getattr(Config(), setting.name)
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {default})".replace("%", "%%")
             group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text, **how)
     return parser
-
-
-def word(text: str) -> str:
-    if text == "geometric_mask":
-        raise argparse.ArgumentTypeError(NO_MODE)
-    return text
 
 
 def kind_of(setting: Field) -> type:
@@ -158,7 +150,7 @@ def contradictions(config: Config) -> Iterator[str]:
     given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
     if config.tis_mode == "geometric_mask":  # of a run of an earlier version
-        yield f"--tis_mode {NO_MODE}"
+        yield "--tis_mode geometric_mask: was replaced by --gate_low and --gate_high; give these, not tis_floor, tis_cap"
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
     if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):

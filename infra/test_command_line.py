@@ -108,7 +108,7 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path, capsys):
     file.write_text(file.read_text().replace("token_truncate", "geometric_mask"))
     with pytest.raises(SystemExit):
         read(f"--out {out}")
-    assert "--tis_mode geometric_mask: is not a mode any more; give --gate_low and --gate" in capsys.readouterr().err
+    assert "--tis_mode geometric_mask: was replaced by --gate_low and --gate_high" in capsys.readouterr().err
 
 
 MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends at the first one that it finds
@@ -128,7 +128,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--objective cispo --tis_mode sequence_mask", "0.2: is the cap itself | mask: corrects nothing without --tis"),
     (
         "--tis_mode geometric_mask --tis_cap 1.1",
-        "--tis_mode: geometric_mask ... give --gate_low and --gate_high in place",
+        "--tis_mode: invalid choice: 'geometric_mask'",
     ),
     ("--gate_low 1.1 --gate_high 1", "--gate_low 1.1: ... above --gate_high 1"),
     ("--stop=", "--stop ['']: must be list of str"),
@@ -146,7 +146,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
-    ({"given": {"tis_mode": "geometric_mask", "tis_floor": 0.9}}, "", "--tis_mode: geometric_mask ... give --gate_low"),
+    ({"given": {"tis_mode": "geometric_mask", "tis_floor": 0.9}}, "", "--tis_mode: invalid choice: 'geometric_mask'"),
     (
         {"settings": {"algorithm": "rloo"}},
         "--algorithm dapo",
