@@ -150,7 +150,7 @@ def contradictions(config: Config) -> Iterator[str]:
     given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
     if config.tis_mode == "geometric_mask":  # of a run of an earlier version
-        yield "--tis_mode geometric_mask: was replaced by --gate_low and --gate_high; give these, not tis_floor, tis_cap"
+        yield "--tis_mode geometric_mask: is now --gate_low and --gate_high, in place of --tis_floor and --tis_cap"
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
     if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):

@@ -108,7 +108,7 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path, capsys):
     file.write_text(file.read_text().replace("token_truncate", "geometric_mask"))
     with pytest.raises(SystemExit):
         read(f"--out {out}")
-    assert "--tis_mode geometric_mask: was replaced by --gate_low and --gate_high" in capsys.readouterr().err
+    assert "--tis_mode geometric_mask: is now --gate_low and --gate_high" in capsys.readouterr().err
 
 
 MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends at the first one that it finds
