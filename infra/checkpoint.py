@@ -36,6 +36,7 @@ from batch import Group
 from config import UserError
 from fast.kept_sets import KeptSets
 from infra import faults, ranks
+from infra.lora import adapted_layers, save_adapters, trained
 from infra.run_folder import checkpoint_of, flush, saved_steps, write_text
 from infra.shard import is_sharded, whole_weights
 from rollout import Completion
@@ -58,7 +59,7 @@ def save(
     folder, first = checkpoint_of(out, step), ranks.rank() == 0
     named, tensors = models["model"].named_parameters(), {}
     numbers = {f"{key}.{name}": x for name, p in named for key, x in optimizer.state.get(p, {}).items()}
-    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    parts = {name: trained(model) for name, model in models.items()}
     parts["optimizer"] = {key: numbers.pop(key) for key, x in [*numbers.items()] if isinstance(x, Tensor)}
     with ranks.fail_together():
         for part, of_part in parts.items():
@@ -90,7 +91,7 @@ def save(
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:
     """Restore what `save` saved, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
-    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    parts = {name: trained(model) for name, model in models.items()}
     ranks.on_first(check, folder)
     with ranks.fail_together(), _reading(folder):
         tensors = load_file(file) if (file := folder / "state.safetensors").exists() else {}
@@ -111,7 +112,7 @@ def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Load only the weights of the policy. A rank can call this by itself."""
     check(folder)
     with _reading(folder):
-        _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
+        _call(dcp.load, trained(model), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
     return model
 
 
@@ -200,9 +201,13 @@ def _cause(error: BaseException) -> str:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """All ranks must call this. The first one writes."""
-    weights = whole_weights(model) if is_sharded(model) else None
+    adapted = bool(adapted_layers(model))
+    weights = whole_weights(model) if is_sharded(model) and not adapted else None
     with whole_folder(folder) as beside:
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and adapted:
+            save_adapters(beside, model)
+            tokenizer.save_pretrained(beside)
+        elif ranks.rank() == 0:
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(beside, state_dict=weights)
             model.generation_config = own

@@ -198,6 +198,10 @@ def contradictions(config: Config) -> Iterator[str]:
     for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
         if getattr(config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
+    if config.lora_alpha != Config.lora_alpha and not config.lora_rank:
+        yield "--lora_alpha: is not read without --lora_rank"
+    if config.ref_sync_every and config.lora_rank:
+        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
 
     # The step.
     if config.steps == 0 and config.eval_every == 0:
@@ -213,6 +217,9 @@ def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
     if config.steps and config.model and (Path(config.model) / "state.json").is_file():
         yield f"this run goes on only as long as {config.model} is there, which its own run deletes when it goes on"
+    default = task_defaults(config.task, config.model)["learning_rate"]
+    if config.lora_rank and config.steps and config.learning_rate == default:
+        yield f"learning_rate {default:g} is the default for all weights; adapters learn best at about ten times that"
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
@@ -19,8 +20,11 @@ from config import Config, UserError
 from fast.output_head import forward_replaced
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
+from infra.lora import add_adapters, check_plain, idle_layer, load_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
+
+ONLY_EVALUATED = "adapters are only evaluated (--steps 0); to train on, continue their run, or merge them first"
 
 
 @dataclass
@@ -29,18 +33,23 @@ class Opened:
 
     config: PretrainedConfig
     tokenizer: Any
-    load: Callable[[], PreTrainedModel]  # loads the weights, in fp32
+    load: Callable[[], PreTrainedModel]  # loads the weights
+    adapt: Callable[[PreTrainedModel], None] | None = None  # adds adapters to the loaded model, if it shall have any
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """`source` is a folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
+    """`source` is a folder, a name on the hub, a checkpoint of a run, saved adapters, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
-        return Opened(model.config, tokenizer, model.eval)  # -> the model
+        if config.lora_rank and not model.config.name_or_path:
+            raise UserError("--lora_rank: needs a --model, because adapters are saved with the name of their base")
+        return Opened(model.config, tokenizer, model.eval, adapters(config))  # -> the model
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
+    if (Path(source) / "adapter_config.json").is_file():
+        return _open_adapters(Path(source), config)
     with _named(source, "configuration"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     with _named(source, "tokenizer"):
@@ -58,7 +67,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
-    return Opened(model_config, tokenizer, lambda: _load_weights(source, model_config, tokenizer, config))
+    load = functools.partial(_load_weights, source, model_config, tokenizer, config)
+    return Opened(model_config, tokenizer, load, adapters(config))
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
@@ -66,8 +76,45 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
-    opened = open_model(settings.model or task_file(settings.task).model(settings), config)
-    return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
+    if config.steps and settings.lora_rank:
+        raise UserError(f"--model {folder}: {ONLY_EVALUATED}")
+    if config.steps and config.lora_rank:
+        raise UserError(f"--model {folder}: PEFT cannot load it as the base of adapters; give a model/ folder")
+    of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
+    opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
+    if opened.adapt is None:
+        return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
+
+    def adapt(model: PreTrainedModel) -> None:
+        opened.adapt(model)
+        checkpoint.load_weights(folder, model)
+
+    return replace(opened, adapt=adapt)
+
+
+def _open_adapters(folder: Path, config: Config) -> Opened:
+    """The base model of saved adapters, and these adapters."""
+    if config.steps:
+        raise UserError(f"--model {folder}: {ONLY_EVALUATED}")
+    with _named(str(folder), "adapters"):
+        about = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+        base, rank, alpha = str(about["base_model_name_or_path"]), int(about["r"]), float(about["lora_alpha"])
+    check_plain(folder, about)
+    if Path(base).is_absolute() and not Path(base).exists():
+        raise UserError(f"--model {folder}: its base model {base} is not there; correct its adapter_config.json")
+    opened = open_model(base, replace(config, lora_rank=0))
+    return replace(opened, adapt=lambda model: load_adapters(model, folder, rank, alpha, tensors))
+
+
+def adapters(config: Config) -> Callable[[PreTrainedModel], None] | None:
+    how = dict(rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
+    return functools.partial(add_adapters, **how) if config.lora_rank else None
+
+
+def weights_dtype(config: Config) -> torch.dtype:
+    """Weights that are trained must be in fp32, because bf16 would round small updates away."""
+    return getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
 
 
 def load(
@@ -75,22 +122,29 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
     """-> the model, the reference (if there is a KL term), and the ids that end a completion. If the model is sharded,
     the first rank loads the weights for all."""
+    has_copy = config.beta != 0.0 and opened.adapt is None
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
         with ranks.fail_together():
-            whole = opened.load() if ranks.rank() == 0 else None
+            whole = _loaded(opened, config) if ranks.rank() == 0 else None
         model, *reference = [
-            shard(empty_model(opened.config, config), whole, mesh, dtype, device)
-            for _ in range(2 if config.beta else 1)
+            shard(empty_model(opened.config, config), whole, mesh, dtype, device) for _ in range(1 + has_copy)
         ]
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
-            model = opened.load()
+            model = _loaded(opened, config)
         model = model.to(device)
-        reference = [copy.deepcopy(model)] if config.beta else []
+        reference = [copy.deepcopy(model)] if has_copy else []
+    if opened.adapt is not None:
+        with ranks.fail_together():
+            opened.adapt(model)
+        idle = idle_layer(model)
+        with ranks.fail_together():
+            if idle is not None:
+                raise UserError(f"--lora_rank: the model does not call {idle}, whose adapter could not learn")
     if config.dtype == "bfloat16":
         compute_experts_in_bf16()
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -102,7 +156,16 @@ def load(
         model.activation_checkpointing_enable({"use_reentrant": False})
     with ranks.fail_together():
         ends = eos_ids(model, opened.tokenizer)
-    return model, reference[0].requires_grad_(False).eval() if reference else None, ends
+    if config.beta == 0.0:
+        return model, None, ends
+    return model, reference[0].requires_grad_(False).eval() if has_copy else model, ends
+
+
+def _loaded(opened: Opened, config: Config) -> PreTrainedModel:
+    model = opened.load()
+    for p in (p for p in model.parameters() if p.dtype == torch.float32):
+        p.data = p.data.to(weights_dtype(config))
+    return model
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
@@ -110,7 +173,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name,
             config=model_config,
-            dtype=torch.float32,
+            dtype=weights_dtype(config),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -134,7 +197,7 @@ def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedMod
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config,
-            dtype=torch.float32,
+            dtype=weights_dtype(config),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
@@ -159,7 +222,8 @@ def _named(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
-        meant = [f"; did you mean {folder}?" for folder in models if (folder / "config.json").is_file()]
+        files = "config.json", "adapter_config.json"
+        meant = [f"; did you mean {folder}?" for folder in models if any((folder / file).is_file() for file in files)]
         raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
 
 
