@@ -49,7 +49,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # only if there is a KL term; with LoRA, the model itself
+    reference: PreTrainedModel | None  # of the KL term; None with LoRA, where it is the model without adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
@@ -94,10 +94,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None:
-        with lora.without_adapters(run.reference):
-            fixed = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.reference)
-            batch.ref_logp = fixed
+    if run.reference is not None or cfg.beta:
+        reference = run.reference or run.model
+        with lora.without_adapters(reference):
+            batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
@@ -317,7 +317,7 @@ def train(cfg: Config) -> int:
     if done is None:
         return report.finished(out, f"the run in {out}/ is finished")
     run, log, noted = set_up(cfg, device)
-    models = {"model": run.model} | ({"reference": run.reference} if run.reference not in (None, run.model) else {})
+    models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:
         run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
     # Everything is ready, so from here on the run's folder is written to, and not before.

@@ -201,10 +201,9 @@ def _cause(error: BaseException) -> str:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """All ranks must call this. The first one writes."""
-    adapted = bool(adapted_layers(model))
-    weights = whole_weights(model) if is_sharded(model) and not adapted else None
+    weights = whole_weights(model) if is_sharded(model) and not adapted_layers(model) else None
     with whole_folder(folder) as beside:
-        if ranks.rank() == 0 and adapted:
+        if ranks.rank() == 0 and adapted_layers(model):
             save_adapters(beside, model)
             tokenizer.save_pretrained(beside)
         elif ranks.rank() == 0:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
@@ -20,11 +19,11 @@ from config import Config, UserError
 from fast.output_head import forward_replaced
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
-from infra.lora import add_adapters, check_plain, idle_layer, load_adapters
+from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
 
-ONLY_EVALUATED = "adapters are only evaluated (--steps 0); to train on, continue their run, or merge them first"
+NO_BASE = "can only be evaluated; training starts from a folder of whole weights, so merge adapters first"
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Opened:
     config: PretrainedConfig
     tokenizer: Any
     load: Callable[[], PreTrainedModel]  # loads the weights
-    adapt: Callable[[PreTrainedModel], None] | None = None  # adds adapters to the loaded model, if it shall have any
+    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, once the model is on its device
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
@@ -43,9 +42,11 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
-        if config.lora_rank and not model.config.name_or_path:
+        if config.lora_rank:
             raise UserError("--lora_rank: needs a --model, because adapters are saved with the name of their base")
-        return Opened(model.config, tokenizer, model.eval, adapters(config))  # -> the model
+        for p in model.parameters():
+            p.data = p.data.to(weights_dtype(config))
+        return Opened(model.config, tokenizer, model.eval)  # -> the model
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
@@ -68,7 +69,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
     load = functools.partial(_load_weights, source, model_config, tokenizer, config)
-    return Opened(model_config, tokenizer, load, adapters(config))
+    adapt = functools.partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
+    return Opened(model_config, tokenizer, load, adapt if config.lora_rank else None)
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
@@ -76,40 +78,24 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
-    if config.steps and settings.lora_rank:
-        raise UserError(f"--model {folder}: {ONLY_EVALUATED}")
-    if config.steps and config.lora_rank:
-        raise UserError(f"--model {folder}: PEFT cannot load it as the base of adapters; give a model/ folder")
+    if config.steps and (settings.lora_rank or config.lora_rank):
+        raise UserError(f"--model {folder}: {NO_BASE}")
     of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
     opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
-    if opened.adapt is None:
-        return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
-
-    def adapt(model: PreTrainedModel) -> None:
-        opened.adapt(model)
-        checkpoint.load_weights(folder, model)
-
-    return replace(opened, adapt=adapt)
+    if opened.adapt is not None:
+        return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
+    return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
 
 
 def _open_adapters(folder: Path, config: Config) -> Opened:
     """The base model of saved adapters, and these adapters."""
     if config.steps:
-        raise UserError(f"--model {folder}: {ONLY_EVALUATED}")
+        raise UserError(f"--model {folder}: {NO_BASE}")
     with _named(str(folder), "adapters"):
-        about = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
-        base, rank, alpha = str(about["base_model_name_or_path"]), int(about["r"]), float(about["lora_alpha"])
-    check_plain(folder, about)
-    if Path(base).is_absolute() and not Path(base).exists():
-        raise UserError(f"--model {folder}: its base model {base} is not there; correct its adapter_config.json")
-    opened = open_model(base, replace(config, lora_rank=0))
-    return replace(opened, adapt=lambda model: load_adapters(model, folder, rank, alpha, tensors))
-
-
-def adapters(config: Config) -> Callable[[PreTrainedModel], None] | None:
-    how = dict(rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
-    return functools.partial(add_adapters, **how) if config.lora_rank else None
+        about, tensors = read_adapters(folder)
+        lora = dict(lora_rank=int(about["r"]), lora_alpha=about["lora_alpha"])
+        opened = open_model(str(about["base_model_name_or_path"]), replace(config, **lora))
+    return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
 
 
 def weights_dtype(config: Config) -> torch.dtype:
@@ -128,23 +114,19 @@ def load(
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
         with ranks.fail_together():
-            whole = _loaded(opened, config) if ranks.rank() == 0 else None
+            whole = opened.load() if ranks.rank() == 0 else None
         model, *reference = [
             shard(empty_model(opened.config, config), whole, mesh, dtype, device) for _ in range(1 + has_copy)
         ]
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
-            model = _loaded(opened, config)
+            model = opened.load()
         model = model.to(device)
         reference = [copy.deepcopy(model)] if has_copy else []
     if opened.adapt is not None:
         with ranks.fail_together():
             opened.adapt(model)
-        idle = idle_layer(model)
-        with ranks.fail_together():
-            if idle is not None:
-                raise UserError(f"--lora_rank: the model does not call {idle}, whose adapter could not learn")
     if config.dtype == "bfloat16":
         compute_experts_in_bf16()
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -156,16 +138,7 @@ def load(
         model.activation_checkpointing_enable({"use_reentrant": False})
     with ranks.fail_together():
         ends = eos_ids(model, opened.tokenizer)
-    if config.beta == 0.0:
-        return model, None, ends
-    return model, reference[0].requires_grad_(False).eval() if has_copy else model, ends
-
-
-def _loaded(opened: Opened, config: Config) -> PreTrainedModel:
-    model = opened.load()
-    for p in (p for p in model.parameters() if p.dtype == torch.float32):
-        p.data = p.data.to(weights_dtype(config))
-    return model
+    return model, reference[0].requires_grad_(False).eval() if reference else None, ends
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
@@ -222,8 +195,7 @@ def _named(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
-        files = "config.json", "adapter_config.json"
-        meant = [f"; did you mean {folder}?" for folder in models if any((folder / file).is_file() for file in files)]
+        meant = [f"; did you mean {folder}?" for folder in models if [*folder.glob("*config.json")]]
         raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
 
 

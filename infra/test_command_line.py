@@ -159,10 +159,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 
 BOUNDS = [  # a value that is refused, one that is taken, by these numbers
     (0, 1, "prompts_per_step num_generations max_completion_length num_iterations minibatches eval_prompts eval_k"),
-    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
+    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints lora_alpha"),
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
     (0, 1e-9, "sapo_tau_pos sapo_tau_neg"),
     (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1, 0, "lora_rank"),
     (-1e-9, 0, "min_p sampler_coef off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
@@ -193,6 +194,8 @@ def test_what_is_allowed_but_worth_a_line(tmp_path):
         (dict(top_entropy=0.5, scale_rewards="mean"),),
         (dict(model=str(tmp_path)), "goes on only as long as"),
         (dict(model=str(tmp_path), steps=0),),
+        (dict(lora_rank=8), "learning_rate 0.0002 suits all weights"),
+        (dict(lora_rank=8, learning_rate=1e-3),),
     ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 

@@ -24,6 +24,8 @@ from config import Config, UserError, resolve
 from infra import memory
 from infra import test_gpu as pretend_gpu
 from infra.command_line import parse, ready
+from infra.lora import add_adapters
+from infra.model import Opened, weights_dtype
 
 SMALL = Qwen2Config(
     vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
@@ -179,6 +181,10 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
+    "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
+    "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
 }
 
@@ -196,8 +202,8 @@ class Counting:
 
     eos_token_id, chat_template = 1, None
 
-    def __call__(self, text: str) -> dict:
-        return {"input_ids": [2] * int(text)}
+    def __call__(self, texts: list[str]) -> dict:
+        return {"input_ids": [[2] * int(text) for text in texts]}
 
     def decode(self, ids: list[int], **settings) -> str:
         return ""
@@ -220,8 +226,12 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
-    loaded = whole, Counting()
-    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
+
+    def opened(_: str, config: Config) -> Opened:
+        adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
+        return Opened(shape, Counting(), lambda: whole.to(weights_dtype(config)).eval(), adapt)
+
+    conftest.replace("train.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
@@ -250,7 +260,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
     conftest.replace("train.rollout", lengthened)
     gpu.capacity = math.inf
-    for p in run.model.parameters():
+    for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
     run.optimizer.step()  # Adam's moments, as in every step but the first
     run.optimizer.zero_grad()
