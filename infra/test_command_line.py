@@ -126,6 +126,8 @@ MISTAKES = [  # a line -> what each of its mistakes is told with
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "made 0 | prompt with"),
     *[(f"--beta 1 --kl_importance --kl_estimator {x}", f"not {x}") for x in ("k2", "abs", "k1+", "k3+")],
     ("--algorithm gdpo --num_generations 1 --steps 0 --eval_every 0", "a group of one | evaluates, which"),
+    ("--lora_alpha 8", "--lora_alpha: is not read without --lora_rank"),
+    ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--kl_importance --ref_sync_every 5 --shard_size 2", "--kl_importance: | --ref_sync_every: | --shard_size: "),
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with

@@ -270,6 +270,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 
 KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
+KINDS += ["7B, adapters, checkpointing", "7B on 8, adapters"]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
