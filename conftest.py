@@ -48,6 +48,7 @@ FAMILIES = {  # name: model type, settings
     "granite unscaled": ("granite", SIZES),
     "gpt2": ("gpt2", GPT),
     "gpt2 tied": ("gpt2", GPT | {"tie_word_embeddings": True}),
+    "gpt_neox": ("gpt_neox", SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}),
     **{name: (name, SIZES | EXPERTS) for name in ("mixtral", "qwen3_moe")},
     "gpt_oss": ("gpt_oss", SIZES | EXPERTS | {"sliding_window": 4}),

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Conv1D
 
+import train
 from config import Config, UserError
 from conftest import (
     FAMILIES,
-    TOKENS,
     assert_same_files,
     assert_same_run,
     at,
@@ -24,7 +24,6 @@ from conftest import (
     die,
     distance,
     metrics,
-    replace,
     run,
     tiny_model,
 )
@@ -36,20 +35,8 @@ from logprob import token_logprobs
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks.sorting import LETTERS
 
-NEOX = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
-)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def neox():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            FAMILIES, "gpt_neox", ("gpt_neox", TOKENS | NEOX | dict(attention_dropout=0.0, hidden_dropout=0.0))
-        )
-        yield
 
 
 def score(model: nn.Module) -> Tensor:
@@ -149,22 +136,9 @@ def whole(small, tmp_path_factory) -> Path:
     return out
 
 
-def a_copy_as_reference() -> None:
-    """A model that never had adapters takes the place of the one whose adapters are switched off."""
-
-    def with_copy(set_up):
-        def setting_up(config: Config, device: torch.device):
-            run, *rest = set_up(config, device)
-            run.reference = AutoModelForCausalLM.from_pretrained(config.model).eval()
-            return run, *rest
-
-        return setting_up
-
-    replace("train.set_up", with_copy)
-    replace(
-        "infra.checkpoint.save",
-        lambda save: lambda out, step, models, *rest: save(out, step, {"model": models["model"]}, *rest),
-    )
+def config_of(settings: dict, **given) -> Config:
+    settings = {name: str(x) if isinstance(x, Path) else x for name, x in (settings | given).items()}
+    return ready(Config(**settings), on_gpu=False)
 
 
 WAYS = {  # ranks, settings, what is arranged
@@ -185,8 +159,12 @@ def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, way
 
 
 def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
-    run(small, tmp_path / "out", a_copy_as_reference)
-    assert_same_files(tmp_path / "out", whole)
+    """The figures are those of a run whose reference is a copy that never had any."""
+    run, *_ = train.set_up(config_of(small, out=tmp_path), CPU)
+    run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
+    for line in metrics(whole)[1:]:
+        made, _ = train.training_step(run, line["step"])
+        assert {name: made[name] for name in ("kl", "loss", "grad_norm")}.items() <= line.items()
 
 
 def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_adapters_only(small, whole, tmp_path):
@@ -210,12 +188,11 @@ def test_what_is_left_behind_is_evaluated(small, whole, tmp_path):
         assert {name: x for name, x in metrics(tmp_path / str(n))[-1].items() if name.startswith("eval/")} == last
 
 
-@pytest.mark.parametrize("given", [dict(steps=1), dict(steps=0, eval_every=1)])
-def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, given):
+@pytest.mark.parametrize("steps", [1, 0])
+def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, steps):
     """So a rollout and an update compute alike."""
-    model = small["model"] if given["steps"] else whole / "model"
-    settings = {name: x for name, x in small.items() if name not in ("data", "samples_per_step")}
-    config = ready(Config(**settings | given | dict(model=str(model), dtype="bfloat16")), on_gpu=False)
+    model = small["model"] if steps else whole / "model"
+    config = config_of(small, steps=steps, model=model, dtype="bfloat16")
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
     adapters = lora.trained(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
@@ -228,53 +205,46 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 # ---- What is refused ----
 
-REFUSED = {  # what is changed in adapter_config.json, or removed -> the line
-    "use_rslora": (True, "use_rslora is True"),
-    "use_dora": (True, "use_dora is True"),
-    "rank_pattern": ({"q_proj": 2}, "rank_pattern is "),
-    "alpha_pattern": ({"q_proj": 2}, "alpha_pattern is "),
-    "bias": ("all", "bias is all"),
-    "modules_to_save": (["lm_head"], "modules_to_save is "),
-    "layers_to_transform": ([0], "layers_to_transform is "),
-    "revision": ("main", "revision is main"),
-    "peft_type": ("IA3", "peft_type is IA3"),
-    "r": (None, "its adapters cannot be loaded: TypeError"),
-    "base_model_name_or_path": ("/moved", "--model /moved: its configuration cannot be loaded"),
-    "adapter_config.json": ("{", "its adapters cannot be loaded: JSONDecodeError"),
-    "adapter_model.safetensors": ("{", "its adapters cannot be loaded: SafetensorError"),
-}
+MORE = dict(use_rslora=True, use_dora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2}, bias="all")
+MORE |= dict(modules_to_save=["lm_head"], layers_to_transform=[0], revision="main", peft_type="IA3")
+REFUSED = [("adapter_config.json", {name: x}, f"its {name} is {x}, and only plain") for name, x in MORE.items()]
+REFUSED += [
+    ("adapter_config.json", {"r": None}, "TypeError"),
+    (
+        "adapter_config.json",
+        {"base_model_name_or_path": "/moved"},
+        "--model /moved: its configuration cannot be loaded",
+    ),
+    ("adapter_config.json", "{", "JSONDecodeError"),
+    ("adapter_model.safetensors", "{", "SafetensorError"),
+    ("adapter_model.safetensors", None, "No such file"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_adapters_that_are_damaged_or_more_than_plain_get_their_line(whole, tmp_path, what):
-    folder, (value, line) = shutil.copytree(whole / "model", tmp_path / "model"), REFUSED[what]
-    if "." in what:
-        (folder / what).write_text(value)
+@pytest.mark.parametrize("file, change, line", REFUSED)
+def test_adapters_that_are_damaged_or_more_than_plain_get_their_line(whole, tmp_path, file, change, line):
+    file = shutil.copytree(whole / "model", tmp_path / "model") / file
+    if change is None:
+        file.unlink()
     else:
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {what: value}))
-    with pytest.raises(UserError) as raised:
-        open_model(str(folder), Config(steps=0, dtype="float32"))
-    assert str(raised.value).startswith(f"--model {folder}: its adapters cannot be loaded: ") and line in str(
-        raised.value
-    )
+        file.write_text(change if change == "{" else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=f"--model {file.parent}: its adapters cannot be loaded: ") as raised:
+        open_model(str(file.parent), Config(steps=0, dtype="float32"))
+    assert line in str(raised.value)
 
 
-def test_adapters_of_other_layers_are_refused(small, tmp_path):
+def test_adapters_of_other_layers_are_refused_and_nothing_is_trained_on_from_adapters(small, whole, tmp_path):
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(small["model"]), LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path)
-    config = Config(steps=0, dtype="float32")
+    evaluation = Config(steps=0, dtype="float32")
     with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
-        load(open_model(str(tmp_path), config), config, CPU)
-
-
-def test_nothing_is_trained_on_from_adapters_and_a_base_has_a_name(small, whole):
-    full = Config(lora_rank=2, steps=1, dtype="float32")
+        load(open_model(str(tmp_path), evaluation), evaluation, CPU)
+    full, adapters = (Config(lora_rank=rank, steps=1, dtype="float32") for rank in (0, 2))
     for source in (whole / "model", whole / "checkpoint/000003"):
-        for config in (full, Config(steps=1, dtype="float32")):
+        for config in (full, adapters):
             with pytest.raises(UserError, match=f"--model {source}: can only be evaluated"):
                 open_model(str(source), config)
     with pytest.raises(UserError, match="--lora_rank: needs a --model"):
-        open_model((tiny_model("llama"), None), full)
+        open_model((tiny_model("llama"), None), adapters)
     with pytest.raises(UserError, match=f"did you mean {whole / 'model'}"):
         open_model(str(whole), full)

@@ -104,7 +104,12 @@ def test_a_real_model_by_hand(monkeypatch, ranks):
     assert checkpointed.token == 29 * h * b, "what is between layers"
     evaluation, cost = large(ranks, **given | dict(beta=0, steps=0, eval_every=1, eval_prompts=7 * ranks))  # x 4
     alone = memory.needed(evaluation, cost)
-    assert {name: x for name, x in alone.items() if x} == {"weights": 4 * P / ranks, "rollout": 2 * P + 28 * row}
+    copy = 0 if ranks == 1 else 2 * P  # weights that are not trained are in bf16
+    assert {name: x for name, x in alone.items() if x} == {"weights": 2 * P / ranks, "rollout": copy + 28 * row}
+    _, cost = large(ranks, **given, lora_rank=16)
+    adapters = 16 * 28 * (2 * (h + h) + 2 * (h + 512) + 3 * (h + 18_944))
+    assert cost.stays == {"weights": 2 * P / ranks + 4 * adapters, "Adam": 8 * adapters, "reference": 0}
+    assert (cost.rollout, cost.checkpoints) == (copy + 2 * adapters, 2 * 12 * adapters)
 
 
 MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
