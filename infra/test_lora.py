@@ -15,18 +15,7 @@ from transformers import AutoModelForCausalLM, Conv1D
 
 import train
 from config import Config, UserError
-from conftest import (
-    FAMILIES,
-    assert_same_files,
-    assert_same_run,
-    at,
-    contents,
-    die,
-    distance,
-    metrics,
-    run,
-    tiny_model,
-)
+from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, metrics, run, tiny_model
 from infra import lora
 from infra.command_line import ready
 from infra.decoding import decoding
@@ -141,13 +130,10 @@ def config_of(settings: dict, **given) -> Config:
     return ready(Config(**settings), on_gpu=False)
 
 
-WAYS = {  # ranks, settings, what is arranged
+WAYS = {  # ranks, settings
     "two ranks": (2, {}),
     "sharded, in other micro-batches": (2, dict(shard=True, micro_batch_size=2, gradient_checkpointing=True)),
-    "in other micro-batches, steps of fixed shapes": (
-        1,
-        dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph"),
-    ),
+    "other micro-batches, graphs": (1, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
 }
 
 
@@ -174,7 +160,7 @@ def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_a
     saved = {file.parent.name: load_file(file) for file in whole.glob("checkpoint/*/*/*.safetensors")}
     adapters = load_file(whole / "model" / "adapter_model.safetensors")
     assert saved.keys() == {"model", "optimizer"} and len(saved["model"]) == len(adapters) == 2 * 7 * 2
-    assert contents(whole / "model").keys() >= {"adapter_config.json", "tokenizer.json"}
+    assert (whole / "model" / "tokenizer.json").exists()
 
 
 def test_what_is_left_behind_is_evaluated(small, whole, tmp_path):
@@ -210,11 +196,7 @@ MORE |= dict(modules_to_save=["lm_head"], layers_to_transform=[0], revision="mai
 REFUSED = [("adapter_config.json", {name: x}, f"its {name} is {x}, and only plain") for name, x in MORE.items()]
 REFUSED += [
     ("adapter_config.json", {"r": None}, "TypeError"),
-    (
-        "adapter_config.json",
-        {"base_model_name_or_path": "/moved"},
-        "--model /moved: its configuration cannot be loaded",
-    ),
+    ("adapter_config.json", {"base_model_name_or_path": "/moved"}, "--model /moved: its configuration cannot be"),
     ("adapter_config.json", "{", "JSONDecodeError"),
     ("adapter_model.safetensors", "{", "SafetensorError"),
     ("adapter_model.safetensors", None, "No such file"),
