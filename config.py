@@ -91,6 +91,8 @@ class Config:
     correct: str | None = setting(None, "name of the reward that says whether an answer is right")
     reward_timeout: float = setting(600.0, "seconds that a reward may take", above=0, at_most=1e9, may_change=True)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
+    lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
+    lora_alpha: int = setting(32, "what an adapter adds is multiplied by lora_alpha / lora_rank", at_least=1)
 
     heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)

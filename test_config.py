@@ -92,6 +92,8 @@ DIFFERS = {
     "correct": ("letters", {}, "length_correct"),
     "reward_timeout": "infra/test_faults.py: test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was",
     "trust_remote_code": "infra/test_inputs.py: test_code_that_comes_with_a_model_is_run_when_asked_for",
+    "lora_rank": (4, {}, "update weights"),
+    "lora_alpha": (8, dict(lora_rank=4), "weights"),
     "prompts_per_step": (4, {}, "prompts completions weights"),
     "num_generations": (5, {}, "prompts completions weights"),
     "max_completion_length": (5, {}, "completions"),
@@ -220,7 +222,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     out, lines = here / settings["out"], metrics(here / settings["out"])
     steps, first = [line for line in lines if line["step"]], [line for line in samples(out) if line["step"] == 1]
     assert settings.get("dtype") == "bfloat16" or all(line["sampler_gap"] < 1e-5 for line in steps)  # of float32
-    weights = load_file(out / "model" / "model.safetensors")
+    weights = load_file(*out.glob("model/*.safetensors"))
     return {name: [line[name] for line in steps] for name in steps[-1] if not name.startswith("eval/")} | {
         "prompts": [str(line["prompt"]) for line in first],
         "completions": [line["completion"] for line in first],

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from advantage import combine_rewards, group_advantages, on_high_entropy
 from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
 from config import Config, UserError
-from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder, seeds
+from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import load, open_model
 from logprob import token_logprobs
@@ -49,7 +49,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # only if there is a KL term
+    reference: PreTrainedModel | None  # of the KL term; None with LoRA, where it is the model without adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
@@ -94,8 +94,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None:
-        batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.reference)
+    if run.reference is not None or cfg.beta:
+        reference = run.reference or run.model
+        with lora.without_adapters(reference):
+            batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
@@ -305,7 +307,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     )
     limits = memory.limits(cfg, model, longest_prompt)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
+    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
 @faults.handlers_put_back()

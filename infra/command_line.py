@@ -175,13 +175,18 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--steps 0 with --eval_every 0: nothing to do"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
-    for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
-        if getattr(config, name) and not getattr(config, other):
+    only_with = dict(kl_importance="beta", ref_sync_every="beta", shard_size="shard", lora_alpha="lora_rank")
+    for name, other in only_with.items():
+        if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
+    if config.ref_sync_every and config.lora_rank:
+        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
 
 
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
+    if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
+        yield f"learning_rate {config.learning_rate:g} suits all weights; adapters learn best at about ten times that"
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))

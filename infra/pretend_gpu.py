@@ -326,6 +326,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer() if callable(answer) else answer)
     torch.cuda._initialized, torch.cuda.Stream, torch.cuda.Event = True, Stream, type("Event", (Stream,), {})
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
+    torch.accelerator.current_stream = Stream
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention

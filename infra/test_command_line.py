@@ -137,6 +137,8 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
     *[(f"--{x} 1 --top_k 9 --keep_set no", "kept") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "made 0 | prompt with"),
+    ("--lora_alpha 8", "--lora_alpha: is not read without --lora_rank"),
+    ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--num_generations 1 --minibatches 17", "a group of one | --minibatches 17: more than"),
     ("--delta 1.2 --tis_cap 2 --tis_floor 3", "--delta 1.2: ... 1 | above --tis_cap 2"),
     ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... always 1"),
@@ -176,10 +178,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 
 BOUNDS = [  # a value that is refused, one that is taken, by these numbers
     (0, 1, "prompts_per_step num_generations max_completion_length num_iterations minibatches eval_prompts eval_k"),
-    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
+    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints lora_alpha"),
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
     (0, 1e-9, "sapo_tau_pos sapo_tau_neg gate_low gate_high"),
     (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1, 0, "lora_rank"),
     (-1e-9, 0, "min_p sampler_coef off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
@@ -207,6 +210,8 @@ def test_what_is_allowed_but_worth_a_line():
         (dict(beta=0.1, kl_estimator="k1"), "adds noise"),
         (dict(ratio="sequence", beta=0.1, tis_cap=2.0, top_p=0.9),),
         (dict(top_entropy=0.5, scale_rewards="mean"),),
+        (dict(lora_rank=8), "learning_rate 0.0002 suits all weights"),
+        (dict(lora_rank=8, learning_rate=1e-3),),
     ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 

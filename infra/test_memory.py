@@ -23,6 +23,8 @@ import train
 from config import Config, UserError, resolve
 from infra import memory, pretend_gpu
 from infra.command_line import parse, ready
+from infra.lora import add_adapters
+from infra.model import Opened, weights_dtype
 
 SMALL = Qwen2Config(
     vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
@@ -35,7 +37,10 @@ QWEN = {  # 2.5
                  num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
     "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
                num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
+    "14B": dict(vocab_size=152_064, hidden_size=5120, intermediate_size=13_824, num_hidden_layers=48,
+                num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
 }  # fmt: skip
+PARAMETERS = 7_615_616_512  # of 7B
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -74,7 +79,7 @@ def test_what_is_counted_is_what_a_model_has(dtype):
 def test_an_update_of_a_real_model_by_hand(monkeypatch):
     """7B in bf16 on one GPU, which has a copy of the weights, and on 8, which gather the head and two layers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    P, V, h = 7_615_616_512, 152_064, 3584  # parameters, vocabulary, hidden size
+    P, V, h = PARAMETERS, 152_064, 3584  # the last two are the vocabulary and the hidden size
     for ranks, gathered in ((1, 2 * P), (8, 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4))):  # layers with their gradients
         _, cost = large(ranks, prompts_per_step=16, num_generations=ranks, shard=ranks > 1)
         completions = 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # as tensors
@@ -89,9 +94,19 @@ def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
     settings = dict(rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
     config, cost = large(steps=0, **settings)
     needed = memory.needed(config, cost)
-    in_training = memory.needed(*large(steps=1, **settings))
     assert {name for name, amount in needed.items() if amount} == {"weights", "rollout"}
-    assert needed["rollout"] == in_training["rollout"] == cost.rollout + 28 * cost.row
+    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 28 * cost.row, "in bf16, without a copy"
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_those_of_their_dtype(ranks):
+    """7B in bf16, in one piece or sharded, with a KL term."""
+    _, cost = large(ranks, shard=ranks > 1, beta=0.1, lora_rank=16)
+    h, i = 3584, 18_944
+    adapters = 16 * 28 * (2 * (h + h) + 2 * (h + 512) + 3 * (h + i))
+    assert cost.stays == {"weights": 2 * PARAMETERS / ranks + 4 * adapters, "Adam": 8 * adapters, "reference": 0}
+    assert cost.rollout == (0 if ranks == 1 else 2 * PARAMETERS) + 2 * adapters, "what is copied"
+    assert cost.checkpoints == 2 * 12 * adapters
 
 
 MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
@@ -168,6 +183,10 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
+    "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
+    "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
 }
 
@@ -208,8 +227,12 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
-    loaded = whole, Counting()
-    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
+
+    def opened(_: str, config: Config) -> Opened:
+        adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
+        return Opened(shape, Counting(), lambda: whole.to(weights_dtype(config)).eval(), adapt)
+
+    conftest.replace("train.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
@@ -236,7 +259,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
     conftest.replace("train.rollout", lengthened)
     gpu.capacity = math.inf
-    for p in run.model.parameters():
+    for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
     run.optimizer.step()  # Adam's moments, as in every step but the first
     run.optimizer.zero_grad()
@@ -246,6 +269,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 
 KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
+KINDS += ["7B, adapters, checkpointing", "7B on 8, adapters"]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
@@ -257,10 +281,27 @@ def test_what_is_planned_is_held(name):
         assert held <= planned <= 1.25 * held
 
 
+def budgets_with_adapters() -> list[str]:
+    """Of rank 16, with checkpointing: tokens of a rollout and of a micro-batch in thousands, for each size and GPU."""
+    given = dict(lora_rank=16, gradient_checkpointing=True, max_completion_length=LENGTH, steps=1, num_generations=8)
+    rows, open_config = (
+        ["| | 16 GB | 24 GB | 48 GB | 80 GB |", "|---|---|---|---|---|"],
+        resolve(Config(**given), {}, True),
+    )
+    for name, shape in QWEN.items():
+        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, PROMPT), []
+        for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
+            config = memory.fitting(open_config, cost, free)
+            fits = memory.peak(config, replace(cost, sampled=10**6, trained=10**6)) <= free
+            cells.append(f"{config.rollout_tokens / 1e3:.0f}, {config.micro_batch_tokens / 1e3:.0f}" if fits else "no")
+        rows.append(f"| {' | '.join([name, *cells])} |")
+    return rows
+
+
 if __name__ == "__main__":
     table = ["| | GB | rollout planned | held | update planned | held |", "|---|---|---|---|---|---|"]
     for name, (_, gigabytes, _) in CASES.items():
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
         table.append(f"| {' | '.join([name, str(gigabytes), *figures])} |")
-    print("\n".join(table))
+    print("\n".join([*table, "", *budgets_with_adapters()]))
