@@ -56,19 +56,18 @@ class Replies:
 
 def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int]) -> list[int]:
     """-> the ids between the end token of a turn, which the model wrote itself, and the first token of the next."""
-    behind = reply
-    if not isinstance(reply, str):
+    if isinstance(reply, str):
+        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        other = [message | {"content": message["content"] + "-"} for message in reply]
+        changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
-        text, other_text = (tokenizer.apply_chat_template([*turn, *said], **how) for said in (reply, other))
-        if text == other_text:
+        text, changed_text = (tokenizer.apply_chat_template([*turn, *said], **how) for said in (reply, changed))
+        if text == changed_text:
             raise ValueError("the model's chat template does not show it")
-        behind = text.partition(MARK)[2]
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    if not isinstance(reply, str):
-        end, *ids = ids or [None]
-        if end not in eos_ids or MARK in behind:
+        _, *behind = text.split(MARK)
+        end, *ids = tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else [None]
+        if end not in eos_ids:
             raise ValueError("the model's chat template does not go on from the end token of a turn")
     if not ids:
         raise ValueError("it has no tokens")
