@@ -14,7 +14,8 @@ string or a list of chat messages, and any columns that the rewards need. A rewa
 one value for each completion, None where it has none to give. `columns` are the rows' other columns, repeated for each
 completion; `completion_ids` are the sampled ids with their end-of-sequence token; completions of chat prompts come as
 messages. A call holds whole groups; which ones depends on the number of ranks, so a reward must not compare completions
-of different prompts. Left out: tools, several turns, images.
+of different prompts. A task may also reply to the turns of the model (_turns.py); then the column `turns` has the texts
+that the model wrote. Left out: images.
 """
 
 import importlib
