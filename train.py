@@ -32,7 +32,7 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
-from tasks._prompts import check_prompts, notes
+from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import Replies, check_template
 
 # policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
@@ -236,6 +236,7 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
     prompts that the step had before: it keeps the random numbers of its rounds apart."""
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork added
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
@@ -322,9 +323,9 @@ def train(cfg: Config) -> int:
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.open_run, cfg)
+    done = ranks.on_first(run_folder.step_to_continue_after, cfg)
     if done is None:
-        return report.finished(out, f"the run in {out}/ is finished")
+        return report.finished(out, ranks.on_first(run_folder.changes, cfg))
     run, log, noted = set_up(cfg, device)
     models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:

@@ -217,22 +217,9 @@ def test_objectives_that_are_the_same_with_one_update_a_rollout():
         assert is_same == any({a, b} <= each for each in same), (a, b)
 
 
-def test_a_step_of_ones_own_is_that_of_train(tmp_path, monkeypatch):
-    (tmp_path / "my_step.py").write_text(blocks(EXTENDING, "python")[0])  # at the top of extending.md
-    monkeypatch.chdir(HERE)
-    own = runpy.run_path(str(tmp_path / "my_step.py"))
-    config = settings_of(["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path / "run")])
-    run, *_ = train.set_up(config, torch.device("cpu"))
-    run.task.train = [{"prompt": "1047+85=", "answer": "1132"}, {"prompt": "723+1409=", "answer": "2132"}]
-    monkeypatch.setattr(train, "pick_rows", lambda run, n, step: [0, 1])
-    gradients = []
-    monkeypatch.setattr(run.optimizer, "step", lambda: gradients.extend(p.grad.clone() for p in run.model.parameters()))
-    monkeypatch.setattr(train.ranks, "clip_gradients", lambda model, norm: torch.zeros(()))
-    _, groups = train.training_step(run, 1)
-    sampled = [completion.ids for group in groups for completion in group.completions]
-    assert sampled == [completion.ids for group in own["groups"] for completion in group.completions]
-    for ours, theirs in zip(gradients, own["model"].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.grad, rtol=1e-4, atol=1e-6)  # fp32, in other micro-batches
+def test_readme_opens_with_the_update_of_minimal():
+    (update, *_) = blocks(README, "python")
+    assert update in (HERE / "minimal.py").read_text()
 
 
 def patched(diff: str, folder: Path) -> dict[str, str]:

@@ -1,13 +1,16 @@
 """A field of a dataclass that is read and set as a list, but stored and pickled as an array.
 
-Plainly this is `ids: list[int]`. A list of Python numbers takes about 36 bytes for each number, where an array takes 4,
+Plainly:
+
+    ids: list[int]
+
+A list of Python numbers takes about 36 bytes for each number, where an array takes 4,
 and every rank holds all completions of a step. At 512 prompts with 16 completions of 4,096 tokens, their ids, log-probs
 and entropies would take 2.3 GB as lists.
 
 Every access makes a new list. So read the field once before a loop, and to change it, assign a whole list.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,5 +29,5 @@ class CompactList:
         array = None if instance is None else vars(instance)[self.name]
         return None if array is None else array.tolist()
 
-    def __set__(self, instance: Any, values: Iterable | None) -> None:
+    def __set__(self, instance: Any, values: Any) -> None:
         vars(instance)[self.name] = None if values is None else np.array(values, self.dtype)

@@ -1,8 +1,13 @@
 """A compact list of sets of token ids: for each sampled token, the ids that top-k, top-p or min-p had left.
 
-Plainly this is `list[np.ndarray | None]`, and it is used like one: `kept[t]` is the set of token t, and None means the
-whole vocabulary. It is compressed because a step holds one set for every sampled token on every rank, and a flat
-distribution leaves most of the vocabulary. With 152,000 ids, a set takes 19 kB at most instead of 600 kB.
+Plainly:
+
+    kept: list[np.ndarray | None] = []
+    kept.append(ids)                 # the set of the next token; None means the whole vocabulary
+
+It is used like such a list: `kept[t]` is the set of token t. It is compressed because every rank holds one set for each
+token of a step, and a flat distribution leaves most of the vocabulary. With 152,000 ids, a set takes 19 kB at most
+instead of 600 kB.
 
 All sets stand one after another in one flat int32 array; `offsets` says where each of them begins and ends. A set of
 more than 1/32 of the vocabulary is stored as -1 followed by one bit for each id of the vocabulary.

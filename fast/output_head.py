@@ -114,10 +114,7 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
         same = len(seen) == 1 and seen[0].shape == logits.shape and torch.equal(seen[0].to(logits.dtype), logits)
         _returns_logits[model] = same
         if not same:
-            logger.warning(
-                f"{type(model).__name__} does not return the output of a linear head unchanged, so log-probs are "
-                "computed from its logits, one row at a time. This is correct but slower."
-            )
+            logger.warning(f"{type(model).__name__} changes its head's output: scoring its logits, which is slower")
     return _returns_logits[model]
 
 

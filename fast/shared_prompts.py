@@ -1,9 +1,13 @@
 """Completions of one prompt go through the model as one row, so that the model reads the prompt once, not G times.
 
-Plainly, every completion is a row of its own: its prompt, then its tokens. That is also what happens here when
-`hidden_size` is None, for models that cannot share a row. A shared row holds the prompt once and then the completions
-one after another. An attention mask hides the completions from one another, and position ids count each of them on
-from the end of the prompt, so that every token is scored exactly as it would be in a row of its own.
+Plainly, every completion is a row of its own, its prompt and then its tokens:
+
+    model(input_ids=ids)             # ids (B, T), padded on the right
+
+That is also what happens here when `hidden_size` is None, for models that cannot share a row. A shared row holds the
+prompt once and then the completions one after another. An attention mask hides the completions from one another, and
+position ids continue from the end of the prompt for each of them, so every token gets the logits that it would have in
+a row of its own.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """
