@@ -123,7 +123,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     sampler_logp, sampler_entropy, advantages = torch.zeros(N, T), torch.zeros(N, T), torch.zeros(N, T)
     own_advantages = [A for group in groups for A in group.advantages]
-    for_each_token = any(isinstance(group.advantages, list) for group in groups)
+    for_each_token = any(np.ndim(A) > 0 for A in own_advantages)
     kept = []
     for n, (_, group, completion, trained) in enumerate(completions):
         start = len(group.prompt_ids)

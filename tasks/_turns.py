@@ -66,8 +66,8 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int]) -> list[int]
         if text == changed_text:
             raise ValueError("the model's chat template does not show it")
         _, *behind = text.split(MARK)
-        end, *ids = tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else [None]
-        if end not in eos_ids:
+        ids = tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else []
+        if not ids or ids.pop(0) not in eos_ids:
             raise ValueError("the model's chat template does not go on from the end token of a turn")
     if not ids:
         raise ValueError("it has no tokens")
