@@ -1,9 +1,9 @@
 """Guess: "23-71:" asks for a number from 23 to 71. The model guesses "40", is answered "h" (the number is higher) or
 "l" (it is lower), and guesses again. It has five guesses.
 
-The reward is 1 if the last guess is the number, and 0 otherwise. A player who always halves what is left finds 31 of
-the numbers of a range. The model comes with the repository; tools/make_models.py made it. It knows the rules, but it
-guesses at random, and it often ignores an answer. Columns: prompt, number.
+The reward is 1 if the last guess is the number, and 0 otherwise. Who always halves what is left can find 31 numbers of
+a range. The model comes with the repository; tools/make_models.py made it. It has learned from a player who guesses at
+random among the numbers that are left. Columns: prompt, number.
 """
 
 import random
@@ -13,7 +13,7 @@ from config import Config
 from tasks import Task
 from tasks._characters import EOS_ID, ended, held_out
 
-DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=100, learning_rate=1e-3, warmup_steps=5)
+DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=80, learning_rate=1e-3, warmup_steps=5)
 ALPHABET = "0123456789-:hl"
 GUESSES = 5
 

