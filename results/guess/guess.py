@@ -1,7 +1,7 @@
 """What models make of `--task guess`, on ranges that were never trained on: how often they find the number, beside the
 player who halves what is left and the one who guesses at random among it; where they guess; and games.
 
-    python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, four games of each held-out row
+    python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
     python results/guess/guess.py table                prints the tables of docs/findings.md
 """
 
@@ -21,7 +21,7 @@ from rollout import Sampling, rollout, uniforms  # noqa: E402
 from tasks import guess, turns_of  # noqa: E402
 from tasks._turns import Replies  # noqa: E402
 
-SAMPLES = 4
+SAMPLES = 2
 
 
 @cache
