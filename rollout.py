@@ -23,8 +23,8 @@ Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 
 import numpy as np
@@ -52,6 +52,8 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # size of the cache; rows count at full length, and one row is always allowed
     drop_share: float = 0.25  # rows leave the batch when at least this share of them has finished
     with_entropy: bool = False  # record the entropy of the distribution of each token
+    stop: list[str] = field(default_factory=list)  # the token after which the text has one of these ends a completion
+    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode, which `stop` needs
 
 
 @dataclass
@@ -142,10 +144,11 @@ def _generate(
     model.generation_config = GenerationConfig()  # otherwise `generate` fills in what is not set from the model's own
     model.eval()  # in train mode, gradient checkpointing would silently switch the cache off
     try:
-        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        tokens, *figures = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
         model.generation_config = own
         model.train(was_training)
+    return _completions(tokens, *figures, sampling)
 
 
 def _decode(
@@ -161,17 +164,20 @@ def _decode(
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> list[Completion]:
+) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor | None, Tensor, Tensor]:
     """The loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts, padded
-    on the left; rows (N,) names the prompt of each completion."""
+    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, N lists
+    of kept sets, which tokens the model wrote (N, L) if there are replies, and for each completion its length and
+    whether it was truncated. What comes after the end of a completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     replied = torch.full((N, L), -1, device=rows.device)  # the ids of replies at their places, elsewhere -1
     starts = [0] * N  # where the current turn of each completion starts
-    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
-    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
     kept = [KeptSets() for _ in range(N)]
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
+    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
+    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    has_stop = stop_search(sampling)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
@@ -195,7 +201,11 @@ def _decode(
                     kept[row].append(ids[:0] if given else ids, logits.shape[1])
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
-        ended = torch.isin(token, eos_ids) & ~in_reply & ~done  # a turn, which is the last one unless there is a reply
+        ended = torch.isin(token, eos_ids)
+        if sampling.stop:
+            turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
+            ended = ended | torch.tensor([has_stop(ids) for ids in turns], device=rows.device)
+        ended = ended & ~in_reply & ~done  # a turn has ended, and with it the completion, unless there is a reply
         for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
             row = int(live[b])
             reply = replies[row](tokens[row, starts[row] : t + 1].tolist())
@@ -211,7 +221,6 @@ def _decode(
         if progress is not None:
             progress(t + 1, len(live) - count)
         if count == len(live) or t + 1 == L:
-            truncated[live] |= ~done
             break
         if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
             keep = (~done).nonzero().squeeze(1)
@@ -221,23 +230,24 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
-    if not logps.isfinite().all():
-        raise UserError(
-            "the model's logits are not finite: its weights are NaN, or have become huge because --learning_rate is "
-            "too high"
-        )
-    tokens, logps, entropies, written = tokens.cpu(), logps.cpu(), entropies.cpu(), (replied < 0).cpu()
-    return [
-        Completion(
-            ids=tokens[i, :n],
-            logp=logps[i, :n],
-            truncated=was_truncated,
-            entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=kept[i] or None,
-            written=None if replies is None else written[i, :n],
-        )
-        for i, (n, was_truncated) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
-    ]
+    truncated[live] |= ~done
+    return tokens, logps, entropies, kept, None if replies is None else replied < 0, lengths, truncated
+
+
+def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
+    """-> a function that says whether the text of these ids has a stop string. Decoding the whole text after each token
+    would take quadratic time, so it is done only if the last token may bring the last character of a stop string."""
+
+    @cache
+    def may_complete(token: int) -> bool:
+        text = sampling.to_text([token, token])  # twice, because the first token of a text may lose its space
+        return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)  # or a part of a character
+
+    def has_stop(ids: list[int]) -> bool:
+        text = sampling.to_text(ids) if ids and may_complete(ids[-1]) else ""
+        return any(stop in text for stop in sampling.stop)
+
+    return has_stop
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, list[np.ndarray] | None]:
@@ -294,3 +304,32 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
     for name in ("attention_mask", "position_ids"):
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
+
+
+def _completions(
+    tokens: Tensor,
+    logp: Tensor,
+    entropies: Tensor,
+    kept: list[KeptSets],
+    written: Tensor | None,
+    lengths: Tensor,
+    truncated: Tensor,
+    sampling: Sampling,
+) -> list[Completion]:
+    if not logp.isfinite().all():
+        raise UserError(
+            "the model's logits are not finite: its weights are NaN, or have become huge because --learning_rate is "
+            "too high"
+        )
+    tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
+    return [
+        Completion(
+            ids=tokens[i, :n],
+            logp=logp[i, :n],
+            truncated=cut_off,
+            entropy=entropies[i, :n] if sampling.with_entropy else None,
+            kept=kept[i] or None,
+            written=None if written is None else written[i, :n].cpu(),
+        )
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
+    ]

@@ -23,6 +23,7 @@ from infra import run_folder
 from loss import SWITCHES_READ
 from tasks import task_defaults, task_file, task_names
 
+NO_MODE = "geometric_mask: is not a mode any more; give --gate_low and --gate_high in place of its floor and cap"
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -67,12 +68,19 @@ def flags() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"nargs": "?", "const": True, "type": string_to_bool} if kind is bool else {"type": kind}
+            how = {"type": {bool: string_to_bool, str: word}.get(kind, kind)}
+            how |= {"nargs": "?", "const": True} if kind is bool else {}
             how |= {"nargs": "+"} if is_list(setting) else {"choices": setting.metadata["names"]}
             default = getattr(Config(), setting.name)
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {default})".replace("%", "%%")
             group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text, **how)
     return parser
+
+
+def word(text: str) -> str:
+    if text == "geometric_mask":
+        raise argparse.ArgumentTypeError(NO_MODE)
+    return text
 
 
 def kind_of(setting: Field) -> type:
@@ -147,16 +155,22 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and is not for --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
+    given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
+    if config.tis_mode == "geometric_mask":  # of a run of an earlier version
+        yield f"--tis_mode {NO_MODE}"
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
-    if bounded and config.old_policy == "sampler":
-        yield "--tis_cap, --tis_floor with --old_policy sampler: the ratio that they bound is always 1"
-    if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
-        yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
-    corrected = bounded or config.off_policy_mask is not None or config.sampler_coef
+    if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):
+        yield f"--tis_mode {config.tis_mode}: --objective vespo takes the product itself; use a mode of tokens"
+    if given and config.old_policy == "sampler":
+        yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1"
+    for low, high in (("tis_floor", "tis_cap"), ("gate_low", "gate_high")):
+        if (getattr(config, low) or 0.0) > (getattr(config, high) or math.inf):
+            yield f"--{low} {getattr(config, low):g}: must not be above --{high} {getattr(config, high):g}"
+    corrected = given or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
-        yield "--keep_set false: --old_policy sampler, --tis_*, --off_policy_mask, --sampler_coef need the kept sets"
+        yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask, sampler_coef need the kept sets"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:

@@ -48,14 +48,15 @@ class Replies:
         try:
             if not said or not is_prompt(said) or isinstance(self.said[-1], str) == is_chat:
                 raise ValueError(f"a text{' or messages' * is_chat} or None was expected, and not an empty one")
-            return encode_reply(self.tokenizer, self.said[-1], self.eos_ids)
+            return encode_reply(self.tokenizer, self.said[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
         except Exception as error:  # a letter that the tokenizer does not know, a role that the template does not
             returned = f"reply function {self.reply.__name__} returned {said!r:.200}"
             raise UserError(f"{returned}, for prompt {self.row['prompt']!r:.200}: {error}") from error
 
 
-def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int]) -> list[int]:
-    """-> the ids between the end token of a turn, which the model wrote itself, and the first token of the next."""
+def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool = True) -> list[int]:
+    """-> the ids between a turn and the next one. They begin with the end token of the turn unless the model wrote it
+    itself, as it does if no stop string ended the turn."""
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
@@ -67,8 +68,9 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int]) -> list[int]
             raise ValueError("the model's chat template does not show it")
         _, *behind = text.split(MARK)
         ids = tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else []
-        if not ids or ids.pop(0) not in eos_ids:
+        if not ids or ids[0] not in eos_ids:
             raise ValueError("the model's chat template does not go on from the end token of a turn")
+        ids = ids[1:] if ended else ids
     if not ids:
         raise ValueError("it has no tokens")
     return ids

@@ -56,6 +56,7 @@ def test_a_reply_is_what_the_template_puts_behind_a_turn(monkeypatch, kind, role
     task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
     if "<" in expected:
         assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
+        assert CHAT.decode(encode_reply(CHAT, [message], ends, ended=False)[1:]) == expected
         check_template(task, CHAT, ends)
         game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
         whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
@@ -114,6 +115,7 @@ def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch
         assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
     made = replies_to(MESSAGES, True)
     assert CHAT.decode(made([2, OUT])) == "<in>tool:7<out>" * 2 + "<in>assistant:"
+    assert CHAT.decode(made([2])) == "<out>" + "<in>tool:7<out>" * 2 + "<in>assistant:", "after a stop string"
     row = {"prompt": "1", "answer": ["2"]}
     kept = Replies(lambda row, turns: row["answer"].append("3"), row, TOKENIZER, [EOS_ID])
     assert kept([2, EOS_ID]) is None and kept.said == [] and row == {"prompt": "1", "answer": ["2"]}, "a copy"
