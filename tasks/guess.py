@@ -13,7 +13,7 @@ from config import Config
 from tasks import Task
 from tasks._characters import EOS_ID, ended, held_out
 
-DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=80, learning_rate=1e-3, warmup_steps=5)
+DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=100, learning_rate=3e-4, warmup_steps=5)
 ALPHABET = "0123456789-:hl"
 GUESSES = 5
 
