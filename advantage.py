@@ -104,10 +104,11 @@ def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bo
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The advantages (N,), entropy and mask (N, T) of a whole update -> advantages (N, T). They are kept at the tokens
-    with the highest entropy, which make up this share of the update's tokens, and are 0 elsewhere. 2506.01939"""
+    """The advantages (N,) or (N, T), entropy and mask (N, T) of a whole update -> advantages (N, T). They are kept at
+    the tokens with the highest entropy, which make up this share of the update's tokens, and are 0 elsewhere.
+    2506.01939"""
     threshold = float(np.quantile(entropy[mask.bool()].cpu().numpy(), 1 - share)) if mask.any() else 0.0
-    return advantages[:, None] * (entropy >= threshold)
+    return advantages.reshape(len(advantages), -1) * (entropy >= threshold)
 
 
 def all_equal(rewards: Tensor) -> Tensor:

@@ -144,6 +144,8 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
         assert (on_high_entropy(torch.tensor([2.0, -1.0]), entropy, mask, share) * mask).tolist() == expected
+        of_tokens = torch.tensor([[2.0], [-1.0]]).expand(mask.shape)
+        assert (on_high_entropy(of_tokens, entropy, mask, share) * mask).tolist() == expected
     assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()
 
 

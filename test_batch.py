@@ -62,6 +62,14 @@ def test_collate():
     assert kept == [[None, None, [7, 9], [8], [1, eos]], [None] * 5, [None] * 5, [None] * 5]
     assert batch[[2, 0]].kept == [batch.kept[2], batch.kept[0]]
 
+    long.written, groups[0].advantages = [True, False, True], [torch.tensor([1.0, 7.0, 2.0]), torch.tensor([0.0, 0.0])]
+    turned = collate(groups, mask_truncated=False, device=CPU)
+    assert turned.mask.tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
+    of_tokens = [[0, 0, 1.0, 7.0, 2.0], [0] * 5, [0, 0, 0, 3.0, 0], [0, 0, 0, -3.0, -3.0]]
+    assert turned.advantages.tolist() == of_tokens and turned.has_gradient.tolist() == [True, False, True, False]
+    assert trained_lengths(groups, mask_truncated=False).tolist() == [[2, 2], [1, 0]] and long.length == 2
+    long.written = None
+
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
     assert torch.equal(masked.attention, batch.attention)

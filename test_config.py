@@ -65,6 +65,10 @@ def alike(prompts, completions, **columns):
     return [0.5 if prompt[0] in "abc" else float(len(text)) for prompt, text in zip(prompts, completions)]
 
 
+def again(row, turns):
+    return "c"
+
+
 TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 TRACKER = SimpleNamespace(__spec__="it is there", login=lambda prompt: True)
@@ -91,6 +95,8 @@ DIFFERS = {
     "drop_long_prompts": (True, dict(data="long.jsonl"), "error"),
     "correct": ("letters", {}, "length_correct"),
     "reward_timeout": "infra/test_faults.py: test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was",
+    "reply": (f"{__name__}:again", {}, "completions turns"),
+    "max_turns": (2, dict(reply=f"{__name__}:again"), "completions turns"),
     "trust_remote_code": "infra/test_inputs.py: test_code_that_comes_with_a_model_is_run_when_asked_for",
     "lora_rank": (4, {}, "update weights"),
     "lora_alpha": (8, dict(lora_rank=4), "weights"),

@@ -67,6 +67,13 @@ def drawn(prompts, **columns):
     return [random.random() for _ in prompts]
 
 
+def answered(row: dict, turns: list[str]) -> str | None:
+    """Up to three replies, shorter from one to the next; a short turn gets none. The prompt is left in the row."""
+    row["told"] = row.get("told", 0) + 1
+    assert row["told"] == len(turns) and row.keys() == {"prompt", "answer", "told"}
+    return None if len(turns[-1]) == 1 or len(turns) > 3 else (row["answer"] + row["prompt"])[: 4 - len(turns)]
+
+
 def own(*names: str) -> list[str]:
     return [f"{__name__}:{name}" for name in names]
 
@@ -138,6 +145,7 @@ ONE_UPDATE, SOME_UPDATES = 1e-4, 5e-3
 OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
+TURNS = dict(reply=f"{__name__}:answered", max_completion_length=24)
 BY_RANKS = {  # ranks and settings
     "off-policy, groups and micro-batches over three ranks, some without a reward": (
         3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
@@ -146,6 +154,9 @@ BY_RANKS = {  # ranks and settings
         5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, steps=3, eval_every=1,
         eval_prompts=4, eval_k=1),
     ),
+    "several turns": (
+        2, TURNS | dict(num_iterations=2, beta=0.1, top_p=0.9, eval_every=1, eval_prompts=5),
+    ),
 }  # fmt: skip
 
 
@@ -153,9 +164,12 @@ BY_RANKS = {  # ranks and settings
 def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     world, settings = BY_RANKS[name]
     one = go("one", **settings)
-    run(sorting | settings, tmp_path / "many", world=world)
-    assert_same_run(tmp_path / "many", one)
+    for many in [{}] if "reply" not in settings else [dict(rollout_tokens=70, micro_batch_size=2), dict(shard=True)]:
+        out = tmp_path / f"many{many}"
+        run(sorting | settings | many, out, world=world)
+        assert_same_run(out, one)
     assert all(line["grad_norm"] > 0.01 for line in metrics(one) if line["step"])
+    assert all(line["turns"] > 1.2 and line["reply_length"] > 0.5 for line in metrics(one)[1:] if "reply" in settings)
 
 
 def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, tmp_path):
@@ -174,7 +188,7 @@ def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, t
 # ---- The step against the equation, completion by completion, in float64 ----
 
 
-def to_rows(lines: list[dict], n: int) -> list[dict]:
+def to_rows(lines: list[dict], n: int, replies: bool = False) -> list[dict]:
     """Each sampled completion with its prompt's ids, its own ids, and the advantage that its group's rewards give."""
     _, tokenizer = sorting_model(Config())
     rows = []
@@ -183,18 +197,20 @@ def to_rows(lines: list[dict], n: int) -> list[dict]:
         given = [line["reward"] for line in group if line["reward"] is not None]
         mean, std = statistics.mean(given), statistics.stdev(given)
         for line in group:
-            ids = tokenizer(line["completion"]).input_ids
-            assert len(ids) == line["length"] and (ids[-1] == EOS_ID) != line["truncated"]
+            ids, own = tokenizer(line["completion"]).input_ids, [logp is not None for _, logp, *_ in line["tokens"]]
+            assert len(ids) == len(own) and sum(own) == line["length"] and own[-1]
+            assert all(own) or replies
+            assert (ids[-1] == EOS_ID) != line["truncated"] or replies
             advantage = 0.0 if line["reward"] is None or std == 0.0 else (line["reward"] - mean) / (std + 1e-4)
             assert line["advantage"] == pytest.approx(advantage, abs=1e-5)
-            rows.append(line | dict(prompt_ids=tokenizer(line["prompt"]).input_ids, ids=ids, A=advantage))
+            rows.append(line | dict(prompt_ids=tokenizer(line["prompt"]).input_ids, ids=ids, A=advantage, own=own))
     return rows
 
 
 def log_probs(model, row: dict, temperature: float) -> tuple[Tensor, Tensor]:
     logits = model(torch.tensor([row["prompt_ids"] + row["ids"]])).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    log_p = (logits / temperature).log_softmax(-1)
-    return log_p.gather(1, torch.tensor(row["ids"])[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    log_p, own = (logits / temperature).log_softmax(-1), row["own"]  # no token of a reply is in any sum
+    return log_p.gather(1, torch.tensor(row["ids"])[:, None])[own, 0], -(log_p.exp() * log_p).sum(-1)[own]
 
 
 def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> tuple:
@@ -206,13 +222,13 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
         start = [log_probs(model, row, cfg.temperature)[0] for row in rows]
     losses, norms, grads = [], [], []
     for update in updates:
-        N, tokens = len(update), sum(len(rows[i]["ids"]) for i in update)
+        N, tokens = len(update), sum(rows[i]["length"] for i in update)
         loss = 0.0
         for i in update:
             logp, entropy = log_probs(model, rows[i], cfg.temperature)
-            A, length = rows[i]["A"], len(rows[i]["ids"])
+            A, length = rows[i]["A"], rows[i]["length"]
             weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * 12), "sum": 1 / N}
-            prompt_tokens = sum(len(rows[j]["ids"]) for j in update if j // 6 == i // 6)
+            prompt_tokens = sum(rows[j]["length"] for j in update if j // 6 == i // 6)
             weights["prompt"] = 1 / (len({j // 6 for j in update}) * prompt_tokens)
             ratio = (logp - start[i]).exp()
             surrogate = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
@@ -234,6 +250,8 @@ STEPS = {
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
     "mask_truncated": dict(mask_truncated=True),
+    "several turns": TURNS | dict(normalization="global", entropy_coef=0.3),
+    "several turns, no rows shared": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
     "some without a reward": dict(reward=own("sometimes"), normalization="constant"),
     "three passes, clipped gradients": dict(num_iterations=3, learning_rate=0.02, max_grad_norm=0.2),
     "one pass in minibatches": dict(minibatches=3, learning_rate=0.04, normalization="global"),
@@ -248,8 +266,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_papers_equation(go, updates, name):
     settings = STEPS[name]
-    out = go(steps=1, num_generations=6, micro_batch_size=5, **settings)
-    actual, rows, (figures,) = [*updates], to_rows(samples(out), 6), metrics(out)
+    out = go(**dict(steps=1, num_generations=6, micro_batch_size=5) | settings)
+    actual, rows, (figures,) = [*updates], to_rows(samples(out), 6, "reply" in settings), metrics(out)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None}
     if "mask_truncated" in settings:
         masked = {i for i, row in enumerate(rows) if row["truncated"]}
@@ -271,8 +289,8 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     assert distance(trained(out) - flat(model), weights - flat(model)) <= 0.02
 
 
-@pytest.mark.parametrize("mask_truncated", [False, True])
-def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
+@pytest.mark.parametrize("mask_truncated, replies", [(False, {}), (True, {}), (True, dict(reply=TURNS["reply"]))])
+def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated, replies):
     """It is computed token by token from the completions in samples.jsonl and from the tensors of the step."""
     names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
     drawn, passes, updated, scored, losses = (watch(train, name) for name in names)
@@ -282,13 +300,14 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         steps=1, seed=1, prompts_per_step=16, num_generations=3, max_completion_length=16, micro_batch_size=4,
         reward=own("sometimes", "judged"), reward_weights=[0.5, 2.0], correct="judged", mask_truncated=mask_truncated,
         num_iterations=2, minibatches=2, learning_rate=0.04, warmup_steps=2, top_entropy=0.5, beta=0.1,
-        kl_importance=True, off_policy_mask=0.05, entropy_coef=0.2,
+        kl_importance=True, off_policy_mask=0.05, entropy_coef=0.2, **replies,
     )  # fmt: skip
     (figures,), rows = lines(out / "metrics.jsonl"), samples(out)
     names = "length", "reward", "advantage", "truncated", "rewards"
     lengths, rewards, advantages, truncated, parts = ([row[name] for row in rows] for name in names)
     weighted = [[w * x for w, x in zip((0.5, 2.0), of.values()) if x is not None] for of in parts]
     assert rewards == [sum(values) if values else None for values in weighted]
+    turns = [sum(own for own, _ in itertools.groupby(logp is not None for _, logp, _ in row["tokens"])) for row in rows]
     counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
     rows_by_update = [rows_of_one for *_, rows_of_pass in passes for rows_of_one in rows_of_pass]
     for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
@@ -326,11 +345,13 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(truncated),
+        "turns": mean(turns) if replies else None,
+        "reply_length": mean(len(row["tokens"]) - row["length"] for row in rows) if replies else None,
         "dead_groups": mean(len({*values}) < 2 for values in given),
         "rejected_groups": mean(len(judged[i]) < 2 or sum(counts[3 * i : 3 * i + 3]) < 2 for i in range(16)),
         "groups_replaced": 0,
         "tokens": sum(lengths),
-        "logged/tokens": mean(lengths),
+        "logged/tokens": mean(len(row["tokens"]) for row in rows),
         "loss": loss,
         "grad_norm": mean(float(gradient.norm()) for gradient, _ in updates),
         "learning_rate": 0.02,
@@ -339,8 +360,10 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "tokens_per_second": sum(lengths) / 23.0,
     }
     assert figures.keys() == expected.keys() | {"peak_memory_gb", "peak_memory_reserved_gb"}
+    of_replies = [] if replies else ["turns", "reply_length"]
+    assert [name for name, x in expected.items() if not x] == [*of_replies, "groups_replaced"]
+    assert [figures.pop(name) or expected.pop(name) for name in of_replies] == [None] * len(of_replies)
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # of float32
-    assert [name for name, x in expected.items() if not x] == ["groups_replaced"]
 
 
 # ---- Tokens from a part of the vocabulary ----

@@ -33,6 +33,7 @@ from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
+from tasks._turns import Replies, check_template
 
 # policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -245,7 +246,15 @@ def generate_groups(
 
     def complete(run: Run, prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
-        return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
+        replies = None
+        if run.task.reply is not None:
+            limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
+            how = run.tokenizer, sampling.eos_ids, cfg.max_turns, limit
+            replies = [Replies(run.task.reply, rows[picked[p]], *how) for p, _ in mine]
+        completions = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        for completion, own in zip(completions, replies or []):
+            completion.replies = own.said
+        return completions
 
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
@@ -294,6 +303,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
+    with ranks.fail_together():
+        check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
     same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the name of a field

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -11,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import string
 from collections.abc import Callable
 from functools import partial
 from graphlib import TopologicalSorter
@@ -23,18 +25,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 import conftest
+import tasks
 import train
 from advantage import combine_rewards, group_advantages
+from batch import Group
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
 from infra.command_line import parse, ready
 from infra.run_folder import MAY_CHANGE
 from loss import policy_loss, token_weights
-from rollout import Sampling, rollout
-from tasks._characters import small_config
+from rollout import Completion, Sampling, rollout
+from tasks._characters import EOS_ID, char_tokenizer, small_config
+from tasks._prompts import encode_prompts
+from tasks._turns import Replies
 from tools import ablate, evidence, plot
 
 HERE = Path(__file__).parent.parent
@@ -45,7 +51,8 @@ ADDITIONS, _, EDITS = EXTENDING.partition("## Another optimizer\n")  # these are
 EDITS, _, DISTILLATION = EDITS.partition("## On-policy distillation\n")
 DISTILLATION, _, SAMPLER = DISTILLATION.partition("## A sampler of your own\n")
 SAMPLER, _, BASELINE = SAMPLER.partition("## An optimal token baseline\n")
-BASELINE, _, REMEMBERED = BASELINE.partition("## What a run remembers\n")
+BASELINE, _, TURNS = BASELINE.partition("## Several turns\n")
+TURNS, _, REMEMBERED = TURNS.partition("## What a run remembers\n")
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -250,10 +257,12 @@ def fork(tmp_path_factory) -> Path:
     config.num_labels = 1
     tokenizer.save_pretrained(copy / "reward_model")
     LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
-    for name in ("edited.py", "asking.py", "baselined.py", "recipes.py", *(f"recipe_{i}.py" for i in range(5))):
-        shutil.copy(copy / "train.py", copy / name)
+    (copy / "my_environment.py").write_text(ENVIRONMENT)
+    chat_model(copy / "chat")
+    for name in ("edited", "asking", "baselined", "turned", "recipes", *(f"recipe_{i}" for i in range(5))):
+        shutil.copy(copy / "train.py", copy / f"{name}.py")
     edits = EDITS.replace("b/train.py", "b/edited.py") + SAMPLER.replace("b/train.py", "b/asking.py")
-    edits += BASELINE.replace("b/train.py", "b/baselined.py")
+    edits += BASELINE.replace("b/train.py", "b/baselined.py") + TURNS.replace("b/train.py", "b/turned.py")
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, copy).items():
             (copy / name).write_text(text)
@@ -262,6 +271,42 @@ def fork(tmp_path_factory) -> Path:
         for name, text in (alone | with_others).items():
             (copy / name).write_text(text)
     return copy
+
+
+ENVIRONMENT = '''
+class Environment:
+    """With all that the contract of TRL 1.16 allows: a text of its own, several tools, state, errors, a reward."""
+
+    def reset(self, start: int = 0, **columns):
+        self.total, self.asked = start, columns["prompt"][-1]["content"]
+        return f" It is {start} now."
+
+    def add(self, n: int) -> int:
+        """
+        Add to the counter.
+
+        Args:
+            n: How much to add.
+        """
+        if n < 0:
+            raise ValueError("only up")
+        self.total += n
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total == 9)
+'''
+
+
+def chat_model(folder: Path) -> None:
+    tokenizer = char_tokenizer(string.printable)
+    of_messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+    asked = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = "{{ tools | tojson }}" + of_messages + asked
+    config = small_config(tokenizer, 32, 32)
+    config.max_position_embeddings = 1024
+    tokenizer.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
@@ -342,6 +387,112 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
 
 def own(fork: Path, name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(fork / f"{name}.py")))
+
+
+# ---- Several turns ----
+
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+
+
+@pytest.fixture
+def tools(fork, monkeypatch, capsys) -> Callable:
+    """-> a function: the tools of a file as the model's tokenizer shows them, and what is replied to these turns"""
+    monkeypatch.chdir(fork)
+    monkeypatch.syspath_prepend(fork)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(fork / "tasks")])
+
+    def told(name: str, row: dict, turns: list[str]) -> tuple[SimpleNamespace, str, list]:
+        tokenizer = AutoTokenizer.from_pretrained("chat")
+        capsys.readouterr()
+        file = SimpleNamespace(**runpy.run_path(name, run_name="__main__"))
+        given = json.loads(capsys.readouterr().out)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
+        replies = Replies(file.reply, row, tokenizer, [EOS_ID])
+        said = [replies(tokenizer(turn + "<eos>").input_ids) for turn in turns]
+        encode_prompts(tokenizer, [row])
+        return file, tokenizer.decode(row["prompt_ids"]), [ids and tokenizer.decode(ids) for ids in said]
+
+    return told
+
+
+def test_the_tool_it_adds(tools):
+    row = {"prompt": [{"role": "user", "content": "2*(3+4)?"}]}
+    turns = [CALL % ("calculator", f'{{"expression": "{x}"}}') for x in ("2*(3+4)", "2*x", "1/0")]
+    _, prompt, said = tools("calculator.py", row, [*turns, "<tool_call>{</tool_call>", "It is 14."])
+    assert "Work out an arithmetic expression." in prompt and prompt.endswith("[user]2*(3+4)?<eos>[assistant]")
+    results = "14", "ValueError: malformed", "ZeroDivisionError: division by zero", "JSONDecodeError: Expecting"
+    assert said.pop() is None
+    for text, result in zip(said, results, strict=True):
+        assert text.startswith(f"[tool]{result}") and text.endswith("<eos>[assistant]")
+
+
+def test_the_environment_it_adds(tools):
+    row = {"prompt": [{"role": "user", "content": "Up to 9."}], "start": 4}
+    up, twice, down = (CALL % ("add", f'{{"n": {n}}}') * count for n, count in ((1, 1), (2, 2), (-1, 1)))
+    turns = [twice, down, CALL % ("reset", "{}"), up]
+    file, prompt, said = tools("tasks/environment.py", row, [*turns, "Done."])
+    assert "Add to the counter." in prompt and file.TOOLS == ["add"]
+    results = ["6", "8"], ["ValueError: only up"], ["KeyError: 'reset'"], ["9"]
+    assert said == ["".join(f"[tool]{x}<eos>" for x in each) + "[assistant]" for each in results] + [None]
+    task = file.load(Config())
+    prompted = task.to_row(row)["prompt"]
+    assert prompted == [{"role": "user", "content": "Up to 9. It is 4 now."}]
+    given = dict(prompts=[prompted] * 2, completions=["", ""], completion_ids=[[], []], log_extra=print)
+    assert task.rewards[0](**given, turns=[turns, turns[:1]], start=[4, 4]) == [1.0, 0.0]
+
+
+def test_the_game_the_environment_and_the_rewards_of_turns_run(fork):
+    game, each = commands(TURNS, "python train.py")
+    chat = {"prompt": [{"role": "user", "content": "Up."}], "start": 8}
+    (fork / "chat.jsonl").write_text("".join(json.dumps(chat | {"start": n}) + "\n" for n in range(4)))
+    environment = "--task environment --model chat --data chat.jsonl --max_completion_length 8".split()
+    environment += ["--chat_template_kwargs", '{"tools":[]}']
+    short = "--steps 2 --prompts_per_step 16 --samples_per_step -1 --eval_every 0".split()
+    for name, words in {"nim": game, "each": each, "environment": environment}.items():
+        make(fork, "turned" if name == "each" else "train", [*words, *short], name)
+    assert all(max(line["turns"] for line in metrics(fork / "runs" / name)) > 1 for name in ("nim", "each"))
+    assert all(line["reward"] == 0.0 for line in metrics(fork / "runs/environment"))
+    lines = (fork / "runs/each/samples.jsonl").read_text().splitlines()
+    several = [line for line in map(json.loads, lines) if None in [logp for _, logp in line["tokens"]]]
+    assert several and all(len(line["advantage"]) == len(line["tokens"]) for line in several)
+
+
+TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # what is done in each turn -> its rewards
+
+
+def by_index(returns: list[list[float]]) -> list[list[float]]:
+    """Normalized among those that got so far, as in verl's issue 7244."""
+    made = [[0.0] * len(each) for each in returns]
+    for k in range(2):
+        there = [i for i, each in enumerate(returns) if len(each) > k]
+        values = torch.tensor([returns[i][k] for i in there], dtype=torch.float64)
+        for i, x in zip(there, values - values.mean() if len(there) > 1 else []):
+            made[i][k] = float(x / (values.std() + 1e-4))
+    return made
+
+
+def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
+    """By all groups of three that a bandit of two turns can give, in float64. A return normalized by turn has not."""
+    by_turn = own(fork, "by_turn").by_turn
+    theta = torch.tensor([0.4, -0.7], dtype=torch.float64, requires_grad=True)
+    chance = torch.stack([theta.sigmoid(), 1 - theta.sigmoid()])  # of doing 0 or 1 in each turn
+    of = {done: [chance[did, k] for k, did in enumerate(done)] for done in TWO_TURNS}
+    p = {done: math.prod(chances) for done, chances in of.items()}
+    (expected,) = torch.autograd.grad(sum(p[done] * sum(TWO_TURNS[done]) for done in p), theta, retain_graph=True)
+    ours, theirs = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for group in itertools.product(TWO_TURNS, repeat=3):
+        written = [[True, False, True][: 2 * len(done) - 1] for done in group]
+        made = [Completion([1] * len(mask), [0.0] * len(mask), False, written=mask) for mask in written]
+        advantages = by_turn(Group([], {}, made, extras=[{"of_turns": TWO_TURNS[done]} for done in group]))
+        returns = [[sum(TWO_TURNS[done][k:]) for k in range(len(done))] for done in group]
+        together = math.prod(p[done] for done in group).detach()
+        for done, A, mask, other in zip(group, advantages, written, by_index(returns), strict=True):
+            assert A.shape == (len(mask),) and (len(mask) == 1 or A[1] == 0), "a reply"
+            for values, total in ((A[mask].tolist(), ours), (other, theirs)):
+                score = sum(x * chances.log() for x, chances in zip(values, of[done], strict=True))
+                total += together * torch.autograd.grad(score, theta, retain_graph=True)[0] / 3
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert torch.cosine_similarity(theirs, expected, dim=0) < 0.99
 
 
 def test_the_reward_model_it_adds(fork, monkeypatch):

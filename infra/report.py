@@ -31,7 +31,9 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     """Figures of all completions of a step. `names` are those of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
-    lengths = [completion.length for group in groups for completion in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [completion.length for completion in completions]
+    several = [completion for completion in completions if completion.written is not None]  # could have several turns
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
@@ -41,7 +43,9 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "completion_length": mean(lengths),
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
-        "truncated": mean(completion.truncated for group in groups for completion in group.completions),
+        "truncated": mean(completion.truncated for completion in completions),
+        "turns": mean(len(completion.turns) for completion in several),
+        "reply_length": mean(len(completion.ids) - completion.length for completion in several),
         "dead_groups": mean(not spread for spread in spreads),
         "rejected_groups": mean(not group.has_signal for group in groups),  # whether or not dynamic sampling is on
         "groups_replaced": sum(group.advantages is None for group in groups),
@@ -96,6 +100,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
+        "turns": [len(group.completions[0].turns) for group in greedy if group.completions[0].written is not None],
         "reward": torch.cat([group.rewards for group in greedy]).tolist(),
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
@@ -174,30 +179,34 @@ class RunLog:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
+        completion, A = group.completions[i], None if group.advantages is None else group.advantages[i]
+        written = completion.written or [True] * len(completion.ids)
+        of_tokens = completion.logp, completion.entropy
+        figures = [its and [x if own else None for own, x in zip(written, its)] for its in of_tokens]  # null in replies
         return {
             "step": step,
             "kind": kind,
             "prompt": group.row["prompt"],
-            "completion": self.decode(group.completions[i].ids),
+            "completion": self.decode(completion.ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
-            "advantage": None if group.advantages is None else float(group.advantages[i]),
-            "length": group.completions[i].length,
-            "truncated": group.completions[i].truncated,
+            "advantage": A.tolist() if isinstance(A, Tensor) else A,
+            "length": completion.length,
+            "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(group.completions[i].ids, group.completions[i].logp, group.completions[i].entropy),
+            "tokens": self.tokens(completion.ids, *figures),
         }
 
-    def tokens(self, ids: list[int], *figures: list[float] | None) -> list[list]:
+    def tokens(self, ids: list[int], *figures: list[float | None] | None) -> list[list]:
         """The text of each token with its rounded figures. If several tokens make a character, the last one has it."""
         text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens make whole characters
         for t in range(1, len(ids) + 1):
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
             ends.append(ends[-1] + grown)
-        given = [values for values in figures if values is not None]
-        return [[text[a:b], *(round(x, 2) for x in row)] for a, b, *row in zip(ends, [*ends[1:-1], None], *given)]
+        columns = ends, [*ends[1:-1], None], *(values for values in figures if values is not None)
+        return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")

@@ -29,8 +29,10 @@ def model_of(kind: str, device: str = "cpu") -> nn.Module:
 
 
 def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
+    """Where rows leave late, each turn gets a reply."""
+    replies = [lambda turn: [7, 2]] * len(PROMPTS) if sampling.drop_share == 0.5 else None
     with decoding(model, dtype, decode, LENGTH):
-        return rollout(model, PROMPTS, STREAMS if sampling.temperature else None, sampling)
+        return rollout(model, PROMPTS, STREAMS if sampling.temperature else None, sampling, replies=replies)
 
 
 def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:

@@ -41,11 +41,32 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
     expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / 3**0.5 for name, x in of_prompts.items()}
-    assert report.of_evaluation(greedy, sampled, NAMES) == pytest.approx(expected)
+    figures = report.of_evaluation(greedy, sampled, NAMES)
+    assert figures.pop("eval/turns") is figures.pop("eval/turns_ci") is None
+    assert figures == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
     alone = report.of_evaluation([missing, one], [one, one], NAMES)
     assert (alone["eval/reward"], alone["eval/reward_ci"]) == (0.0, None)
     assert alone["eval/accuracy"] is alone["eval/pass@1"] is alone["eval/accuracy_ci"] is None
+
+
+def test_replies_have_no_figures_and_are_seen_apart():
+    """A completion of two turns with a reply of two tokens between them, and one of a turn only."""
+    written = [True, True, False, False, True]
+    several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=written)
+    made = group([1.0, 0.0], 3)
+    made.completions = [several, Completion([6], [-0.5], True, [0.25], written=[True])]
+    made.advantages, made.extras = [torch.tensor([0.5, 0.5, 0.0, 0.0, -1.0]), torch.tensor([2.0])], [{}, {}]
+    log = RunLog(Config(out="run"), lambda ids: "".join(map(str, ids)), NAMES)
+    line = log.sample_line(3, "train", made, 0)
+    own, other = [-0.5, 0.25], [None, None]
+    assert line["tokens"] == [["1", *own], ["2", *own], ["3", *other], ["4", *other], ["5", *own]]
+    assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
+    figures = report.of_groups([made], NAMES)
+    assert (figures["turns"], figures["reply_length"], figures["completion_length"]) == (1.5, 1.0, 2.0)
+    assert figures["tokens"] == 4 and report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
+    plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
+    assert plain["turns"] is plain["reply_length"] is None
 
 
 def test_peaks_of_memory_are_those_of_the_rank_that_has_most(monkeypatch):

@@ -16,7 +16,7 @@ from rollout import Completion
 from tasks import Task, load_task, score, task_defaults, task_file, task_names
 from tasks._characters import EOS_ID, char_tokenizer
 
-NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "gym", "math", "sorting", "tldr"]
+NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "guess", "gym", "math", "sorting", "tldr"]
 TOKENIZER = char_tokenizer("0123456789+=[]: abc")
 MINE = """
 from tasks import Task
@@ -53,7 +53,7 @@ def test_the_tasks_that_are_there():
     for name in task_names():
         defaults = task_defaults(name, None)
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
-        assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "sorting"))
+        assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "guess", "sorting"))
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config"):
         with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):

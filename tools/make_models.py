@@ -1,13 +1,15 @@
-"""Make the model that a task starts from (models/addition, models/chain), or a small chat model (models/smollm2).
+"""Make the model that a task starts from (models/addition, models/chain, models/guess), or a small chat model
+(models/smollm2).
 
     python -m tools.make_models addition     takes about six CPU-minutes
     python -m tools.make_models chain        takes about one
+    python -m tools.make_models guess        takes about eight
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 Supervised training teaches addition and chain two ways to answer: at once, which is mostly wrong, and with the steps
 first, which is right more often. Both are shown for every kind of prompt, but most long prompts are answered at once.
-So reinforcement learning has to find out that it pays to write the steps, and to get them right. Held-out prompts are
-never trained on.
+So reinforcement learning has to find out that it pays to write the steps, and to get them right. For the game of
+guessing it shows a player who guesses at random among the numbers that are left. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
 results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tasks import addition, chain
+from tasks import addition, chain, guess
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
 DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
@@ -67,21 +69,41 @@ def chain_line(rng: random.Random) -> tuple[str, str]:
     return prompt, shown + EOS
 
 
-Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size")
+def guess_line(rng: random.Random) -> tuple[str, str]:
+    """-> a range that is not held out, and a game about it"""
+    row = guess.draw_row(rng)
+    while held_out(row["prompt"]):
+        row = guess.draw_row(rng)
+    low, high = map(int, row["prompt"].rstrip(":").split("-"))
+    left, turns, game, said = range(low, high + 1), [], "", ""
+    while said is not None:
+        number = rng.choice(left)
+        turns.append(str(number))
+        said = guess.reply(row, turns)
+        game += turns[-1] + EOS + (said or "")
+        left = [n for n in left if n != number and (n > number) == (said == "h")]
+    return row["prompt"], game
+
+
+Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size replies", defaults=[""])
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
+    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=64, steps=1800, batch_size=96, replies="hl"),
 }
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts and padding have no labels."""
+    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts, replies and padding
+    have no labels."""
+    replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        labels[torch.isin(labels, replies)] = -100
         for row, (prompt, _) in zip(labels, part, strict=True):
             row[: len(prompt)] = -100
         parts.append((batch.input_ids, labels))
