@@ -30,6 +30,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
 from fast.compact_list import CompactList
+from fast.growing_cache import make_room
 from fast.kept_sets import KeptSets
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
@@ -157,6 +158,7 @@ def _decode(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
+    make_room(kwargs.get("past_key_values"), most=input_ids.shape[1] + L)
 
     live = torch.arange(N, device=rows.device)  # which completion each row of the batch is
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
