@@ -25,15 +25,17 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from config import UserError
 from fast.compact_list import CompactList
 from fast.growing_cache import make_room
-from fast.kept_sets import KeptSets
+from fast.kept_sets import KeptSets, SetsOfBatch
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
+BLOCK = 512  # tokens of the vocabulary
 
 
 @dataclass
@@ -148,7 +150,7 @@ def _decode(
     lists of kept sets. What comes after the end of a completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    kept = [KeptSets() for _ in range(N)]
+    kept = SetsOfBatch(N)
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
@@ -166,9 +168,7 @@ def _decode(
         token, logp, left = sample(logits, None if uniform is None else uniform[live, t], sampling)
         tokens[live, t], logps[live, t] = token, logp
         if left is not None:
-            for row, was_done, ids in zip(live.tolist(), done.tolist(), left, strict=True):
-                if not was_done:
-                    kept[row].append(ids, logits.shape[1])
+            kept.append(left & ~done[:, None], live)
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature)
         done = done | torch.isin(token, eos_ids)
@@ -178,6 +178,7 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
+            kept.to_host(live)
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -185,12 +186,13 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
-    return tokens, logps, entropies, kept
+    kept.to_host(live)
+    return tokens, logps, entropies, kept.sets
 
 
-def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, list[np.ndarray] | None]:
+def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pick the next token of each row: logits (B, V), uniform numbers (B,) -> tokens (B,), their log-probs (B,) and, if
-    log-probs are normalized over the ids that were left, these ids for each row."""
+    log-probs are normalized over the ids that were left, which ids these are (B, V)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         whole = p = logits.softmax(-1)  # (B, V)
@@ -198,19 +200,36 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     else:
         whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
         p = _truncated(whole, sampling)
-        # On a GPU the sum is computed in parallel parts, and in fp32 it might not be increasing.
-        cdf = p.cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
-        total = cdf[:, -1:]  # not exactly 1, because of rounding
-        # u may round up to 1, so the target is kept strictly below the total. With right=True, u = 0 does not pick a
-        # first token of probability 0.
-        target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-        token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+        token = (_pick_in_blocks if logits.is_cuda else _pick)(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
     if p is whole or not sampling.keep_set:  # `_truncated` returns the very same tensor if it cuts nothing
         return token.squeeze(1), logp, None
-    left = p > 0.0
-    ids = left.nonzero()[:, 1].int().cpu().numpy()
-    return token.squeeze(1), logp - p.sum(-1).log(), np.split(ids, left.sum(1).cumsum(0)[:-1].tolist())
+    return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0
+
+
+def _pick(p: Tensor, u: Tensor) -> Tensor:
+    """p (B, V), u (B, 1) -> (B, 1), the first token whose cumulative probability exceeds u."""
+    cdf = p.cumsum(-1)
+    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # the last sum is not exactly 1, because of rounding
+
+
+def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
+    """The same on a GPU. There a sum is computed in parallel parts, and in fp32 it might not be increasing. Sums along
+    whole rows would keep only a small part of the GPU busy, so first the block is found and then the token in it."""
+    blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
+    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
+    target = u.double() * cdf[:, -1:]
+    block = _first_above(cdf, target)
+    inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)  # (B, BLOCK)
+    return block * BLOCK + _first_above(inside, target - F.pad(cdf, (1, 0)).gather(1, block))
+
+
+def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
+    total = cdf[:, -1:]
+    # u may round up to 1, so the target is kept strictly below the total. With right=True, a target of 0 does not pick
+    # a first token of probability 0.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
@@ -261,7 +280,7 @@ def _completions(
             logp=logp[i, :n],
             truncated=not bool(ended[i].any()),
             entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=kept[i] or None,
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # after the end they are empty
         )
         for i, n in enumerate(lengths.tolist())
     ]

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
+import rollout as rollout_module
 from config import UserError
 from conftest import VOCAB, rounding, tiny_model
+from fast.growing_cache import GrowingLayer
 from logprob import token_logprobs
 from rollout import Completion, KeptSets, Sampling, rollout, sample, uniforms
 
@@ -120,6 +123,29 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     assert rollout(model, [], streams([]), sampling) == []
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window
+def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
+    """Bit for bit, while it grows and rows leave."""
+    model = build(kind, sliding_window=5)
+    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # room for 64 tokens is added at a time
+    u = uniforms(0, 3, SAMPLES, 150)
+    grown, types, make_room = [], [], rollout_module.make_room
+
+    def see(cache, most):
+        make_room(cache, most)
+        types.append([type(layer) for layer in cache.layers])
+
+    monkeypatch.setattr(rollout_module, "make_room", see)
+    monkeypatch.setattr(GrowingLayer, "_move", lambda *args, move=GrowingLayer._move: (grown.append(1), move(*args)))
+    in_place = rollout(model, PROMPTS, u, sampling)
+    own = DynamicLayer if kind == "qwen2" else DynamicSlidingWindowLayer
+    assert types == [[GrowingLayer if i % 2 or own is DynamicLayer else own for i in range(len(types[0]))]]
+    assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
+    monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
+    assert in_place == rollout(model, PROMPTS, u, sampling)
+    assert GrowingLayer not in DYNAMIC_LAYER_TYPE_MAPPING.values()
+
+
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
@@ -143,6 +169,11 @@ def test_kept_sets(vocabulary):
     sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
     for ids in sets:
         kept.append(ids, vocabulary)
+    at_once = KeptSets()
+    for few in (sets[:1], sets[1:]):
+        if few:
+            at_once.extend(np.concatenate(few), np.array([*map(len, few)]), vocabulary)
+    assert at_once == kept
     padded = pickle.loads(pickle.dumps(kept.padded(2, 1)))
     assert all(map(np.array_equal, [None, None, *kept, None], padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]

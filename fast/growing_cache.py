@@ -8,7 +8,6 @@ That copies the whole cache for each token. Here it is copied only when its room
 quarter, and when rows leave the batch.
 """
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -22,8 +21,6 @@ def make_room(cache: Cache | None, most: int) -> None:
 
 
 class GrowingLayer(DynamicLayer):
-    _layer_type = None  # otherwise transformers would register this class in place of its own
-
     def __init__(self, layer: DynamicLayer, most: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
