@@ -19,6 +19,7 @@ samples, finished rows leave the batch while the others go on, and sampling is o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from config import UserError
 from fast.compact_list import CompactList
@@ -36,6 +38,9 @@ from fast.kept_sets import KeptSets, SetsOfBatch
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
 BLOCK = 512  # tokens of the vocabulary
+PROMPT_TOKENS = 1 << 15  # read at once, with padding: enough to keep a GPU busy
+OF_ROWS = "attention_mask", "position_ids"
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # the layers of a cache that can be joined
 
 
 @dataclass
@@ -154,9 +159,8 @@ def _decode(
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
-    out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
-    kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-    logits = out.logits[rows, -1]
+    logits, kwargs = _read(model, input_ids, kwargs)
+    logits = logits[rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
@@ -188,6 +192,27 @@ def _decode(
         logits = out.logits[:, -1]
     kept.to_host(live)
     return tokens, logps, entropies, kept.sets
+
+
+def _read(model: PreTrainedModel, input_ids: Tensor, kwargs: dict) -> tuple[Tensor, dict]:
+    """Read the prompts (P, T). If they have too many tokens for the memory, one half is read after the other, and then
+    their caches are joined. -> the logits of the next tokens (P, V), and kwargs with the cache"""
+    cache, P = kwargs.get("past_key_values"), len(input_ids)
+    can_be_joined = cache is not None and all(type(layer) in KEYS_AND_VALUES for layer in cache.layers)
+    if input_ids.numel() <= PROMPT_TOKENS or P == 1 or not can_be_joined:
+        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
+        out = model(**inputs, return_dict=True)
+        return out.logits[:, -1], model._update_model_kwargs_for_generation(out, kwargs)
+    halves = []
+    for rows, empty in ((slice(P // 2), cache), (slice(P // 2, P), copy.deepcopy(cache))):
+        of_rows = {name: kwargs[name][rows] for name in OF_ROWS if kwargs.get(name) is not None}
+        halves.append(_read(model, input_ids[rows], kwargs | of_rows | {"past_key_values": empty}))
+    (logits, kwargs), (more_logits, more) = halves
+    for layer, other in zip(kwargs["past_key_values"].layers, more["past_key_values"].layers):
+        layer.keys, other.keys = torch.cat([layer.keys, other.keys]), None
+        layer.values, other.values = torch.cat([layer.values, other.values]), None
+    of_rows = {name: torch.cat([kwargs[name], more[name]]) for name in OF_ROWS if kwargs.get(name) is not None}
+    return torch.cat([logits, more_logits]), kwargs | of_rows
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -245,9 +270,10 @@ def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
         p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1.0:
         high, order = p.sort(descending=True)
-        mass_before = high.cumsum(-1) - high
+        mass_before = high.cumsum(-1).sub_(high)
         high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True), 0.0)
-        p = torch.zeros_like(p).scatter(1, order, high)
+        del mass_before
+        p = torch.zeros_like(p).scatter_(1, order, high)
     if sampling.min_p > 0.0:
         p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0.0)
     return p
@@ -258,7 +284,7 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
     for name in ("past_key_values", "cache_params"):  # models like Mamba use the second name
         if kwargs.get(name) is not None:
             kwargs[name].reorder_cache(rows)
-    for name in ("attention_mask", "position_ids"):
+    for name in OF_ROWS:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
 

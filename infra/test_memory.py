@@ -196,8 +196,8 @@ class Counting:
 
     eos_token_id, chat_template = 1, None
 
-    def __call__(self, text: str) -> dict:
-        return {"input_ids": [2] * int(text)}
+    def __call__(self, texts: list[str], **settings) -> dict:
+        return {"input_ids": [[2] * int(text) for text in texts]}
 
     def decode(self, ids: list[int], **settings) -> str:
         return ""
@@ -242,13 +242,21 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         def sampling(model, prompts, uniform, *rest, **settings):
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
-            held["rollout"], gpu.peak = gpu.peak, gpu.held
+            held["rollout"] = gpu.peak
             ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
             return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more) for i, one in enumerate(made)]
 
         return sampling
 
+    def collating(collate):
+        def collated(*given):
+            gpu.peak = gpu.held  # from here on the weights that the rollout had gathered are gone
+            return collate(*given)
+
+        return collated
+
     conftest.replace("train.rollout", lengthened)
+    conftest.replace("train.collate", collating)
     gpu.capacity = math.inf
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p)
