@@ -312,9 +312,9 @@ def train(cfg: Config) -> int:
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.open_run, cfg)
+    done = ranks.on_first(run_folder.step_to_continue_after, cfg)
     if done is None:
-        return report.finished(out, f"the run in {out}/ is finished")
+        return report.finished(out, ranks.on_first(run_folder.changes, cfg))
     run, log, noted = set_up(cfg, device)
     models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:

@@ -5,18 +5,17 @@
 
 A checkpoint appears as a whole or not at all: it is written under another name, flushed to disk, and then renamed. It
 holds no random state, because every random number of a run is a function of (seed, step). Weights are safetensors and
-the rest is JSON, so nothing is unpickled. Left out: with shards, tensors of an optimizer that have neither the shape of
-their parameter nor a single value.
+the rest is JSON, so nothing is unpickled. Left out: state that an optimizer adds after its first update, and what it
+keeps in its groups of parameters, which come from the code.
 """
 
 import json
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from hashlib import file_digest
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedModel
@@ -35,48 +33,48 @@ from transformers import GenerationConfig, PreTrainedModel
 from batch import Group
 from config import UserError
 from fast.kept_sets import KeptSets
-from infra import faults, ranks
-from infra.run_folder import checkpoint_of, flush, saved_steps, write_text
+from infra import ranks
+from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
 from infra.shard import is_sharded, whole_weights
 from rollout import Completion
 
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, dcp.CheckpointException)
-DELETE = "delete that folder, and the same command goes on from the one before, or from the first step"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes a checkpoint without a group
 FILE_BYTES = 2**28  # of each rank
+FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
-LONG = {  # fields of these, with what makes them again
-    **dict.fromkeys(("prompt_ids", "ids", "logp", "entropy", "trained"), list),
-    "words": partial(array, "i"),
-    "offsets": partial(array, "q"),
+ARRAYS = {  # what makes them again from a tensor
+    "Tensor": lambda x: x,
+    "ndarray": Tensor.numpy,
+    "array": lambda x: array("i" if x.dtype == torch.int32 else "q", x.tolist()),
 }
 
 
 def save(
     out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer, cursor: int, state: dict, keep: int = 1
 ) -> None:
-    """Save everything that step + 1 needs. All ranks must call this: each writes a part, namely its own of shards."""
-    folder, first = checkpoint_of(out, step), ranks.rank() == 0
-    named, tensors = models["model"].named_parameters(), {}
-    numbers = {f"{key}.{name}": x for name, p in named for key, x in optimizer.state.get(p, {}).items()}
+    """Save everything that step + 1 needs. All ranks must call this. Each writes a part: its own part, if the model is
+    sharded."""
+    folder, first, tensors = checkpoint_of(out, step), ranks.rank() == 0, {}
     parts = {name: dict(model.named_parameters()) for name, model in models.items()}
-    parts["optimizer"] = {key: numbers.pop(key) for key, x in [*numbers.items()] if isinstance(x, Tensor)}
+    if optimizer.state:  # otherwise PyTorch would make an update to find out what the optimizer keeps
+        parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
-        for part, of_part in parts.items():
-            for name, x in of_part.items():
+        for part, named in parts.items():
+            for name, x in named.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
-                    told = f"after step {step} {name} of the {part} is not finite (NaN or infinity): nothing was saved"
-                    raise UserError(f"{told}. Lower --learning_rate, or check the rewards")
-        kept = _as_json(state, "run.state", tensors)
-    with whole_folder(folder) as beside:
+                    raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
+        about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "state": state}
+        text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors))
+        if repr(_from_text(text, tensors)) != repr(about):  # JSON has no tuples, for instance
+            raise UserError("run.state would not come back as it is: it takes JSON, tensors, arrays and Groups")
+    with whole_folder(folder) as partial_folder:
         for name, part in parts.items():
-            if part:  # because an optimizer may have no state
-                writer = HuggingFaceStorageWriter(beside / name, files_of(part), save_distributed=True)
-                _call(dcp.save, part, storage_writer=writer)
+            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
+            dcp.save(part, storage_writer=writer)
         if first:
-            save_file(tensors, beside / "state.safetensors")
-            about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "numbers": numbers, "state": kept}
-            write_text(beside / "state.json", json.dumps(about, indent=2))
-            write_text(beside / "SHA256SUMS", "\n".join([*checksums(beside), ""]))
+            save_file(tensors, partial_folder / "state.safetensors")
+            write_text(partial_folder / "state.json", text)
+            write_text(partial_folder / "SHA256SUMS", "\n".join([*checksums(partial_folder), ""]))
             for lines in out.glob("*.jsonl"):  # the lines up to this step must survive a crash, too
                 flush(lines)
     if first:
@@ -90,29 +88,48 @@ def save(
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:
     """Restore what `save` saved, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
-    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
     ranks.on_first(check, folder)
-    with ranks.fail_together(), _reading(folder):
-        tensors = load_file(file) if (file := folder / "state.safetensors").exists() else {}
-        about = json.loads((folder / "state.json").read_text(), object_hook=partial(_from_json, tensors=tensors))
+    tensors = load_file(folder / "state.safetensors")
+    about = _from_text((folder / "state.json").read_text(), tensors)
+    parts, flat = {name: dict(model.named_parameters()) for name, model in models.items()}, {}
+    if (folder / "optimizer").exists():
+        # PyTorch makes an update at a learning rate of 0, so that the optimizer has all of its state to load into.
+        flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
+        parts["optimizer"] = as_tensors(flat)
+    with ranks.fail_together():
         if about["optimizer"] != (kind := type(optimizer).__name__):
             raise UserError(f"the checkpoint {folder} is of a run with {about['optimizer']}, not {kind}")
-    with _reading(folder):
-        if (folder / "optimizer").exists():
-            parts["optimizer"] = _room_for_state(folder / "optimizer", models["model"])
-        for name, part in parts.items():
-            if (folder / name).exists():  # earlier versions kept no reference that is not refreshed
-                _call(dcp.load, part, storage_reader=HuggingFaceStorageReader(folder / name))
-    _restore(optimizer, models["model"], parts.get("optimizer", {}) | about["numbers"])
-    return about["cursor"], about.get("state", {})  # of an earlier version
+        known = {f"{name} of the {part}" for part, named in parts.items() for name in named}
+        if differing := names_in(folder) ^ known:
+            raise UserError(f"the checkpoint {folder} does not fit this code: {', '.join(sorted(differing)[:3])}")
+    for name, part in parts.items():
+        dcp.load(part, storage_reader=HuggingFaceStorageReader(folder / name))
+    if flat:
+        loaded = {name: x if isinstance(flat[name], Tensor) else x.item() for name, x in parts["optimizer"].items()}
+        state_dict.set_optimizer_state_dict(models["model"], optimizer, flat | loaded, options=FLAT)
+    return about["cursor"], about["state"]
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Load only the weights of the policy. A rank can call this by itself."""
     check(folder)
-    with _reading(folder):
-        _call(dcp.load, dict(model.named_parameters()), True, storage_reader=HuggingFaceStorageReader(folder / "model"))
+    dcp.load(dict(model.named_parameters()), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
     return model
+
+
+def as_tensors(flat: dict[str, Any]) -> dict[str, Tensor]:
+    """The state of each parameter in an optimizer's flat state dict. Plain numbers become tensors of 64 bits."""
+    return {name: _as_tensor(x) for name, x in flat.items() if name.startswith("state.")}
+
+
+def _as_tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of all tensors that a checkpoint holds in folders, each with its folder."""
+    readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
+    return {f"{name} of the {part}" for part, x in readers.items() for name in x.read_metadata().state_dict_metadata}
 
 
 def files_of(part: dict[str, Tensor]) -> dict[str, int]:
@@ -124,117 +141,71 @@ def files_of(part: dict[str, Tensor]) -> dict[str, int]:
 def checksums(folder: Path) -> list[str]:
     """A line for each file, in the format of sha256sum."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    return [f"{file_digest(path.open('rb'), 'sha256').hexdigest()}  {path.relative_to(folder)}" for path in files]
+    return [f"{sha256_of(path)}  {path.relative_to(folder)}" for path in files]
 
 
 def check(folder: Path) -> None:
-    """Raise an error if a file is not as it was written. Checkpoints of earlier versions have no checksums."""
-    with _reading(folder):
-        written = (folder / "SHA256SUMS").read_text() if (folder / "SHA256SUMS").exists() else ""
-        if changed := {*written.splitlines()} - {*checksums(folder)}:
-            raise ValueError(f"{min(changed).split()[-1]} is not as it was written")
+    """Raise an error if a file is not as it was written."""
+    sums = folder / "SHA256SUMS"
+    written = sums.read_text(errors="replace").split("\n") if sums.exists() else []
+    if differing := {*written} ^ {*checksums(folder), ""}:
+        advice = "delete that folder, and the same command goes on from the one before, or from the first step"
+        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): {advice}")
 
 
-def _call(call: Callable, part: dict[str, Tensor], alone: bool = False, **storage: Any) -> None:
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one rank
-        call(part, no_dist=alone or ranks.world() == 1, **storage)
-
-
-def _as_json(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert what Run.state holds to JSON. Tensors and the long fields of groups go to `tensors`, under a name."""
+def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
+    """JSON in place of what it does not have. Numbers of tensors and arrays go to `tensors`, under a name."""
+    kind = type(x).__name__
     if type(x) in GROUPS.values():
-        long = {field: torch.from_numpy(np.array(y)) for field, y in vars(x).items() if field in LONG and y is not None}
-        return {"<class>": type(x).__name__} | _as_json(vars(x) | long, name, tensors)
-    if type(x) is Tensor and not x.requires_grad:
-        tensors[name] = x.clone(memory_format=torch.contiguous_format)
-        return {"<class>": "Tensor", "name": name, "device": x.device.type}
-    if type(x) is dict and all(type(key) is str and key != "<class>" for key in x):
-        return {key: _as_json(y, f"{name}[{key!r}]", tensors) for key, y in x.items()}
-    if type(x) is list:
-        return [_as_json(y, f"{name}[{i}]", tensors) for i, y in enumerate(x)]
-    if x is not None and type(x) not in (bool, int, float, str):
-        raise UserError(f"{name} is a {type(x).__name__}: a checkpoint holds JSON, tensors without gradient, Groups")
-    return x
+        return {"<class>": kind} | vars(x)
+    if kind not in ARRAYS:
+        raise UserError(f"run.state holds a {kind}: it takes JSON, tensors, arrays and Groups")
+    name = str(len(tensors))
+    tensors[name] = _as_tensor(x).detach().clone(memory_format=torch.contiguous_format)
+    return {"<class>": kind, "name": name, "device": tensors[name].device.type}
 
 
-def _from_json(x: dict, tensors: dict[str, Tensor]) -> Any:
-    kind = x.pop("<class>", None)
-    if kind == "Tensor":
-        return tensors[x["name"]].to(x["device"])
-    long = {field: LONG[field](y.tolist()) for field, y in x.items() if kind and field in LONG and y is not None}
-    return GROUPS[kind](**x | long) if kind else x
+def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
+    def make(x: dict) -> Any:
+        kind = x.pop("<class>", None)
+        if kind in ARRAYS:
+            return ARRAYS[kind](tensors[x["name"]].to(x["device"]))
+        return GROUPS[kind](**x) if kind else x
 
-
-def _room_for_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Zeros in place of each tensor of the optimizer in this folder, sharded like its parameter."""
-    parameters, room = dict(model.named_parameters()), {}
-    for key, saved in HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata.items():
-        p = parameters[key.partition(".")[2]]
-        like = p if saved.size == p.shape else torch.empty(saved.size)
-        room[key] = torch.zeros_like(like, dtype=saved.properties.dtype)
-    return room
-
-
-def _restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    names = {p: name for name, p in model.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    by_number: dict[int, dict] = {}
-    for key, value in state.items():
-        kind, _, name = key.partition(".")
-        by_number.setdefault(order.index(name), {})[kind] = value
-    # The optimizer moves each value to the device where it needs it.
-    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except DAMAGE as error:
-        raise UserError(f"the checkpoint {folder} is damaged ({_cause(error)}): {DELETE}") from error
-
-
-def _cause(error: BaseException) -> str:
-    return str(error).strip().rpartition("\n")[2]  # the last line, below what the library reports of all ranks
+    return json.loads(text, object_hook=make)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """All ranks must call this. The first one writes."""
     weights = whole_weights(model) if is_sharded(model) else None
-    with whole_folder(folder) as beside:
+    with whole_folder(folder) as partial_folder:
         if ranks.rank() == 0:
             own, model.generation_config = model.generation_config, GenerationConfig()
-            model.save_pretrained(beside, state_dict=weights)
+            model.save_pretrained(partial_folder, state_dict=weights)
             model.generation_config = own
-            tokenizer.save_pretrained(beside)
+            tokenizer.save_pretrained(partial_folder)
             # These are the settings that came with the model. `save_pretrained` might refuse them.
-            write_text(beside / "generation_config.json", own.to_json_string())
+            write_text(partial_folder / "generation_config.json", own.to_json_string())
 
 
-# ---- Files that are there whole or not at all ----
+# ---- Folders that appear whole or not at all ----
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """The ranks write into the temporary folder that this yields. At the end it is flushed to disk and renamed to
-    `folder` in one call. If anything fails, `folder` stays as it was."""
-    beside, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
-    try:
-        if first:
-            for torn in folder.parent.glob("*.partial"):
-                shutil.rmtree(torn, ignore_errors=True)
-            beside.mkdir(parents=True)
-        ranks.barrier()  # it is there
-        yield beside
-        ranks.barrier()  # all have written
-        if first:
-            for path in [*beside.rglob("*"), beside]:
-                flush(path)
-            shutil.rmtree(folder, ignore_errors=True)
-            beside.rename(folder)
-            flush(folder.parent)
-    except (OSError, SafetensorError, dcp.CheckpointException) as error:  # a full disk, no permission
-        if isinstance(error, dcp.CheckpointException) and not first:
-            raise faults.FailedElsewhere(_cause(error)) from error  # every rank is told
-        shutil.rmtree(beside, ignore_errors=True)
-        raise UserError(f"{folder} could not be written: {_cause(error)}") from error
+    `folder` in one call. If anything fails, `folder` stays as it was, and the next call deletes what is left."""
+    partial_folder, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
+    if first:
+        for torn in folder.parent.glob("*.partial"):
+            shutil.rmtree(torn, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+    ranks.barrier()  # it is there
+    yield partial_folder
+    ranks.barrier()  # all have written
+    if first:
+        for path in [*partial_folder.rglob("*"), partial_folder]:
+            flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)
+        flush(folder.parent)

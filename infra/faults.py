@@ -1,7 +1,8 @@
-"""When something goes wrong: who reports it, and how a run ends.
+"""When something goes wrong: which rank reports it, and how a run ends.
 
-torchrun ends the other ranks, and shows last what the first rank that failed has recorded. A rank that merely lost
-contact stands by and records nothing. Left out: going on without that rank; the same command does, from a checkpoint.
+torchrun ends the other ranks, and its report ends with what the first rank that failed has recorded. A rank that only
+lost contact waits to be ended and records nothing. Left out: going on without the failed rank. The same command
+continues from a checkpoint.
 """
 
 import atexit
@@ -25,23 +26,21 @@ from config import Config, UserError
 
 
 class FailedElsewhere(UserError):
-    """A user's error on another rank, which is the one to report it."""
+    """Another rank has raised a UserError, and reports it."""
 
 
 def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
-    """-> exit code; what went wrong has been reported"""
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal cannot show ends no run
+    """Train, and report what goes wrong. -> exit code"""
     try:
         code = train(config)
         if dist.is_initialized():
-            dist.barrier()  # nobody is gone before all are done
+            dist.barrier()  # a rank that left earlier would look like one that failed
             dist.destroy_process_group()
         return code
     except FailedElsewhere:
         return stand_by(2)
     except (UserError, torch.OutOfMemoryError) as error:
-        error.with_traceback(None).__cause__ = None  # where in this code it was found helps nobody
+        error.with_traceback(None).__cause__ = None  # torchrun would show where in this code it was raised
         return report_failure(error, 2, f"error: {error}")
     except BaseException as error:
         if is_lost_contact(error):
@@ -51,48 +50,47 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
 
 
 def report_failure(error: BaseException, code: int, message: str) -> int:
-    """On stderr, and in torchrun's own report, which stands last on the screen. -> the exit code"""
+    """Write to stderr, and to torchrun's own report, which comes last on the screen. -> the exit code"""
     say(message.rstrip())
     get_error_handler().record_exception(error)
     return code
 
 
 def stand_by(code: int) -> int:
-    """Another rank failed and is the one to report it. torchrun, having noticed, ends this one."""
+    """Give the rank that failed time to report it. torchrun shows the rank that ended first as the cause."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     return code
 
 
 def leave(code: int) -> None:
-    """Ends the process. Threads of PyTorch's own, which shards have, may abort one that ends in the ordinary way."""
+    """End the process. With shards PyTorch has threads that may abort a process which ends in the ordinary way."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """A collective call, be it of PyTorch's own (of shards, of a checkpoint), fails so where another rank is gone. What
-    a user's code raises may read alike, and so does NCCL where memory runs out."""
+    """Whether a collective call failed because another rank is gone. The error must come from PyTorch, because a user's
+    code may raise one that reads the same. NCCL's error reads the same if memory runs out."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     reads_so = any(word in str(error) for word in ("gloo", "NCCL", "onnection")) and "out of memory" not in str(error)
     return isinstance(error, RuntimeError) and reads_so and raised_in.startswith(os.path.dirname(torch.__file__))
 
 
 def end_with_torchrun() -> None:
-    """A rank whose torchrun was killed must not go on, least of all beside its successor: Linux ends it then."""
+    """Let Linux end this rank if its torchrun is killed. Otherwise it would still run when the next torchrun starts."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torchrun, when_parent_dies = os.getppid(), 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(when_parent_dies, signal.SIGKILL)
-        if os.getppid() != torchrun:  # it was gone before Linux was asked
+        if os.getppid() != torchrun:  # torchrun was gone before Linux was asked
             os._exit(1)
 
 
 @contextmanager
 def handlers_put_back() -> Iterator[None]:
-    """A notebook goes on after the run; other ranks may still be sent copies of a signal."""
+    """Restore the handlers of a notebook, which goes on after the run. With several ranks the process ends, and until
+    then torchrun may send it further copies of a signal."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -102,14 +100,15 @@ def handlers_put_back() -> Iterator[None]:
 
 
 def stop_requests() -> list[int]:
-    """Grows by a signal asking to stop after the step. A second one, later than torchrun's copy, ends the process."""
+    """-> a list that grows when a signal asks to stop after the step. A second signal ends the process, if it comes
+    more than 3 seconds later: torchrun passes on copies of the first."""
     caught: list[int] = []
     times: list[float] = []
 
     def note(number: int, frame: object) -> None:
         caught.append(number)
         times.append(time.monotonic())
-        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":  # print may have been interrupted
+        if len(caught) == 1 and os.environ.get("RANK", "0") == "0":  # the signal may have interrupted a print
             os.write(2, b"\nstopping after this step; once more in 3 seconds or later: at once\n")
         if times[-1] - times[0] > 3:
             signal.signal(number, signal.SIG_DFL)
@@ -122,22 +121,23 @@ def stop_requests() -> list[int]:
 
 @contextmanager
 def time_limit(seconds: float, name: str) -> Iterator[None]:
-    """Around a function of the user's. After these seconds its process ends, be it in C, and shows where it was."""
-    told = threading.Timer(seconds, say, [f"reward function {name} took longer than --reward_timeout {seconds:g} s"])
-    told.start()
+    """Limit the time of a user's function. After these seconds the process ends and shows where it was, even if the
+    function runs in C."""
+    timer = threading.Timer(seconds, say, [f"reward function {name} took longer than --reward_timeout {seconds:g} s"])
+    timer.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        told.cancel()
+        timer.cancel()
 
 
 def warn(message: str) -> None:
-    """From any rank: what happens to one may not happen to the first."""
+    """Show a note of any rank, because what happens to one rank may not happen to the first."""
     say(f"note: rank {os.environ.get('RANK', 0)}: {message}")
 
 
 def say(message: str) -> None:
-    """On stderr, the end of the line included in one go: another rank may be writing at the same time."""
-    tqdm.write(message + "\n", file=sys.stderr, end="")  # not into the line of a bar
+    """Write to stderr, in one call with the end of the line, because another rank may write at the same time."""
+    tqdm.write(message + "\n", file=sys.stderr, end="")  # keeps the line of a progress bar whole

@@ -12,7 +12,6 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from batch import Group
-from config import ALGORITHMS, Config, UserError
+from config import Config, UserError
 from infra import ranks, run_folder
 from tasks import columns_of
 
@@ -53,7 +52,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
 
 def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
     """The mean of each figure that rewards or `run.log` have logged in this step."""
-    return {name: mean(x for of, x in logged if of == name) for name in sorted({name for name, _ in logged})}
+    return {name: mean(x for other, x in logged if other == name) for name in sorted({name for name, _ in logged})}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
@@ -61,7 +60,7 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
     that these updates trained on."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
-    for name, pair in ranks.gather([(name, pair.tolist()) for of_update in totals for name, pair in of_update.items()]):
+    for name, pair in ranks.gather([(name, pair.tolist()) for update in totals for name, pair in update.items()]):
         sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair)]
     return figures | {name: total / count if count else None for name, (total, count) in sums.items()}
 
@@ -87,7 +86,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
     correct = [int(group.right.sum()) for group in sampled if group.right is not None]
-    of_prompts = {
+    prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
@@ -95,7 +94,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
     figures = {}
-    for name, values in of_prompts.items():
+    for name, values in prompt_values.items():
         given = [float(v) for v in values if not math.isnan(v)]
         half = 1.96 * statistics.stdev(given) / math.sqrt(len(given)) if len(given) > 1 else None
         figures |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
@@ -128,30 +127,23 @@ class RunLog:
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
         self.bar = tqdm(disable=True)
-        if config.report_to:
-            importlib.import_module(config.report_to)  # fails now if the package is missing
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` counts the prompts to train on and the held-out ones."""
-        cfg = self.config
+        cfg, usual = self.config, vars(Config())
+        size = sum(p.numel() for p in model.parameters())
+        own = [f"{name} {x}" for name, x in vars(cfg).items() if x != usual[name]]
+        lines = [f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}"]
+        lines += [f"{size:,} parameters; {ranks.world()} rank(s) ({device.type})", ", ".join(own)]
+        lines += [f"note: {note}" for note in notes]
         self.say(
-            f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}, "
-            f"{sum(p.numel() for p in model.parameters()):,} parameters; {ranks.world()} rank(s) ({device.type})"
+            "\n".join([*lines, f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/"])
         )
-        usual, own = vars(Config()), [f.name for f in fields(cfg) if f.metadata["heading"] == "The objective"]
-        rest = [name for name, x in vars(cfg).items() if x != usual[name] and (name in own or usual[name] is not None)]
-        shown = dict.fromkeys((*ALGORITHMS[cfg.algorithm], *rest))
-        self.say(f"{cfg.algorithm}: " + ", ".join(f"{name} {getattr(cfg, name)}" for name in shown))
-        for note in notes:
-            self.say(f"note: {note}")
-        self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def open(self, done: int) -> None:
         """Open the files. Drop lines of steps that will be run again, and a last line that a kill left incomplete."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
-            if name == "metrics.jsonl" and [line["step"] for line in lines if line["step"]] != [*range(1, done + 1)]:
-                self.say(f"note: {self.out / name}: steps are missing or stand twice")
             run_folder.write_text(self.out / name, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
         # disable=None shows a bar only in a terminal; miniters=0 lets it be drawn within a step
@@ -199,8 +191,8 @@ class RunLog:
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
             ends.append(ends[-1] + grown)
-        figures = [its for its in figures if its is not None]
-        return [[text[a:b], *(round(x, 2) for x in of)] for a, b, *of in zip(ends, [*ends[1:-1], None], *figures)]
+        given = [values for values in figures if values is not None]
+        return [[text[a:b], *(round(x, 2) for x in row)] for a, b, *row in zip(ends, [*ends[1:-1], None], *given)]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")
@@ -234,11 +226,8 @@ def as_json(lines: list[dict]) -> str:
 
 
 def append(path: Path, lines: list[dict]) -> None:
-    try:
-        with path.open("a") as file:
-            file.write(as_json(lines))
-    except OSError as error:  # a full disk
-        raise UserError(f"{path} could not be written: {error.strerror}") from None
+    with path.open("a") as file:
+        file.write(as_json(lines))
 
 
 def open_tracker(config: Config) -> Callable[[str, float, int], None]:
@@ -253,29 +242,31 @@ def open_tracker(config: Config) -> Callable[[str, float, int], None]:
 
 
 def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
-    with ranks.fail_together():  # all ranks come here, and one of them reports it
-        told = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
-        dtype = "try --dtype float32, which on a GPU takes up to twice the memory and several times as long"
-        raise UserError(f"{told}. Check the rewards, lower --learning_rate, or {dtype}")
+    """Stop the run. All ranks call this, and one of them reports it."""
+    with ranks.fail_together():
+        figures = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
+        raise UserError(f"{figures}. Check the rewards, lower --learning_rate, or try --dtype float32")
 
 
-def finished(out: Path, note: str = "") -> int:
-    """Print the result of a run from its files: held-out figures, and samples, before and after. -> exit code"""
+def finished(out: Path, notes: Iterable[str] | None = None) -> int:
+    """Print the result of a run from its files: held-out figures and samples, at its beginning and at its end. `notes`
+    are given for a run that was finished before. -> exit code"""
     lines = run_folder.read_lines(out / "metrics.jsonl")
     if ranks.rank() > 0 or not lines:
         return 0
     lines = [line for line in lines if held_out(line)] or lines
     ends = lines[:1] + lines[1:][-1:]
     steps, names = [line["step"] for line in ends], held_out(ends[-1])
-    print(note)
+    if notes is not None:
+        print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
     print(f"{'held out (± 95 %)' if names else 'trained on':24}", *(f"{f'step {step}':>18}" for step in steps))
     for name in names or ["reward", "completion_length", "entropy"]:
         cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
         print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
     for line in run_folder.read_lines(out / "samples.jsonl"):
         if line["kind"] == "eval" and line["step"] in steps:
-            prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]
-            print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {prompt}\n{line['completion']}")
+            print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {line['prompt']}")
+            print(line["completion"])
     print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}; look at it: python -m tools.look {out}")
     return 0
 

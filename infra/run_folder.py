@@ -1,12 +1,14 @@
-"""A run's folder: what it holds, whether this run may have it, and files that are there whole or not at all.
+"""A run's folder: what it holds, which runs may continue in it, and how its files are written.
 
-    out/config.json           settings, as given by hand and as resolved; versions, commit, hardware
+    out/config.json           settings, those given by hand and all of them; each beginning with its commit and versions
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
     out/checkpoint/000040/    checkpoint.py
     out/model/                the trained model
 
-Nothing is written before all is ready to start, and no run is written over: --overwrite renames its folder.
+Nothing is written before everything is ready to start. The same command continues a run. Other settings are refused;
+another commit, other versions, and other contents of what the run reads are recorded and told in a note. A finished run
+is only shown. --overwrite renames the folder and starts over.
 """
 
 import contextlib
@@ -20,8 +22,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import fields
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import torch
@@ -29,37 +31,33 @@ import transformers
 
 from config import Config, UserError, resolve
 
-PATHS = ("model", "data", "eval_data", "reward")  # settings that may name a file
 MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is continued
-locks = []  # held as long as this process lives
+locks = []  # as long as their files are open, this process has them
 
 
 # ---- What a folder holds ----
 
 
-def open_run(config: Config) -> int | None:
-    """Nothing is written. -> the step to continue after, 0 to start; None: the run in `config.out` is finished"""
+def step_to_continue_after(config: Config) -> int | None:
+    """0 if the run starts, None if the run in `config.out` is finished. Nothing is written."""
     out = Path(config.out)
-    above = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"--out {out}: {above} is no folder that can be written to")
     if (out / ".lock").exists():
         lock(out)
-    there = settings_of(out)
-    if there is None and out.exists() and any(p.name != ".lock" and p.suffix != ".partial" for p in out.iterdir()):
+    others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
+    if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} holds something that is not a run: give another --out")
     if starts_over(config):
-        inside = [path for name in PATHS for path in paths(config, name) if path.is_relative_to(out.resolve())]
-        if inside or os.path.ismount(out):
-            raise UserError(f"--overwrite cannot move away {inside[0] if inside else 'a mount'}: give another --out")
+        if inside := [path for path in inputs(config) if path.is_relative_to(out.resolve())]:
+            raise UserError(f"--overwrite would move away {inside[0]}, which the new run reads: give another --out")
         return 0
-    made, is_finished = made_steps(out), (out / "model").exists()
+    made = made_steps(out)
     if made is None:
         return 0
+    there = settings_of(out)
     if changed := other_settings(there, config):
-        lines = [f"  --{name}: {getattr(there, name)} there, {getattr(config, name)} here\n" for name in changed]
-        advice = "give another --out, or start over with --overwrite"
-        raise UserError(f"{out} holds a run with other settings:\n{''.join(lines)}{advice}")
+        values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
+        raise UserError(f"{out} holds a run with other settings, and only --overwrite starts over: {'; '.join(values)}")
+    is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
     if config.steps < made or (is_finished and not saved_steps(out)):
@@ -68,30 +66,29 @@ def open_run(config: Config) -> int | None:
 
 
 def made_steps(out: Path) -> int | None:
-    """How many steps the run in this folder has made, in its newest checkpoint or, finished, altogether; None: not one,
-    an evaluation's step 0 included, so that there is nothing to lose."""
-    there = settings_of(out)
-    if there is None:
+    """The number of steps that the run in this folder has made: up to its newest checkpoint, or all of them if it is
+    finished. None if there is nothing to lose: no run, or one that has not made a step."""
+    if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
         return saved[-1]
     if (out / "model").exists():
         return there.steps
+    # The evaluation before the first step counts only if the run is nothing else.
     return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
-    """What makes another run of it."""
-    may_change = MAY_CHANGE | (set() if here.truncates else {"keep_set"})
-    may_change -= set() if there.steps else {"steps", "eval_prompts", "eval_k"}  # figures would be written over
-    changed = [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
-    return [name for name in changed if name not in PATHS or paths(there, name) != paths(here, name)]
+    """The settings that differ, and that a run must keep."""
+    trains = there.steps and here.steps  # otherwise a run is an evaluation
+    may_change = MAY_CHANGE - (set() if trains else {"steps", "eval_prompts", "eval_k"})
+    return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
-def paths(config: Config, name: str) -> list[Path]:
-    """As this setting has them, however they are written."""
-    value = getattr(config, name) or []
-    return [Path(word).resolve() for word in ([value] if isinstance(value, str) else value)]
+def inputs(config: Config) -> list[Path]:
+    """The files and folders that the settings name."""
+    named = [config.model, config.data, config.eval_data, *(name.rpartition(":")[0] for name in config.reward)]
+    return [Path(path).resolve() for path in named if path and Path(path).exists()]
 
 
 def checkpoint_of(out: Path, step: int) -> Path:
@@ -99,85 +96,105 @@ def checkpoint_of(out: Path, step: int) -> Path:
 
 
 def saved_steps(out: Path) -> list[int]:
-    """Those with a whole checkpoint, in their order."""
+    """The steps with a whole checkpoint, in their order."""
     return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
 
 
 def settings_of(out: Path) -> Config | None:
-    """Of the run in this folder, if it is one. What a newer version has added counts as its default."""
-    file = out / "config.json"
-    settings = parse(file.read_bytes(), file, with_infinity).get("settings") if file.is_file() else None
-    if not isinstance(settings, dict):
-        return None  # not written by a run
-    known = {name: x for name, x in settings.items() if name in vars(Config())}
-    return resolve(Config(**{"keep_set": False} | known), {}, on_gpu=False)  # earlier runs had none
+    """The settings of the run in this folder, or None if there is no run."""
+    settings = content_of(out / "config.json").get("settings")
+    if settings is None:
+        return None
+    if unknown := settings.keys() - vars(Config()).keys():
+        raise UserError(f"{out} holds a run with settings that this code does not know: {', '.join(sorted(unknown))}")
+    settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
+    return resolve(Config(**settings), {}, on_gpu=False)
 
 
 def given_in(file: Path) -> dict:
-    """What was given by hand to the run with this config.json, but for its folder; or the settings of one's own file.
-    Runs of earlier versions say only what they had in all."""
-    content = parse(file.read_bytes(), file, with_infinity)
-    given = content.get("given", content.get("settings"))
-    return content if given is None else {name: x for name, x in given.items() if name not in ("out", "overwrite")}
+    """The settings in a user's own file, or those that were given by hand to the run with this config.json, without
+    those that name its folder."""
+    content = json.loads(file.read_text())
+    if "given" not in content:
+        return content
+    return {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
+
+
+def content_of(file: Path) -> dict:
+    """The content of a run's config.json; empty where there is none."""
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The whole lines of a .jsonl file of a run, which a kill may have torn at its end."""
-    *lines, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
-    whole = [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-    with contextlib.suppress(UserError):
-        whole.append(parse(last, file))
+    """The lines of a .jsonl file of a run, without a last one that a kill has cut off."""
+    *lines, last = file.read_text().split("\n") if file.exists() else [""]
+    whole = [json.loads(line) for line in lines]
+    with contextlib.suppress(ValueError):
+        whole.append(json.loads(last))
     return whole
-
-
-def parse(text: bytes, where: Path | str, object_hook: Callable | None = None) -> dict:
-    try:
-        return {**json.loads(text, object_hook=object_hook)}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: damaged, no JSON object ({error}): mend it") from None
-
-
-def with_infinity(settings: dict) -> dict:
-    """JSON has none: config.json says "inf"."""
-    return {name: math.inf if x == "inf" else x for name, x in settings.items()}
 
 
 # ---- The folder becomes this run's ----
 
 
 def begin(config: Config, given: Config, done: int) -> list[str]:
-    """Called when all is ready to start. -> notes"""
-    out, notes = Path(config.out), []
+    """Write config.json, when everything is ready to start. -> notes"""
+    out, notes, beginnings = Path(config.out), [], []
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
-    if open_run(config) != done:
+    if step_to_continue_after(config) != done:
         raise UserError(f"another process has written to {out} by now: start again, or give another --out")
-    if starts_over(config) and settings_of(out) is not None:
+    if starts_over(config) and "settings" in content_of(out / "config.json"):
         free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
-        aside = next(path for path in free if not path.exists())
-        out.rename(aside)
+        replaced = next(path for path in free if not path.exists())
+        out.rename(replaced)
         out.mkdir()
         lock(out)
-        notes.append(f"the run that was in {out}/ is in {aside}/ now")
+        notes.append(f"the run that was in {out}/ is in {replaced}/ now")
     by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
+    now = provenance() | {"digests": digests(config)}
     if made_steps(out) is not None:
-        there = vars(settings_of(out))
-        changed = [name for name, x in vars(config).items() if there[name] != x and name != "overwrite"]
-        notes += [f"{name} was {there[name]}, now {getattr(config, name)}" for name in changed]
-        by_hand = given_in(out / "config.json") | {name: x for name, x in by_hand.items() if there[name] != x}
-    content = {"given": by_hand, "settings": vars(config)} | provenance()
-    content = json.loads(json.dumps(content), parse_constant=lambda infinity: "inf")
-    write_text(out / "config.json", json.dumps(content, indent=2) + "\n")
+        notes += changes(config, now)
+        about, there = content_of(out / "config.json"), vars(settings_of(out))
+        beginnings = about["beginnings"]
+        by_hand = about["given"] | {name: x for name, x in by_hand.items() if there[name] != x}
+    beginnings = [*beginnings, {"after_step": done} | now]
+    about = {"given": by_hand, "settings": vars(config)} | now | {"beginnings": beginnings}
+    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
+    write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
 
 def starts_over(config: Config) -> bool:
-    """Once, not at every restart."""
+    """Only the first start does. torchrun's restarts continue."""
     return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
+def changes(config: Config, now: dict | None = None) -> list[str]:
+    """A note for each change since the last beginning of this run that is no reason to refuse it."""
+    now, about = now or provenance() | {"digests": digests(config)}, content_of(Path(config.out) / "config.json")
+    before, after = ({"commit": x["commit"]} | x["versions"] | x["digests"] for x in (about, now))
+    before |= vars(settings_of(Path(config.out)))
+    after |= {name: x for name, x in vars(config).items() if x is not None and name != "overwrite"}
+    return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
+
+
+def digests(config: Config) -> dict[str, str]:
+    """A digest of each file that the run reads, and of the files of each folder together."""
+    found = {}
+    for path in inputs(config):
+        files = [file for file in sorted(path.glob("*")) or [path] if file.is_file()]
+        found[f"digest of {path}"] = sha256("".join(map(sha256_of, files)).encode()).hexdigest()[:16]
+    return found
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
+
+
 def provenance() -> dict:
-    """Where and with what a run was made."""
+    """With which code, which libraries and on which machine a run is made."""
     command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
     git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
@@ -188,12 +205,12 @@ def provenance() -> dict:
     return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
 
 
-# ---- One writer at a time; files that are there whole or not at all ----
+# ---- One writer at a time; files that appear whole or not at all ----
 
 
 def lock(out: Path) -> None:
-    """One writer at a time. The lock dies with the process that holds it, which may take a moment; children that it
-    leaves behind (of a reward function, say) do not hold it."""
+    """Let only one process write. The system releases the lock when that process ends, which may take a moment. Child
+    processes that it leaves behind, of a reward function for instance, do not inherit the lock."""
     handle = open(out / ".lock", "w")
     for _ in range(10):
         try:
@@ -212,8 +229,8 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text)
-    flush(beside)
-    beside.rename(path)
+    partial_file = path.with_name(path.name + ".partial")
+    partial_file.write_text(text)
+    flush(partial_file)
+    partial_file.rename(path)
     flush(path.parent)

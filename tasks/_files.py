@@ -1,4 +1,4 @@
-"""Rows of prompts from files of the user's own, or from the hub, read and checked. Left out: streaming."""
+"""Rows of prompts from users' files or from the hub, read and checked. Left out: streaming."""
 
 import json
 import zlib
@@ -12,8 +12,8 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
-    """A file with a row in JSON on each line, another file that the package datasets can read, or the train split of a
-    hub data set. Every row has all columns, so that calls of a reward do too."""
+    """Read a file with a row in JSON on each line, another file that the package datasets can read, or the train split
+    of a data set on the hub. Every row gets the columns of all rows, because a reward is called with several rows."""
     kind, is_file = FORMATS.get(Path(source.removesuffix(".gz")).suffix), Path(source).is_file()
     if kind and not is_file:
         raise UserError(f"{source}: there is no such file")
@@ -30,7 +30,7 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
 
 
 def read_lines(source: str) -> Iterator[tuple[int, Any]]:
-    """-> the number of each line, and what stands on it"""
+    """-> the number and the content of each line"""
     for number, line in enumerate(Path(source).read_bytes().split(b"\n"), start=1):
         try:
             if line.strip():
@@ -47,21 +47,21 @@ def is_prompt(prompt: Any) -> bool:
 
 
 def load_hub(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
-    import datasets  # needed here alone
+    import datasets  # only needed here
 
     return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:
-    """Rows to train on and held-out ones; none where --data brings others."""
+    """Rows to train on and held-out rows; none if --data replaces them."""
     if config.data:
         return [], []
     return load_hub(name, "train", subset), load_hub(name, "test", subset)
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
-    """`count` prompts for evaluation, but no more than a fifth, or one of a few. They are chosen by a hash: the same in
-    every run, and a prompt that stands twice is on one side. The order of the file does not matter."""
+    """Hold out `count` prompts for evaluation, but at most a fifth of them, and at least one. A hash chooses them, so
+    that they are the same in every run, whatever the order of the rows, and equal prompts are on the same side."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
     distinct = sorted(set(keys))
     chosen = set(distinct[: min(count, max(1, len(distinct) // 5), len(distinct) - 1)])

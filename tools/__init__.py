@@ -1,1 +1,1 @@
-"""What is run beside training, each as `python -m tools.NAME`."""
+"""Command-line tools for use before and after training: `python -m tools.NAME`."""

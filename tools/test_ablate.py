@@ -1,4 +1,4 @@
-"""A grid of runs, and its table."""
+"""Grids of runs, and their tables."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tools import ablate
 
 T = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 15: 2.131, 30: 2.042}  # Student's, at 97.5 %, by degrees of freedom
 GRID = "--vary beta=0.0,0.1 --seeds 1 --figures reward"
-WRONG = [  # flags of the grid, what is said; the runs of GRID were made with --learning_rate 1e-3
+WRONG = [  # flags of the grid, part of the message; the runs of GRID were made with --learning_rate 1e-3
     ("--vary beta=0,-1", "--beta"),
     ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
     ("--vary beta=0 --seeds 1,x", "--seed"),
@@ -22,11 +22,11 @@ WRONG = [  # flags of the grid, what is said; the runs of GRID were made with --
 ]
 
 
-def test_the_interval_is_that_of_printed_tables():
+def test_the_interval_agrees_with_printed_tables():
     for df, t in T.items():
         differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
         half = t * statistics.stdev(differences) / math.sqrt(df + 1)
-        assert ablate.interval([2.0 + each for each in differences]) == (2.0, pytest.approx(half, rel=3e-4))
+        assert ablate.interval([2.0 + x for x in differences]) == (2.0, pytest.approx(half, rel=3e-4))
 
 
 def test_the_steps_of_a_figure():
@@ -36,18 +36,18 @@ def test_the_steps_of_a_figure():
     assert ablate.figure(lines, "entropy:2-3") == 2.5 and ablate.figure(lines, "entropy:last") == 6.0
     assert ablate.figure(lines, "length_incorrect") == 7.0 and ablate.figure(lines, "eval/accuracy:last") == 0.1
     assert math.isnan(ablate.figure(lines, "length_incorrect:5-5"))
-    with pytest.raises(SystemExit, match="entropie: no such metric; there are step, entropy"):
+    with pytest.raises(SystemExit, match="entropie: no such metric; the log has step, entropy"):
         ablate.figure(lines, "entropie")
 
 
 def rows(name: str, *values: list[float]) -> list[list[str]]:
-    """The paired rows of one-step runs with these values, a list for each of the variants 0, 1, ..."""
-    runs = [[[{"step": 0}, {"step": 1, name: value}] for value in its] for its in values]
-    return ablate.paired(name, [{"beta": str(i)} for i in range(len(values))], runs)
+    """The rows of the table for one-step runs with these values: a list for each variant, a value for each seed."""
+    logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
+    return ablate.paired(name, [{"beta": str(i)} for i in range(len(values))], logs)
 
 
-def test_the_table_says_what_can_be_told_from_noise():
-    better = rows("reward", [0.50, 0.60, 0.70], [0.61, 0.70, 0.80])  # for each seed
+def test_the_table_tells_differences_from_noise():
+    better = rows("reward", [0.50, 0.60, 0.70], [0.61, 0.70, 0.80])
     assert better[0] == ["reward", "0", "0.600 ± 0.100", "", ""]
     assert better[1] == ["", "1", "0.703 ± 0.095", "+0.103, +0.089 to +0.118", "**differs**"]
     assert rows("length", [10, 11, 12], [10, 12, 11])[1][3:] == ["+0.00, -2.48 to +2.48", "not told from noise"]
@@ -56,36 +56,36 @@ def test_the_table_says_what_can_be_told_from_noise():
     assert rows("kl", [1.0, 1.0, 1.0], [1.001, 1.0012, 1.0011])[1][3] == "+0.00110, +0.00085 to +0.00135"
 
 
-def test_a_grid_is_every_combination_and_each_run_has_a_folder_of_its_own():
+def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
     words = "--vary algorithm=grpo,dapo --vary beta=0,0.1 --out o --figures entropy reward:1-2 -- --beta 9 --seed 9"
     args = ablate.parse(words.split())
     assert args.flags == "--beta 9 --seed 9".split() and args.figures == ["entropy", "reward:1-2"]
     runs = [(str(run.folder), run.config.beta, run.config.seed) for run in ablate.runs_of(args)]
     assert runs[1:4] == [("o/grpo,0.1-1", 0.1, 1), ("o/dapo,0-1", 0, 1), ("o/dapo,0.1-1", 0.1, 1)], "the grid wins"
     words = "--vary model=/models/a,../b,org/c,org_c,org%2Fc --vary data=x,x-y --seeds 1,2 --out o -- --reward r.py:f"
-    alike = [run.folder for run in ablate.runs_of(ablate.parse(words.split()))]
-    assert (len(runs), len({*alike})) == (12, 20) and all(folder.parent == args.out for folder in alike)
+    folders = {run.folder for run in ablate.runs_of(ablate.parse(words.split()))}
+    assert (len(runs), len(folders)) == (12, 20) and all(folder.parent == args.out for folder in folders)
 
 
-def test_the_grid_repeats_nothing(tmp_path, monkeypatch, capsys):
+def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
     words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
     ablate.main(words)
     log, made = tmp_path / "0.0-1" / "metrics.jsonl", (tmp_path / "table.md").read_text()
     *_, last = whole = log.read_text().splitlines()
     assert f"| 0.0 | {json.loads(last)['completion_length']:.2f} ± " in made
-    monkeypatch.setattr(ablate, "run_one", None)  # whoever runs anything fails
+    monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     capsys.readouterr()
     ablate.main(words)
     assert capsys.readouterr().out == made
-    log.write_text(whole[0] + '\n{"step": 2, ')  # killed as it wrote
-    with pytest.raises(TypeError):  # so it is run
+    log.write_text(whole[0] + '\n{"step": 2, ')  # it was killed while writing
+    with pytest.raises(TypeError):
         ablate.main(words)
 
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    """With two finished runs; whoever runs anything fails."""
+    """A folder with two finished runs. Starting another run would raise a TypeError."""
     monkeypatch.setattr(ablate, "run_one", None)
     for beta in ("0.0", "0.1"):
         folder = tmp_path / f"{beta}-1"
@@ -97,21 +97,20 @@ def out(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("words, told", WRONG)
-def test_the_whole_grid_is_checked_before_the_first_run(words, told, out, capsys):
+@pytest.mark.parametrize("words, message", WRONG)
+def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, capsys):
     with pytest.raises(SystemExit) as stop:
         ablate.main(["--out", str(out), *words.split()])
-    assert told in capsys.readouterr().err + str(stop.value) and not (out / "table.md").exists()
+    assert message in capsys.readouterr().err + str(stop.value) and not (out / "table.md").exists()
 
 
-def test_a_table_of_runs_of_the_settings_that_are_given(out, capsys):
-    """From a file or not; one run was made on a GPU."""
+def test_settings_may_come_from_a_file_and_a_dtype_from_a_gpu(out, capsys):
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
     ablate.main(f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split())
     assert "| 0.1 | 0.500 ± nan | +0.000, -inf to +inf | too few seeds |" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_failed_run_is_reported_and_the_others_continue(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(SystemExit, match=r"0\.0-1 is not finished"):
         ablate.main(f"--vary beta=0.0 --seeds 1,2 --out {tmp_path}/out".split())

@@ -1,4 +1,4 @@
-"""What the first hour on a GPU shows, on one that is pretended."""
+"""The report of the first hour on a GPU, here a pretended one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run's page: what is on it, and what a browser makes of that (`pytest -m browser` starts one)."""
+"""The page of a run: what is in the file, and what a browser shows (`pytest -m browser` starts one)."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --virtual
 READER = """
 <script type="module">
 const seen = {}, slider = document.querySelector("#slider")
-const all = (selector, told = element => element.textContent) => [...document.querySelectorAll(selector)].map(told)
+const all = (selector, read = element => element.textContent) => [...document.querySelectorAll(selector)].map(read)
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
 const see = name => { seen[name] = all("#trained .card") }
 see("at first"), press("ArrowRight"), see("beyond the end"), press("ArrowLeft"), see("left")
@@ -26,7 +26,7 @@ slider.value = 0, slider.dispatchEvent(new Event("input", { bubbles: true })), s
 press("ArrowRight"), press("ArrowRight"), see("right")
 for (const name of ["reward", "length", "advantage", "lowest"])
   document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
-for (const some of ["#held_out .card", "#curves > *", "#trained > div", "script, img"]) seen[some] = all(some)
+for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img"]) seen[part] = all(part)
 seen.frames = all("#trained .card", card => card.style.borderColor)
 seen.tints = all(".token", token => token.style.background)
 document.querySelector("[name=tint][value='1']").click()
@@ -37,17 +37,17 @@ document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 
 
 def sample(step: int, i: int, kind: str = "train") -> dict:
-    """Number i of four completions of two prompts. Step 1 is that of an older version, without tokens."""
+    """Number i of four completions, two for each of two prompts."""
     line = {"step": step, "kind": kind, "prompt": [EVIL, [{"role": "user", "content": EVIL}]][i // 2]}
-    line |= {"completion": "".join(TEXTS[i]), "reward": [0.5, None, 1.0, -1.0][i], "rewards": {EVIL: 0.25}}
-    line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "length": [12, 9, 10, 11][i]}
-    line |= {"truncated": i == 1, "columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
-    return line | ({"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]]} if step > 1 else {})
+    line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
+    line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
+    line |= {"columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
+    return line | {"reward": [0.5, None, 1.0, -1.0][i]}
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Three steps; evaluations before the first and after the others. The files are still being written."""
+    """A run of three steps with evaluations before the first and after the others. Its files end in half a line."""
     metrics = [{"step": step, "reward": step / 2, f"reward/{EVIL}": -step, "kl": None, "beta": 1} for step in range(4)]
     samples = [sample(step, i) for step in (1, 2, 3) for i in range(4)]
     samples += [sample(step, i, "eval") for step in (0, 2, 3) for i in (0, 3)]
@@ -56,7 +56,7 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-def test_what_is_on_a_page_and_what_is_left_out(run):
+def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
@@ -72,7 +72,7 @@ def test_what_is_on_a_page_and_what_is_left_out(run):
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_browser_shows_it_as_it_is_and_executes_none_of_it(run):
+def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     look.main([str(run)])
     (run / "read.html").write_text((run / "look.html").read_text() + READER)
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={run}/profile", f"file://{run}/read.html"]
@@ -81,8 +81,8 @@ def test_a_browser_shows_it_as_it_is_and_executes_none_of_it(run):
     seen = json.loads(unquote(re.search("<body>(.*)</body>", shown.stdout)[1]))
 
     figures = ["0.5  0.2, length 12", "none  0, length 9, truncated", "1  -2, length 10", "-1  1, length 11"]
-    figures = [each.replace("  ", f" ({EVIL} 0.25), advantage ") for each in figures]
-    cards = [f"reward {its}{''.join(texts)}why: {EVIL}" for its, texts in zip(figures, TEXTS)]
+    figures = [text.replace("  ", f" ({EVIL} 0.25), advantage ") for text in figures]
+    cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
     for name in steps | orders:
@@ -91,6 +91,6 @@ def test_a_browser_shows_it_as_it_is_and_executes_none_of_it(run):
     assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
-    assert len(seen["script, img"]) == 3  # the page's and the reader
+    assert len(seen["script, img"]) == 3  # two of the page, and READER
     assert re.findall(r"\w+\) \d+%", str(seen["frames"])) == ["down) 100%", "up) 50%", "down) 0%", "up) 10%"]
-    assert re.findall(r"\d+%", str(seen["tints"])) == ["20%"] * 17 + ["40%"] * 17  # log-prob -1, entropy 2
+    assert re.findall(r"\d+%", str(seen["tints"])) == ["20%"] * 22 + ["40%"] * 22  # log-prob -1, entropy 2

@@ -1,4 +1,4 @@
-"""What the small models are shown."""
+"""The training data of the small models."""
 
 import random
 
@@ -12,7 +12,7 @@ from tools.make_models import RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_shown_is_right_and_never_held_out(name):
+def test_answers_are_right_and_prompts_not_held_out(name):
     task, rng = task_file(name), random.Random(0)
     tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):

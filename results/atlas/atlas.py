@@ -97,7 +97,7 @@ def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
 
 
 def finished(run: ablate.Run) -> Lines:
-    return ablate.finished(run) or sys.exit(f"error: {run.folder} is not finished")
+    return ablate.log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
 
 
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
@@ -153,7 +153,7 @@ def keep(name: str, args: argparse.Namespace) -> None:
     rows, default = rows_of(name), vars(Config())
     metrics = ["step", *dict.fromkeys(figure.partition(":")[0] for figure in args.figures)]
     for run in ablate.runs_of(with_(args, seeds=[*args.seeds, *TUNE_SEEDS])):
-        lines = ablate.finished(run)
+        lines = ablate.log_if_finished(run)
         if not lines:  # of a rate that is not the best
             continue
         made = json.loads((run.folder / "config.json").read_text())
