@@ -244,7 +244,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"] = gpu.peak
             ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
-            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more) for i, one in enumerate(made)]
+            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
         return sampling
 
