@@ -38,7 +38,7 @@ from fast.kept_sets import KeptSets, SetsOfBatch
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
 BLOCK = 512  # tokens of the vocabulary
-PROMPT_TOKENS = 1 << 15  # read at once, with padding: enough to keep a GPU busy
+PROMPT_TOKENS = 1 << 14  # read at once, with padding: enough to keep a GPU busy
 OF_ROWS = "attention_mask", "position_ids"
 KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # the layers of a cache that can be joined
 

@@ -68,7 +68,8 @@ def test_what_is_counted_is_what_a_model_has(dtype):
     model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    assert cost.row == held + 500 * (dtype.itemsize + 4 + 4 + 8), "and the distribution"
+    of_a_layer = held / 3  # is there twice; then for four heads of queries, which share two of keys
+    assert cost.row == held + 3 * of_a_layer + 500 * (dtype.itemsize + 4 + 4 + 4), "and the distribution"
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
 
 
@@ -81,7 +82,7 @@ def test_a_real_model_by_hand(monkeypatch, ranks):
     given = dict(prompts_per_step=16, num_generations=ranks, beta=0.1, shard=ranks > 1, rollout_tokens=10**6)
     config, cost = large(ranks, **given, micro_batch_tokens=16_384)
     P, V, h, b = 7_615_616_512, 152_064, 3584, 4 if ranks == 1 else 2  # parameters; bytes between layers
-    row = 28 * 2 * 4 * 128 * 2 * 4608 + V * (2 + 4 + 4 + 8)  # keys and values; the distribution
+    row = (29 * 4 + 28) * 2 * 128 * 2 * 4608 + V * (2 + 4 + 4 + 4)  # keys and values; the distribution
     update = 4 * P / ranks + 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # gradients; the completions as tensors
     update += V * 4 * h  # the head's gradient; then log-probs of a chunk, and what is made of them, or a layer
     head = V * (6 * 2048 + 4 * h)

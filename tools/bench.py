@@ -3,6 +3,7 @@
     python -m tools.bench step                               ours, TRL, and TRL with a plain output head
     python -m tools.bench step --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
+    python -m tools.bench long                               what a token costs in completions of up to 16,384
 
 Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
 them. Every run is a separate process, and the ways take turns.
@@ -10,13 +11,15 @@ them. Every run is a separate process, and the ways take turns.
 `step` appends a line to results/bench.jsonl. Its completions are drawn in advance: both samplers do their usual work,
 but the planned token has nearly all the probability. So lengths, rewards and gradients are the same in every way, and
 the gradient norms are compared to make sure. In `learn`, each way samples its own completions. If `learn` is run again
-with the same --out, it makes only the runs that are missing.
+with the same --out, it makes only the runs that are missing. `long` appends a line, too. Its model is tiny, so that most
+of what it measures is the cost of lists, tensors and files.
 """
 
 import argparse
 import itertools
 import json
 import multiprocessing
+import pickle
 import re
 import sys
 import tempfile
@@ -30,11 +33,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rollout
 import train
-from infra import command_line, report, run_folder
+from infra import checkpoint, command_line, ranks, report, run_folder
+from tasks._characters import char_tokenizer
+from tasks.sorting import LETTERS
 from tools.ablate import Lines, markdown, paired
 
 LOG = Path(__file__).parent.parent / "results" / "bench.jsonl"
@@ -44,6 +51,8 @@ WAYS = ["ours", "TRL", "TRL, plain head"]
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task sorting --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
+LONG = """--task sorting --top_p 0.9 --eval_every 0 --prompts_per_step 16 --num_generations 8 --warmup_steps 0 --steps 1
+    --rollout_tokens 4000000 --samples_per_step -1"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 
 
@@ -113,12 +122,16 @@ def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. -> the planned completions
     (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
-    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
-    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + limit))
+    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
+    return plan_tokens(run, rng)
 
+
+def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
+    cfg, tokenizer = run.config, run.tokenizer
+    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     tokens = rng.integers(1 + max(tokenizer.all_special_ids), len(tokenizer), (n, limit))
     lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
     tokens[np.arange(limit) == lengths - 1] = tokenizer.eos_token_id
@@ -143,6 +156,78 @@ def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: A
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
 
     return generate(input_ids=input_ids, logits_processor=[forced], **kwargs)
+
+
+# ---- Long completions ----
+
+
+def measure_long(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, list[float]]:
+    """-> for each part of a step, CPU-microseconds and bytes for each token of the completions. The bytes are those of
+    the peak of memory, or those that are sent or written."""
+    tokenizer = char_tokenizer(LETTERS + ">")
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=2 * limit, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    opened = LlamaForCausalLM(shape), tokenizer
+    wrap(train, "open_model", lambda open_model, source, config: open_model(opened, config))
+    flags = [*args.flags, "--max_completion_length", str(limit), "--out", str(folder)]
+    run, log, _ = train.set_up(command_line.ready(command_line.parse(flags, ON_GPU), ON_GPU), torch.device("cpu"))
+    cfg, tokens = run.config, plan_tokens(run, np.random.default_rng(0))
+    n, found = int((tokens != tokenizer.pad_token_id).sum()), {}
+    force_ours(tokens)
+
+    def timed(part: str, call: Callable, *given: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory starts again
+        start, held = read_clock(), gigabytes("VmRSS")
+        result = call(*given)
+        found[part] = [1e6 * (read_clock() - start) / n, 1e9 * (gigabytes("VmHWM") - held) / n]
+        return result
+
+    picked = [*range(cfg.prompts_per_step)]
+    groups = timed("rollout", train.generate_groups, run, run.task.train, picked, cfg.num_generations, 1)
+    groups = train.judge(run, groups, done=0)
+    for group in groups:
+        group.advantages = torch.linspace(-1, 1, cfg.num_generations)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        seconds = pool.map(partial(gather, folder / "store", groups), range(2))
+        found["gather"] = [1e6 * max(seconds) / n, len(pickle.dumps(groups)) / n]
+    batch = timed("collate", train.collate, groups, False, run.device)
+    timed("update", train.update, run, batch, 1)
+    samples = [(1, "train", group, i) for group in groups for i in range(cfg.num_generations)]
+    timed("samples", lambda: report.append(folder / "samples", [log.sample_line(*sample) for sample in samples]))
+    timed("checkpoint", checkpoint.save, folder, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
+    found["samples"][1] = (folder / "samples").stat().st_size / n
+    found["checkpoint"][1] = sum(file.stat().st_size for file in folder.rglob("state.*")) / n
+    return {"tokens": [n]} | found
+
+
+def gather(store: Path, groups: list, rank: int) -> float:
+    """-> CPU-seconds of one of two ranks that have half of the groups each"""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    start = read_clock()
+    ranks.gather(groups[rank::2])
+    return read_clock() - start
+
+
+def record_long(args: argparse.Namespace) -> None:
+    results = {}
+    for limit in args.limits:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            folder = Path(tempfile.mkdtemp())
+            results[limit] = process.submit(measure_long, args, limit, folder).result()
+    report.append(LOG, [about(args) | {"results": results}])
+    print(long_table(LOG))
+
+
+def long_table(log: Path) -> str:
+    """The newest one: CPU-microseconds and, behind them, bytes a token."""
+    entry = [line for line in run_folder.read_lines(log) if "bench long" in line["command"]][-1]
+    rows = [
+        [limit, figures["tokens"][0], *(f"{us:,.1f} / {size:,.0f}" for us, size in [*figures.values()][1:])]
+        for limit, figures in entry["results"].items()
+    ]
+    return markdown(["limit", *next(iter(entry["results"].values()))], *rows)
 
 
 # ---- All runs, and what they show ----
@@ -175,14 +260,19 @@ def check_same_work(logs: dict[str, list[Lines]]) -> None:
             np.testing.assert_allclose(values, expected, tolerance, err_msg=f"{way} did other work: {name}")
 
 
+def about(args: argparse.Namespace) -> dict:
+    made = run_folder.provenance()
+    entry = dict(command=" ".join(["python -m tools.bench", *args.words]), commit=made["commit"], **made["versions"])
+    entry["hardware"] = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
+    return entry | dict(threads=torch.get_num_threads())
+
+
 def record_step(args: argparse.Namespace) -> None:
     """Append a line to results/bench.jsonl. The first step of a run only warms up and is left out of the results."""
     cfg = command_line.parse(args.flags, ON_GPU)
-    logs, made, names = read_logs(args), run_folder.provenance(), (f"rollout{UNIT}", f"step{UNIT}")
+    logs, names = read_logs(args), (f"rollout{UNIT}", f"step{UNIT}")
     check_same_work(logs)
-    entry = dict(command=" ".join(["python -m tools.bench", *args.words]), commit=made["commit"], **made["versions"])
-    entry["hardware"] = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
-    entry |= dict(threads=torch.get_num_threads(), size=cfg.model, prompts=cfg.prompts_per_step)
+    entry = about(args) | dict(size=cfg.model, prompts=cfg.prompts_per_step)
     entry |= dict(group=cfg.num_generations, prompt_tokens=args.prompt_tokens, limit=cfg.max_completion_length)
     entry |= dict(lengths="ragged", tokens=logs[args.ways[0]][0][0]["tokens"], results={})
     for way, runs in logs.items():
@@ -213,7 +303,7 @@ def table(logs: dict[str, list[Lines]], names: list[str]) -> str:
 def parse(words: list[str]) -> argparse.Namespace:
     own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "learn"])
+    parser.add_argument("what", choices=["step", "learn", "long"])
     parser.add_argument("--ways", default=WAYS, type=lambda text: text.split("; "), help="separated by '; '")
     parser.add_argument(
         "--seeds", default="1,2,3", type=lambda text: text.split(","), help="a run of every way for each"
@@ -221,14 +311,20 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
+    parser.add_argument("--limits", default=[256, 1024, 4096, 16384], type=lambda text: [*map(int, text.split(","))])
     parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
     args = parser.parse_args(own)
-    args.words, args.flags = words, [*(STEP if args.what == "step" else LEARN).split(), *words[len(own) + 1 :]]
+    args.words, args.flags = (
+        words,
+        [*dict(step=STEP, long=LONG, learn=LEARN)[args.what].split(), *words[len(own) + 1 :]],
+    )
     return args
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
+    if args.what == "long":
+        return record_long(args)
     args.out = args.out or Path(tempfile.mkdtemp())
     make_missing_runs(args)
     record_step(args) if args.what == "step" else print(learn_table(args))

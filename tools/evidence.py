@@ -38,7 +38,11 @@ def commands(tool: str) -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    made = {"default": default_table(), "step": step_tables()}
+    made = {
+        "default": default_table(),
+        "step": step_tables(),
+        "long": bench.long_table(ROOT / "results" / "bench.jsonl"),
+    }
     grids = [(ablate.table, ablate.parse(words)) for words in commands("ablate")]
     grids += [(bench.learn_table, bench.parse(words)) for words in commands("bench") if words[0] == "learn"]
     for table, args in grids:
