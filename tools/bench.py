@@ -11,8 +11,8 @@ them. Every run is a separate process, and the ways take turns.
 `step` appends a line to results/bench.jsonl. Its completions are drawn in advance: both samplers do their usual work,
 but the planned token has nearly all the probability. So lengths, rewards and gradients are the same in every way, and
 the gradient norms are compared to make sure. In `learn`, each way samples its own completions. If `learn` is run again
-with the same --out, it makes only the runs that are missing. `long` appends a line, too. Its model is tiny, so that most
-of what it measures is the cost of lists, tensors and files.
+with the same --out, it makes only the runs that are missing. `long` appends a line, too. Its model is tiny, so that
+most of what it measures is the cost of lists, tensors and files.
 """
 
 import argparse
