@@ -1,4 +1,4 @@
-"""Rollouts: what is sampled depends on the prompt and its stream alone, and is what is scored afterwards."""
+"""Rollouts: a completion depends only on its prompt and its stream, and is scored as it was sampled."""
 
 import pickle
 from contextlib import nullcontext

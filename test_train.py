@@ -1,4 +1,4 @@
-"""Whole runs with tiny models: what a step computes, however it is computed, and what a run leaves behind."""
+"""Whole runs with tiny models: what a step computes, on any number of ranks, and which files a run leaves."""
 
 import copy
 import functools
@@ -44,7 +44,7 @@ def never(prompts, **columns):
 
 
 def at_first(completions, trainer_state, **columns):
-    """In the first step alone."""
+    """Rewards in the first step only."""
     return [None if trainer_state.global_step else float(len(text)) for text in completions]
 
 
@@ -85,7 +85,7 @@ def go(sorting, tmp_path, monkeypatch):
 
 @pytest.fixture
 def updates():
-    """What the optimizer is given each time: the gradient, and the learning rate of each group of parameters."""
+    """For each update, the gradient and the learning rates of the groups of parameters that the optimizer gets."""
     seen: list[tuple[Tensor, list[float]]] = []
     hook = register_optimizer_step_pre_hook(
         lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
@@ -100,7 +100,7 @@ def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """-> a function that notes the calls of a function: arguments, keywords, what came of it"""
+    """-> a function that makes another one record its calls: arguments, keyword arguments, result"""
 
     def watched(owner: object, name: str) -> list[tuple[tuple, dict, object]]:
         calls, function = [], getattr(owner, name)
@@ -139,8 +139,8 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 BY_RANKS = {  # ranks and settings
-    "off-policy, groups and micro-batches over five ranks, some without a reward": (
-        5, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
+    "off-policy, groups and micro-batches over three ranks, some without a reward": (
+        3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
     ),
     "more ranks than completions, dynamic sampling, evaluation": (
         5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, steps=3, eval_every=1,
@@ -159,7 +159,11 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
 
 
 def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, tmp_path):
-    one = go("one")
+    one, sorting = go("one", samples_per_step=3), sorting | dict(samples_per_step=3)
+    about = json.loads((one / "config.json").read_text())
+    assert about["settings"] | dict(steps=2, normalization="sequence", num_generations=4) == about["settings"]
+    assert {"commit", "hardware"} <= about.keys() and about["versions"]["torch"] == torch.__version__
+    assert len({line["prompt"] for line in samples(one)}) == len(samples(one)) == 6, "one of each prompt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
     assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
@@ -171,7 +175,7 @@ def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, t
 
 
 def to_rows(lines: list[dict], n: int) -> list[dict]:
-    """Prompt ids, completion ids, and the advantage by the group's rewards, of each sampled completion."""
+    """Each sampled completion with its prompt's ids, its own ids, and the advantage that its group's rewards give."""
     _, tokenizer = sorting_model(Config())
     rows = []
     for group in (lines[start : start + n] for start in range(0, len(lines), n)):
@@ -208,8 +212,8 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
             logp, entropy = log_probs(model, rows[i], cfg.temperature)
             A, length = rows[i]["A"], len(rows[i]["ids"])
             weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * 12), "sum": 1 / N}
-            of_prompt = sum(len(rows[j]["ids"]) for j in update if j // 6 == i // 6)
-            weights["prompt"] = 1 / (len({j // 6 for j in update}) * of_prompt)
+            prompt_tokens = sum(len(rows[j]["ids"]) for j in update if j // 6 == i // 6)
+            weights["prompt"] = 1 / (len({j // 6 for j in update}) * prompt_tokens)
             ratio = (logp - start[i]).exp()
             surrogate = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
             kl = (start[i] - logp).exp() - (start[i] - logp) - 1  # the reference is the policy at the start
@@ -251,13 +255,13 @@ def test_a_step_is_the_papers_equation(go, updates, name):
         masked = {i for i, row in enumerate(rows) if row["truncated"]}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
-    of_updates = [
+    rows_by_update = [
         [i for i in rows_of_update if i not in masked]
         for iteration in range(cfg.num_iterations)
         for rows_of_update in minibatches(18, cfg.minibatches, seed=(cfg.seed, 1, iteration))
     ]
     model, _ = sorting_model(cfg)
-    losses, norms, grads, weights = by_hand(model, rows, of_updates, cfg)
+    losses, norms, grads, weights = by_hand(model, rows, rows_by_update, cfg)
     for (ours, _), expected in zip(actual, grads, strict=True):  # in float32, in float64
         assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
@@ -269,7 +273,7 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
-    """From all completions in samples.jsonl, and from the tensors that the step made, one token after the other."""
+    """It is computed token by token from the completions in samples.jsonl and from the tensors of the step."""
     names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
     drawn, passes, updated, scored, losses = (watch(train, name) for name in names)
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(drawn) + 5.0 * len(updated))  # 3 s to draw, 5 s an update
@@ -286,8 +290,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     weighted = [[w * x for w, x in zip((0.5, 2.0), of.values()) if x is not None] for of in parts]
     assert rewards == [sum(values) if values else None for values in weighted]
     counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
-    of_updates = [of_update for *_, of_pass in passes for of_update in of_pass]
-    for ((_, batch, _), *_), part in zip(updated, of_updates, strict=True):
+    rows_by_update = [rows_of_one for *_, rows_of_pass in passes for rows_of_one in rows_of_pass]
+    for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
         mask, entropy = batch.mask.bool(), batch.sampler_entropy
         A = torch.tensor([[advantages[i]] for i in part]) * (entropy >= np.quantile(entropy[mask], 0.5))
@@ -297,8 +301,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     entropies = [entropy for _, more, (_, entropy) in scored if more]  # not where old policy or reference is scored
     for ((logp, old_logp, A, w, mask), how, _), entropy in zip(losses, entropies, strict=True):
         far = ((how["sampler_logp"] - logp) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True) > 0.05
-        of_tokens = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
-        for logp, old, A, w, ref, sampler, H, dropped in zip(*(x[mask.bool()].tolist() for x in of_tokens)):
+        by_token = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
+        for logp, old, A, w, ref, sampler, H, dropped in zip(*(x[mask.bool()].tolist() for x in by_token)):
             rho, kl = math.exp(logp - old), math.exp(ref - logp) - (ref - logp) - 1
             surrogate = 0.0 if dropped and A < 0 else min(rho * A, min(max(rho, 0.8), 1.2) * A)
             loss += w * (0.1 * rho * kl - surrogate - 0.2 * H) / 4
@@ -343,8 +347,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
 
 def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path):
-    """On two ranks as on one. Nothing differs from the sampler, so a correction is by 1 alone; and the reference is the
-    policy at first, so the KL is 0."""
+    """Also on two ranks. The trainer's log-probs are the sampler's, so each correction is a factor of 1. The reference
+    is the policy at first, so the first KL is 0."""
     cut = dict(top_p=0.9, top_k=9, min_p=0.05)
     settings = OFF_POLICY | cut
     one = go("one", **settings)
@@ -356,7 +360,7 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """Its gap is then that to the policy: of rounding while that has not moved, but not 0."""
+    """The figure sampler_gap is then the distance to the policy: only rounding until the policy moves, but not 0."""
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
@@ -375,7 +379,7 @@ def test_another_figure_of_the_loss_is_one_of_the_step(go, monkeypatch):
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
-    """In bf16, too: before the first update there is but one policy. What is left is rounding in fp32."""
+    """Before the first update all three are the same policy, also in bf16. Only rounding in fp32 is left."""
     losses = watch(train, "policy_loss")
     go(steps=1, beta=0.1, num_iterations=2, dtype="bfloat16")
     (logp, old_logp, *_), how, _ = losses[0]
@@ -387,7 +391,7 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True), dict(num_iterations=2)])
 def test_what_a_model_does_in_training_alone_is_left_out(go, monkeypatch, settings):
-    """Dropout of its own, routers that draw: it is scored as it is sampled, once for all updates, too."""
+    """Its own dropout or a router that draws numbers: a completion is scored as it was sampled."""
     model, tokenizer = sorting_model(Config())
     model.model.norm.register_forward_hook(lambda norm, _, out: torch.dropout(out, 0.5, norm.training))
     monkeypatch.setattr("tasks.sorting.model", lambda config: (model, tokenizer))
@@ -488,18 +492,6 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
-# ---- What a run leaves behind ----
-
-
-def test_what_a_run_leaves(go):
-    out = go(samples_per_step=3)
-    about = json.loads((out / "config.json").read_text())
-    assert about["settings"] | dict(steps=2, normalization="sequence", num_generations=4) == about["settings"]
-    assert {"commit", "hardware"} <= about.keys() and about["versions"]["torch"] == torch.__version__
-    assert [line["step"] for line in samples(out)] == [1, 1, 1, 2, 2, 2]
-    assert len({line["prompt"] for line in samples(out)}) == 6, "of each prompt one"
-
-
 # ---- Evaluation ----
 
 
@@ -523,7 +515,7 @@ def test_evaluation_against_counting(go, watch):
 
 
 def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
-    """Of the model it starts from, of the trained one, and of a checkpoint."""
+    """Of the initial model, of the trained one, and of a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
@@ -539,13 +531,6 @@ def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
 
 
-def test_an_evaluation_by_rewards_of_ones_own_shows_their_means(go, capsys):
-    (figures,) = metrics(go(steps=0, eval_every=1, eval_prompts=7, reward=own("lucky")))
-    mean, half = (f"{figures[name]:.3f}" for name in ("eval/reward/lucky", "eval/reward/lucky_ci"))
-    shown = capsys.readouterr().out.partition("held out (")[2]
-    assert re.search(rf"\nreward/lucky +{mean} ± {half}\n", shown) and "accuracy" not in shown
-
-
 # ---- A chat model, rewards in TRL's signature ----
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
@@ -554,7 +539,7 @@ ENDS = [EOS_ID, 5, 9, 12]
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> dict:
-    """Settings for a model with end tokens and generation settings of its own."""
+    """Settings of a run with a model that has its own end tokens and generation settings."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789<>;+ ?")
     tokenizer.chat_template = TEMPLATE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import conftest
-from infra import test_gpu as pretend_gpu
+from infra import pretend_gpu
 from tools import first_hour
 
 

@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from conftest import PROCESSES
 
-WHY_NOT = None  # why there can be none here
-if not torch.__version__.startswith("2.13.") or torch.version.cuda:
-    WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+FITS = torch.__version__.startswith("2.13.") and not torch.version.cuda
+WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}"
 
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
@@ -277,18 +277,8 @@ def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
         gpu.captured = None
 
 
-class Stream:
-    """A stream or an event. Whatever is asked of it is done already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable:
-        return Stream
+class Stream(MagicMock):
+    """A stream or an event, on which everything is done at once."""
 
 
 def empty(size, dtype=None, **_: Any) -> Pretended:
