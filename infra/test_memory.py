@@ -36,6 +36,7 @@ QWEN = {  # 2.5
     "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
                num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
 }  # fmt: skip
+QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=4)
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -157,7 +158,7 @@ def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
 
 # ---- What steps of real shapes hold ----
 
-PROMPT, LENGTH, SAMPLED = 256, 1024, 3  # tokens; only so many are sampled, the others are added for the update
+LENGTH, SAMPLED = 1024, 3  # tokens; only so many are sampled, the others are added for the update
 CONTEXT = 0.6e9  # bytes that CUDA itself takes
 CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at least
     "0.5B": ("0.5B", 24, "--prompts_per_step 1"),
@@ -167,6 +168,9 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B": ("1.5B", 80, "--prompts_per_step 1"),
     "1.5B, checkpointing": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
+    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 16 --gradient_checkpointing --top_p 0.9"),
+    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 64 --gradient_checkpointing"),  # of 1024 tokens, not of 256
+    "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 64 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
@@ -200,6 +204,7 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
     """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
+    prompt = 1024 if "long prompts" in name else 256
     world = 8 if "--shard" in flags else 1
     if world > 1:
         one_of_eight()
@@ -213,16 +218,16 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
-        flags += f" --model {model} --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
+        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [prompt // 2] + [prompt] * 63))
+        flags += f" --model Qwen --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
         flags += f" --num_generations 8 --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0"
         run, *_ = train.set_up(ready(parse(flags.split(), True), True), torch.device("cuda"))
-    cost = memory.costs(shape, run.config, world, PROMPT)
+    cost = memory.costs(shape, run.config, world, prompt)
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
     rows = run.config.rollout_tokens // cost.length
-    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (PROMPT + SAMPLED))
+    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (prompt + SAMPLED))
     run.sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=short.rollout_tokens)
-    short_need = memory.needed(short, memory.costs(shape, short, world, PROMPT))["rollout"]
+    short_need = memory.needed(short, memory.costs(shape, short, world, prompt))["rollout"]
     planned, held = {"rollout": stays + short_need, "update": stays + need["update"]}, {}
 
     def lengthened(rollout):
@@ -254,7 +259,15 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     return {part: (planned[part], held[part]) for part in planned}
 
 
-KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
+KINDS = [
+    "1.5B, top-p",
+    "0.5B, long prompts",
+    "0.5B, windows",
+    "0.5B, fp32",
+    "1.5B, checkpointing",
+    "1.5B, reference, two updates",
+    "7B on 8, checkpointing, reference",
+]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))

@@ -125,3 +125,17 @@ def test_what_is_learned(tmp_path, monkeypatch):
     assert float(on_target) == pytest.approx(seconds[1], rel=0.01)  # the table rounds to three digits
     args.target = 1.1
     assert bench.learn_table(args) == table[: table.index("\n| seconds to target")]
+
+
+def test_long_completions(monkeypatch, tmp_path, capsys):
+    """Twice the length costs memory in proportion, and the table is made from the log."""
+    monkeypatch.setattr(bench, "LOG", tmp_path / "log")
+    bench.main(["long", "--limits", "40,160"])
+    (entry,) = lines(tmp_path / "log")
+    short, long = entry["results"].values()
+    assert 3 < long.pop("tokens")[0] / short.pop("tokens")[0] < 5
+    assert list(long) == ["rollout", "gather", "collate", "update", "samples", "checkpoint"]
+    assert all(microseconds > 0 for microseconds, _ in long.values())
+    for part in ("gather", "samples", "checkpoint"):
+        assert 0 < long[part][1] < short[part][1]
+    assert capsys.readouterr().out.endswith(bench.long_table(tmp_path / "log") + "\n")
