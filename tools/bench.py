@@ -33,14 +33,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import rollout
 import train
-from infra import checkpoint, command_line, ranks, report, run_folder
-from tasks._characters import char_tokenizer
+from infra import checkpoint, command_line, report, run_folder
+from tasks._characters import char_tokenizer, small_config
 from tasks.sorting import LETTERS
 from tools.ablate import Lines, markdown, paired
 
@@ -51,8 +50,8 @@ WAYS = ["ours", "TRL", "TRL, plain head"]
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task sorting --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
-LONG = """--task sorting --top_p 0.9 --eval_every 0 --prompts_per_step 16 --num_generations 8 --warmup_steps 0 --steps 1
-    --rollout_tokens 4000000 --samples_per_step -1"""
+LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
+    --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 
 
@@ -164,70 +163,53 @@ def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: A
 def measure_long(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, list[float]]:
     """-> for each part of a step, CPU-microseconds and bytes for each token of the completions. The bytes are those of
     the peak of memory, or those that are sent or written."""
-    tokenizer = char_tokenizer(LETTERS + ">")
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        max_position_embeddings=2 * limit, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    opened = LlamaForCausalLM(shape), tokenizer
-    wrap(train, "open_model", lambda open_model, source, config: open_model(opened, config))
-    flags = [*args.flags, "--max_completion_length", str(limit), "--out", str(folder)]
-    run, log, _ = train.set_up(command_line.ready(command_line.parse(flags, ON_GPU), ON_GPU), torch.device("cpu"))
-    cfg, tokens = run.config, plan_tokens(run, np.random.default_rng(0))
-    n, found = int((tokens != tokenizer.pad_token_id).sum()), {}
+    tokenizer, found = char_tokenizer(LETTERS + ">"), {}
+    shape = small_config(tokenizer, hidden_size=16, intermediate_size=32)
+    shape.max_position_embeddings = 2 * limit
+    wrap(train, "open_model", lambda original, _, config: original((LlamaForCausalLM(shape), tokenizer), config))
+    config = command_line.parse([*args.flags, f"--max_completion_length={limit}", f"--out={folder}"], on_gpu=False)
+    run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
+    log.open(done=0)
+    tokens = plan_tokens(run, np.random.default_rng(0))
     force_ours(tokens)
 
-    def timed(part: str, call: Callable, *given: Any) -> Any:
+    def timed(part: str, call: Callable, *given: Any, **settings: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of memory starts again
         start, held = read_clock(), gigabytes("VmRSS")
-        result = call(*given)
-        found[part] = [1e6 * (read_clock() - start) / n, 1e9 * (gigabytes("VmHWM") - held) / n]
+        result = call(*given, **settings)
+        found[part] = [1e6 * (read_clock() - start), 1e9 * (gigabytes("VmHWM") - held)]
         return result
 
-    picked = [*range(cfg.prompts_per_step)]
-    groups = timed("rollout", train.generate_groups, run, run.task.train, picked, cfg.num_generations, 1)
-    groups = train.judge(run, groups, done=0)
-    for group in groups:
-        group.advantages = torch.linspace(-1, 1, cfg.num_generations)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        seconds = pool.map(partial(gather, folder / "store", groups), range(2))
-        found["gather"] = [1e6 * max(seconds) / n, len(pickle.dumps(groups)) / n]
-    batch = timed("collate", train.collate, groups, False, run.device)
-    timed("update", train.update, run, batch, 1)
-    samples = [(1, "train", group, i) for group in groups for i in range(cfg.num_generations)]
-    timed("samples", lambda: report.append(folder / "samples", [log.sample_line(*sample) for sample in samples]))
+    for part in ("rollout", "collate", "update"):
+        wrap(train, part, partial(timed, part))
+    metrics, groups = train.training_step(run, 1)
+    pickled = pickle.dumps(groups)
+    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # what each of two ranks does
+    timed("samples", log.step, metrics, groups, [])
     timed("checkpoint", checkpoint.save, folder, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
-    found["samples"][1] = (folder / "samples").stat().st_size / n
-    found["checkpoint"][1] = sum(file.stat().st_size for file in folder.rglob("state.*")) / n
-    return {"tokens": [n]} | found
-
-
-def gather(store: Path, groups: list, rank: int) -> float:
-    """-> CPU-seconds of one of two ranks that have half of the groups each"""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    start = read_clock()
-    ranks.gather(groups[rank::2])
-    return read_clock() - start
+    found["gather"][1] = len(pickled)
+    for part, files in (("samples", "samples.jsonl"), ("checkpoint", "state.*")):
+        found[part][1] = sum(file.stat().st_size for file in folder.rglob(files))
+    n = metrics["tokens"]
+    return {"tokens": [n]} | {part: [x / n for x in figures] for part, figures in found.items()}
 
 
 def record_long(args: argparse.Namespace) -> None:
     results = {}
     for limit in args.limits:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            folder = Path(tempfile.mkdtemp())
-            results[limit] = process.submit(measure_long, args, limit, folder).result()
+            results[limit] = process.submit(measure_long, args, limit, Path(tempfile.mkdtemp())).result()
     report.append(LOG, [about(args) | {"results": results}])
     print(long_table(LOG))
 
 
 def long_table(log: Path) -> str:
     """The newest one: CPU-microseconds and, behind them, bytes a token."""
-    entry = [line for line in run_folder.read_lines(log) if "bench long" in line["command"]][-1]
+    results = [line for line in run_folder.read_lines(log) if "bench long" in line["command"]][-1]["results"]
     rows = [
-        [limit, figures["tokens"][0], *(f"{us:,.1f} / {size:,.0f}" for us, size in [*figures.values()][1:])]
-        for limit, figures in entry["results"].items()
+        [limit, *(" / ".join(f"{x:,.0f}" for x in its) for its in parts.values())] for limit, parts in results.items()
     ]
-    return markdown(["limit", *next(iter(entry["results"].values()))], *rows)
+    return markdown(["limit", *next(iter(results.values()))], *rows)
 
 
 # ---- All runs, and what they show ----
