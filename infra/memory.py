@@ -85,12 +85,14 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     length = longest_prompt + config.max_completion_length
     trained = config.prompts_per_step * config.num_generations
     sampled = max(trained, config.eval_prompts * config.eval_k if config.eval_every else 0)
-    # Layers with a sliding window hold no more than that. While the cache grows, one layer is there twice. If prompts
-    # are padded, the keys and values of one layer are repeated for the heads that share them.
+    # Layers with a sliding window hold no more than that.
     held = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
-    repeated = all_heads * length if all_heads > heads else 0
-    cache = 2 * head_size * compute * (heads * (sum(held or [layers * length]) + length) + repeated)
-    # Logits, those in fp32, probabilities, and those in blocks; if ids are cut, what sorting takes, and the ids left.
+    of_a_head = 2 * head_size * compute  # for each token
+    cache = of_a_head * heads * sum(held or [layers * length])
+    # Besides the cache, the most of: a layer that grows; a layer with its keys repeated for the heads that share them,
+    # which is done if prompts are padded, and logits; logits, those in fp32, probabilities, and those in blocks. If ids
+    # are cut, what sorting takes, and the ids that were left.
+    repeated = of_a_head * all_heads * length * (all_heads > heads) + 4 * vocabulary
     cut = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
     distribution = vocabulary * (compute + 4 + 4 + 4 + 30 * cut)
 
@@ -107,7 +109,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     return Costs(
         stays={"weights": 4 * part, "Adam": 8 * part * (config.steps != 0), "reference": 4 * part * (config.beta != 0)},
         rollout=copy,
-        row=cache + distribution,
+        row=cache + max(of_a_head * heads * length, repeated, distribution),
         # The feed-forward part; what it is added to; keys and values for all heads; the mask.
         read=compute * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute),
         update=4 * part + (gathered if config.shard else copy) + batch + 4 * h * vocabulary,
