@@ -21,8 +21,8 @@ Left out: paged caches, continuous batching, beams, speculative decoding.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # size of the cache; rows count at full length, and one row is always allowed
     drop_share: float = 0.25  # rows leave the batch when at least this share of them has finished
     with_entropy: bool = False  # record the entropy of the distribution of each token
+    stop: list[str] = field(default_factory=list)  # the token after which the text has one of these ends a completion
+    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode, which `stop` needs
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Completion:
 
     ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token
     logp: list[float] = CompactList(np.float32)  # the sampler's, at its temperature, normalized over `kept` if given
-    truncated: bool  # the length limit was reached without an end-of-sequence token
+    truncated: bool  # the length limit was reached without an end-of-sequence token or a stop string
     entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the whole distribution, if asked for
     kept: KeptSets | None = None  # the token ids that each token was sampled from; None if nothing was cut
     written: list[bool] | None = CompactList(np.bool_, optional=True)  # None: the model wrote every token itself
@@ -149,14 +151,18 @@ def _decode(
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> tuple[Tensor, Tensor, Tensor, list[KeptSets]]:
+) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor, Tensor]:
     """The loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts, padded
-    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, and N
-    lists of kept sets. What comes after the end of a completion has no meaning."""
+    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, N lists
+    of kept sets, and for each completion its length and whether it was truncated. What comes after the end of a
+    completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     kept = SetsOfBatch(N)
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
+    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
+    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    has_stop = stop_search(sampling)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
     logits, kwargs = _read(model, input_ids, kwargs)
@@ -175,7 +181,12 @@ def _decode(
             kept.append(left & ~done[:, None], live)
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature)
-        done = done | torch.isin(token, eos_ids)
+        ended = torch.isin(token, eos_ids)
+        if sampling.stop:
+            found = [has_stop(ids) for ids in tokens[live, : t + 1].tolist()]
+            ended = ended | torch.tensor(found, device=rows.device)
+        lengths[live] += ~done
+        done = done | ended
         count = int(done.sum())
         if progress is not None:
             progress(t + 1, len(live) - count)
@@ -190,21 +201,38 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
+    truncated[live] = ~done
     kept.to_host(live)
-    return tokens, logps, entropies, kept.sets
+    return tokens, logps, entropies, kept.sets, lengths, truncated
+
+
+def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
+    """-> a function that says whether the text of these ids has a stop string. Decoding the whole text after each token
+    would take quadratic time, so it is done only if the last token may bring the last character of a stop string."""
+
+    @cache
+    def may_complete(token: int) -> bool:
+        text = sampling.to_text([token, token])  # twice, because the first token of a text may lose its space
+        return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)  # or a part of a character
+
+    def has_stop(ids: list[int]) -> bool:
+        text = sampling.to_text(ids) if may_complete(ids[-1]) else ""
+        return any(stop in text for stop in sampling.stop)
+
+    return has_stop
 
 
 def _read(model: PreTrainedModel, input_ids: Tensor, kwargs: dict) -> tuple[Tensor, dict]:
     """Read the prompts (P, T). If they have too many tokens for the memory, one half is read after the other, and then
     their caches are joined. -> the logits of the next tokens (P, V), and kwargs with the cache"""
-    cache, P = kwargs.get("past_key_values"), len(input_ids)
-    can_be_joined = cache is not None and all(type(layer) in KEYS_AND_VALUES for layer in cache.layers)
+    past, P = kwargs.get("past_key_values"), len(input_ids)
+    can_be_joined = past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers)
     if input_ids.numel() <= PROMPT_TOKENS or P == 1 or not can_be_joined:
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         out = model(**inputs, return_dict=True)
         return out.logits[:, -1], model._update_model_kwargs_for_generation(out, kwargs)
     halves = []
-    for rows, empty in ((slice(P // 2), cache), (slice(P // 2, P), copy.deepcopy(cache))):
+    for rows, empty in ((slice(P // 2), past), (slice(P // 2, P), copy.deepcopy(past))):
         of_rows = {name: kwargs[name][rows] for name in OF_ROWS if kwargs.get(name) is not None}
         halves.append(_read(model, input_ids[rows], kwargs | of_rows | {"past_key_values": empty}))
     (logits, kwargs), (more_logits, more) = halves
@@ -290,7 +318,13 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
 
 
 def _completions(
-    tokens: Tensor, logp: Tensor, entropies: Tensor, kept: list[KeptSets], sampling: Sampling
+    tokens: Tensor,
+    logp: Tensor,
+    entropies: Tensor,
+    kept: list[KeptSets],
+    lengths: Tensor,
+    truncated: Tensor,
+    sampling: Sampling,
 ) -> list[Completion]:
     if not logp.isfinite().all():
         raise UserError(
@@ -298,15 +332,13 @@ def _completions(
             "too high"
         )
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
-    ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
-    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
     return [
         Completion(
             ids=tokens[i, :n],
             logp=logp[i, :n],
-            truncated=not bool(ended[i].any()),
+            truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
             kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # after the end they are empty
         )
-        for i, n in enumerate(lengths.tolist())
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
     ]

@@ -7,6 +7,8 @@ completions, the step has several, with N completions in all.
 """
 
 import math
+from collections import defaultdict
+from dataclasses import fields
 from functools import partial
 from itertools import product
 from statistics import fmean, stdev
@@ -17,6 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
+from infra.report import together
 from loss import (
     KL_ESTIMATORS,
     NORMALIZATIONS,
@@ -259,6 +262,61 @@ def test_dppo(b):
     assert 0 < stats["clip_low"][0] + stats["clip_high"][0] == sum(seen) < TOKENS
 
 
+@pytest.mark.parametrize("how", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
+def test_vespo(b, how):
+    """VESPO, arXiv 2602.10693: J = 1/Σ_i|o_i| Σ_i Σ_t sg(φ(w_i)) A_i log π_θ, φ(w) = w^k exp(λ (1 − w)), w_i = Π_t ρ_it
+    times the sampler's corrections, (k, λ) = (2, 3) where A >= 0, else (3, 2). Within TRL's limits: e^±20 for the
+    ratio of a token, which a row meets; 1e-8 and e^20 for a correction and for the product."""
+    A = OVER_STD
+    b.old[2, 0], b.old[4, :2] = b.logp[2, 0] - 30, b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # w_4 is near e^-1
+    b.sampler[4] = b.old[4] - 0.05
+    phi = []
+    for i, length in enumerate(LENGTHS):
+        logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
+        for x in (b.old - b.sampler)[i, :length].tolist() if how else ():
+            u = min(max(math.exp(x), how.get("tis_floor", 0.0)), how["tis_cap"])
+            u = 0.0 if "tis_mode" in how and u != math.exp(x) else u
+            logs.append(math.log(max(u, 1e-8)))
+        w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
+        k, decay = (2, 3) if A[i] >= 0 else (3, 2)
+        phi.append(w**k * math.exp(decay * (1 - w)))
+    assert phi[4] > 0.05
+
+    def J(i, t, logp, old, ref):
+        return phi[i] * A[i] * logp / TOKENS, phi[i] * A[i] / TOKENS
+
+    stats = check(b, J, A, "global", {}, objective="vespo", sampler_logp=b.sampler, **how)
+    assert "clip_low" not in stats
+
+
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask"])
+def test_vespo_is_that_of_trl(b, mode):
+    """TRL's own code, in place of whose model stand log-probs; with its correction of a sampler, or none."""
+    trl, A, (cap, floor) = pytest.importorskip("trl"), torch.tensor(OVER_STD, dtype=F64), (1.2, 0.8)
+    logp, ids = b.logp.clone().requires_grad_(), torch.zeros_like(b.mask).long()
+    inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": b.mask.long()}
+    inputs |= {"advantages": A, "old_per_token_logps": b.old, "num_items_in_batch": torch.tensor(TOKENS)}
+    if mode:
+        inputs["importance_sampling_ratio"] = correction(b, mode, cap, floor).masked_fill(~b.mask, 1.0)
+    args = {field.name: field.default for field in fields(trl.GRPOConfig)} | {"steps_per_generation": 1}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**args), loss_type="vespo", beta=0.0, use_vllm=bool(mode), model=torch.nn.Module(),
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights, vllm_importance_sampling_correction=bool(mode),
+        importance_sampling_level="token", off_policy_mask_threshold=None, top_entropy_quantile=1.0,
+        _entropy_bonus_enabled=False, aux_loss_enabled=False, current_gradient_accumulation_steps=1,
+        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *args, **how: (logp, torch.zeros_like(logp), None),
+    )  # fmt: skip
+    theirs = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    theirs.backward()
+    how = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor} if mode else {}
+    weights = token_weights(b.mask, "global")
+    loss, grad, _ = run(b.logp, b.old, A, weights, b.mask, objective="vespo", sampler_logp=b.sampler, **how)
+    close(loss, theirs, 1e-12)
+    close(grad, logp.grad, 1e-12)
+
+
 def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
@@ -400,20 +458,20 @@ SAMPLER_CORRECTIONS = {  # mode: cap, floor; on these data each bound is met by 
     "token_mask": (1.2, 0.7),
     "sequence_truncate": (1.5, 0.5),
     "sequence_mask": (2.5, 0.3),
-    "geometric_mask": (1.15, 0.9),
 }
+GATES = [None, None], [0.9, 1.15], [None, 1.0], [1.0, None]  # the last three drop some completions and not all
 
 
-def correction(b, mode, cap, floor):
-    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds.
-    geometric_mask: 1 where log floor <= 1/|o_i| Σ_t log(π_old/π_sampler) <= log cap, else 0."""
+def correction(b, mode, cap, floor, gate=(None, None)):
+    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds. And
+    0 for a completion without low <= exp(1/|o_i| Σ_t log(π_old/π_sampler)) <= high, the bounds of the gate."""
     w = torch.zeros_like(b.logp)
     for i, length in enumerate(b.mask.sum(1).tolist()):
         logs = [(b.old - b.sampler)[i, t].item() for t in range(length)]
         for t in range(length):
-            ratio = math.exp({"token": logs[t], "sequence": sum(logs), "geometric": fmean(logs)}[mode.split("_")[0]])
-            if mode == "geometric_mask":
-                w[i, t] = 1.0 if floor <= ratio <= cap else 0.0
+            ratio = math.exp({"token": logs[t], "sequence": sum(logs)}[mode.split("_")[0]])
+            if not (gate[0] or 0.0) <= math.exp(fmean(logs)) <= (gate[1] or math.inf):
+                w[i, t] = 0.0
             elif mode.endswith("truncate"):
                 w[i, t] = max(min(ratio, cap), floor)
             else:
@@ -421,13 +479,14 @@ def correction(b, mode, cap, floor):
     return w
 
 
+@pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("mode", TIS_MODES)
 @pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"objective": "reinforce"}])
-def test_sampler_correction(switches, mode):
+def test_sampler_correction(switches, mode, gate):
     """A constant factor of the policy term; the KL term is left alone."""
     b, A, (cap, floor) = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, SAMPLER_CORRECTIONS[mode]
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
-    factor = correction(b, mode, cap, floor)
+    factor = correction(b, mode, cap, floor, gate)
     free = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)
     assert (free[b.mask] > cap).any() and (free[b.mask] < floor).any()
     assert ((floor < free) & (free < cap))[b.mask].any()
@@ -436,11 +495,18 @@ def test_sampler_correction(switches, mode):
 
     sampler = b.sampler.clone().requires_grad_()
     bounds = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor, "sampler_logp": sampler}
+    bounds |= {"gate_low": gate[0], "gate_high": gate[1]}
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, **bounds, **kl, **switches)
     close(loss, policy[0] + penalty[0])
     close(grad, policy[1] + penalty[1])
     assert sampler.grad is None or (sampler.grad == 0).all()
     close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
+    beyond = (free > cap) | (free < floor)
+    assert stats["tis_bounded"] == (beyond[b.mask].sum(), TOKENS)
+    close(stats["tis_ratio"], (free[b.mask].sum(), TOKENS))
+    close(stats["tis_ratio_max"], (free[b.mask].max(), 1))
+    dropped = correction(b, mode, math.inf, 1e-9, gate)[:, 0] == 0
+    assert stats["gate_dropped"] == (dropped.sum(), N) and (0 < dropped.sum() < N) == (gate != [None, None])
     with_sampler = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, old_policy="sampler", **switches)
     to_sampler = run(b.logp, b.sampler, A, weights, b.mask, **switches)
     assert all(torch.equal(*pair) for pair in zip(with_sampler[:2], to_sampler[:2]))
@@ -448,6 +514,15 @@ def test_sampler_correction(switches, mode):
     watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
     without = run(b.logp, b.old, A, weights, b.mask, **switches)
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
+
+
+def test_a_gate_alone_weighs_nothing(b):
+    A, weights = torch.tensor(REWARDS, dtype=F64), token_weights(b.mask, "global")
+    kept = correction(b, "token_truncate", 1.0, 1.0, (0.9, 1.15))
+    gate = {"sampler_logp": b.sampler, "gate_low": 0.9, "gate_high": 1.15}
+    _, grad, stats = run(b.logp, b.old, A, weights, b.mask, **gate)
+    close(grad, run(b.logp, b.old, A, weights * kept, b.mask)[1])
+    assert {*kept[b.mask].tolist()} == {0.0, 1.0} and stats["tis_bounded"] == (0, TOKENS)
 
 
 @pytest.mark.parametrize("tau, bounds", [(0.05, {"tis_cap": 1.1}), (-0.5, {"tis_floor": 0.8})])
@@ -528,11 +603,12 @@ SWITCHES = {  # with KL and truncated importance sampling
     "sequence": {"ratio": "sequence", "kl_importance": True},
     "cispo": {"objective": "cispo", "epsilon_high": 1.3},
     "reinforce": {"objective": "reinforce", "kl_estimator": "k2"},
-    "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate"},
+    "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate", "gate_low": 0.9},
+    "vespo": {"objective": "vespo", "tis_floor": 0.8, "gate_high": 1.2},
     "sapo": {"objective": "sapo", "kl_estimator": "k1+", "tis_mode": "sequence_mask"},
     "dppo": {"objective": "dppo", "epsilon_low": 0.05, "kl_estimator": "k3+", "off_policy_mask": 0.05},
     "geometric, KL of tokens": {"ratio": "geometric", "kl_estimator": "k1", "kl_importance": True, "sampler_coef": 0.2},
-    "pulled to the sampler": {"sampler_coef": 0.5, "tis_mode": "geometric_mask", "tis_floor": 0.9},
+    "pulled to the sampler": {"sampler_coef": 0.5, "gate_low": 0.9, "gate_high": 1.2},
     "masked by the sampler": {"tis_mode": "token_mask", "tis_floor": 0.8, "off_policy_mask": -0.05},
 }
 every_switch = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
@@ -615,12 +691,14 @@ def test_any_split_of_the_step(parts, normalization, switches):
         sum_loss += part_loss
         sum_grad[rows] += pad(part_grad, (0, -wider[1]))
         assert part_stats.keys() == stats.keys()
-        sum_stats = {name: (a + part_stats[name][0], n + part_stats[name][1]) for name, (a, n) in sum_stats.items()}
+        for name, (a, n) in sum_stats.items():
+            pairs = torch.tensor([[a, n], part_stats[name]], dtype=F64)
+            sum_stats[name] = tuple(together(name, *pairs).tolist())
     close(sum_loss, loss, 1e-12)
     close(sum_grad, grad, 1e-12)
     for name in stats:
         close(sum_stats[name], stats[name], 1e-12)
-        assert stats[name][1] == TOKENS
+        assert stats[name][1] == {"gate_dropped": N, "tis_ratio_max": 1}.get(name, TOKENS)
 
 
 # ---- token weights
@@ -677,6 +755,7 @@ def test_the_loss_has_the_dtype_of_logp():
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, sampler_coef=0.1), ["sampler_logp"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, gate_low=0.9), ["sampler_logp"]),
     ],
 )
 def test_errors_name_what_is_valid_or_missing(call, values):

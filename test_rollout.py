@@ -160,6 +160,33 @@ def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
         close(torch.tensor(a.logp), torch.tensor(b.logp))
 
 
+PIECES = ["a", "bc", " ", "\ufffd", "</", "x>y", "cd", "  "]  # token i is the i-th one, modulo 8
+
+
+def text_of(ids: list[int]) -> str:
+    """As tokenizers do it: the first space is dropped, and two halves, each of which is broken, make a character."""
+    return "".join(PIECES[i % 8] for i in ids).removeprefix(" ").replace("\ufffd\ufffd", "é")
+
+
+@pytest.mark.parametrize("stop", [["aa"], ["cdx", "abc", "zzz"], ["y "], ["é"], ["</x>"]], ids=str)
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(stop):
+    """Up to that token it is the one that it would have been; against the text after each token. Rows leave the batch
+    at a stop as they do at an end token."""
+    model, many, seen = build(), [DISTINCT[1]] * 60, []
+    u = streams([(1, i) for i in range(60)])
+    whole = rollout(model, many, u, replace(SAMPLING, eos_ids=[2], with_entropy=True, top_p=0.9))
+    how = replace(SAMPLING, eos_ids=[2], with_entropy=True, top_p=0.9, stop=stop, to_text=text_of)
+    stopped, ends = rollout(model, many, u, how, progress=lambda t, live: seen.append(live)), []
+    for ours, theirs in zip(stopped, whole, strict=True):
+        holds = (n for n in range(1, len(theirs.ids) + 1) if any(x in text_of(theirs.ids[:n]) for x in stop))
+        ends.append(next(holds, None))
+        n = ends[-1] or len(theirs.ids)
+        assert ours.ids == theirs.ids[:n] and ours.truncated == (theirs.truncated and ends[-1] is None)
+        close(torch.tensor([ours.logp, ours.entropy]), torch.tensor([theirs.logp[:n], theirs.entropy[:n]]))
+        assert len(ours.kept) == n and all(map(np.array_equal, ours.kept, theirs.kept))
+    assert any(ends) and not all(ends) and len(seen) == max(len(c.ids) for c in stopped)
+
+
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)

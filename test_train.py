@@ -351,8 +351,8 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     is the policy at first, so the first KL is 0."""
     cut = dict(top_p=0.9, top_k=9, min_p=0.05)
     settings = OFF_POLICY | cut
-    one = go("one", **settings)
-    by_one = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001)
+    one = go("one", **settings, tis_cap=9.0)
+    by_one = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, gate_low=0.9999, gate_high=1.0001)
     run(sorting | settings | by_one, tmp_path / "two", world=2)
     assert_same_run(tmp_path / "two", one)  # with a sampler_gap of rounding alone
     first, second = metrics(go("once a step", beta=0.1, **cut))
@@ -372,10 +372,13 @@ def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, mon
 def test_another_figure_of_the_loss_is_one_of_the_step(go, monkeypatch):
     def with_another(*args, **switches):
         loss, stats = policy_loss(*args, **switches)
-        return loss, stats | {"mine": (2.0 * args[4].sum(), args[4].sum())}
+        parts.append(tokens := args[4].sum())
+        return loss, stats | {"mine": (2.0 * tokens, tokens), "mine_max": (tokens, torch.ones(()))}
 
+    parts = []
     monkeypatch.setattr(train, "policy_loss", with_another)
-    assert [line["mine"] for line in metrics(go(minibatches=2))] == [2.0, 2.0]
+    (line,) = metrics(go(minibatches=2, micro_batch_size=2, steps=1))
+    assert line["mine"] == 2.0 and line["mine_max"] == max(parts) > min(parts) and len(parts) > 4
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):

@@ -163,7 +163,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss += part_loss.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
-            totals[name] = totals.get(name, 0.0) + torch.stack(pair).double()
+            pair = torch.stack(pair).double()
+            totals[name] = report.together(name, totals.get(name, torch.zeros_like(pair)), pair)
     return loss, totals
 
 
@@ -298,6 +299,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         eos_ids=eos_ids,
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
+        to_text=opened.tokenizer.decode,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # a smaller batch needs a new CUDA graph
         **{name: getattr(cfg, name) for name in same},
     )

@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import inspect
 import itertools
 import json
+import math
 import re
 import runpy
 import shlex
@@ -12,9 +14,12 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from graphlib import TopologicalSorter
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,6 +33,7 @@ from conftest import assert_same_files, metrics, run
 from infra.command_line import parse, ready
 from infra.run_folder import MAY_CHANGE
 from loss import policy_loss, token_weights
+from rollout import Sampling, rollout
 from tasks._characters import small_config
 from tools import ablate, evidence, plot
 
@@ -37,7 +43,9 @@ PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 ADDITIONS, _, EDITS = EXTENDING.partition("## Another optimizer\n")  # these are of train.py, in the place of a flag
 EDITS, _, DISTILLATION = EDITS.partition("## On-policy distillation\n")
-DISTILLATION, _, REMEMBERED = DISTILLATION.partition("## What a run remembers\n")
+DISTILLATION, _, SAMPLER = DISTILLATION.partition("## A sampler of your own\n")
+SAMPLER, _, BASELINE = SAMPLER.partition("## An optimal token baseline\n")
+BASELINE, _, REMEMBERED = BASELINE.partition("## What a run remembers\n")
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -73,7 +81,7 @@ def test_every_flag_is_there():
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
-    known |= {"nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # Slurm's, pytest's, and everyone's
+    known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # of vLLM, Slurm, pytest, everyone
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
@@ -174,6 +182,20 @@ def test_the_page_of_objectives_has_every_preset_and_switch():
             assert [name for name in field.metadata["names"] or () if f"`{name}`" not in section] == [], field.name
 
 
+def test_every_setting_of_trl_has_its_row():
+    names = (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:]
+    rows = re.findall(r"^\| (.*?) \| ", PAGES["docs/from_trl.md"].partition("What other trainers")[0], re.MULTILINE)
+    found = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    assert [len(part.split()) for part in names] == [79, 14] and {*" ".join(names).split()} - found == set()
+
+
+def test_the_names_are_those_of_trl():
+    trl = pytest.importorskip("trl")
+    config, trainer = (part.split() for part in (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:])
+    assert trl.__version__.startswith("1.16.") and config == [*trl.GRPOConfig.__annotations__]
+    assert ["self", *trainer] == [*inspect.signature(trl.GRPOTrainer.__init__).parameters]
+
+
 def test_objectives_that_are_the_same_with_one_update_a_rollout():
     """Their gradients with respect to the log-probs are the same up to a factor, which depends on the step in gdpo and
     luspo. That dapo also replaces groups is not compared."""
@@ -190,7 +212,7 @@ def test_objectives_that_are_the_same_with_one_update_a_rollout():
         loss, _ = policy_loss(logp.requires_grad_(), logp.detach(), advantages, weights, mask, **switches)
         (gradient,) = torch.autograd.grad(loss, logp)
         unit[name] = gradient / gradient.norm()
-    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "luspo"}, {"dr_grpo", "rloo"}]
+    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "vespo", "luspo"}, {"dr_grpo", "rloo"}]
     for a, b in itertools.combinations(ALGORITHMS, 2):
         is_same = torch.allclose(unit[a], unit[b], rtol=1e-9, atol=1e-12)
         assert is_same == any({a, b} <= each for each in same), (a, b)
@@ -228,9 +250,10 @@ def fork(tmp_path_factory) -> Path:
     config.num_labels = 1
     tokenizer.save_pretrained(copy / "reward_model")
     LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
-    for name in ("edited.py", "recipes.py", *(f"recipe_{i}.py" for i in range(4))):
+    for name in ("edited.py", "asking.py", "baselined.py", "recipes.py", *(f"recipe_{i}.py" for i in range(5))):
         shutil.copy(copy / "train.py", copy / name)
-    edits = EDITS.replace("b/train.py", "b/edited.py")
+    edits = EDITS.replace("b/train.py", "b/edited.py") + SAMPLER.replace("b/train.py", "b/asking.py")
+    edits += BASELINE.replace("b/train.py", "b/baselined.py")
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, copy).items():
             (copy / name).write_text(text)
@@ -281,6 +304,9 @@ def test_every_command_of_an_addition(runs):
         if "largest" in line:
             assert steps[0]["reward"] < 0.1 and steps[-1]["reward"] > 0.3, "it learns"
         assert "chi2" not in line or steps[0]["kl"] == 0 < steps[1]["kl"]
+        if "second_best" in line:
+            samples = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+            assert {sample["advantage"] for sample in samples} <= {0.0, 1.0}  # 1 where only one is right
         if "edited" in line:  # another optimizer, whose state is saved
             assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
 
@@ -299,12 +325,19 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     for ours, theirs in zip(metrics(on_two), metrics(whole), strict=True):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
     made = [make(fork, f"recipe_{i}", [*words, *few, "2"], f"recipe_{i}") for i, words in enumerate(recipes)]
-    replayed, adapted, chosen, shortened = map(metrics, made)
+    replayed, adapted, chosen, shortened, _ = map(metrics, made)
     assert abs(replayed[0]["loss"]) < 1e-6 < 1e-4 < abs(replayed[1]["loss"]), "off-policy"
     assert [line["logged/beta"] for line in adapted] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
     assert [line["reward"] for line in chosen] != [line["reward"] for line in shortened], "other prompts"
     first, second = shortened
     assert second["logged/mean"] == pytest.approx(0.9 * first["logged/mean"] + 0.1 * second["completion_length"])
+    coef, applied = 0.01, 0.0
+    explored = metrics(make(fork, "recipe_4", [*recipes[4], *few, "4"], "explored"))
+    for line in explored:
+        assert line["logged/entropy_coef"] == pytest.approx(applied)
+        coef += 0.005 if line["entropy"] <= 0.25 else -0.005
+        applied = coef if line["entropy"] <= 0.25 else 0.0
+    assert {line["entropy"] <= 0.25 for line in explored} == {True, False}
 
 
 def own(fork: Path, name: str) -> SimpleNamespace:
@@ -332,6 +365,9 @@ def test_the_functions_it_adds(fork):
     assert float(mean) == pytest.approx(float((reference.square() / policy).sum() - 1) / 2, rel=1e-12)
     rewards, how = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0]]), dict(scale="none", baseline="median")
     assert own(fork, "advantage").group_advantages(rewards, **how).tolist() == [[-1.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
+    best = own(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
+    assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
     rollout = own(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # of 0.5 and 0.3; of the likeliest
         sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
@@ -339,6 +375,57 @@ def test_the_functions_it_adds(fork):
         tokens, logp, sets = rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(one.nonzero().squeeze(1).tolist() == kept for one in sets)
+
+
+def test_the_token_baseline_it_adds(fork):
+    """sum_i r_i W_it / sum_i W_it over the completions of a prompt that have a token t. The loss of a run is minus the
+    mean advantage of its tokens, up to the two digits of their log-probs and sums of squares in samples.jsonl."""
+    (words,) = commands(BASELINE, "python train.py")
+    words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
+    out = make(fork, "baselined", words, "baselined")
+    rows, expected = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()], []
+    W = [[*itertools.accumulate(1 - 2 * math.exp(logp) + p for _, logp, p in row["tokens"])] for row in rows]
+    for i, row in enumerate(rows):
+        for t in range(row["length"]):
+            there = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if rows[j]["length"] > t]
+            weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
+            expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
+    assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=2e-3)
+    tokens = [torch.tensor([token[1:] for token in row["tokens"]], dtype=torch.float64) for row in rows]
+    logp, squares = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).unbind(2)
+    mask = torch.arange(logp.shape[1]) < torch.tensor([len(x) for x in tokens])[:, None]
+    batch = SimpleNamespace(sampler_logp=logp, sampler_entropy=squares, mask=mask, prompts=torch.arange(32) // 8)
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
+    advantages = own(fork, "baselined").above_token_baseline(rewards, batch)
+    assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-6)  # the equation adds 1e-8 to a sum of weights
+
+
+class Server(BaseHTTPRequestHandler):
+    """The sampler of this repository, asked as the page asks."""
+
+    def do_POST(self) -> None:
+        asked, answer = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), {}
+        if self.path == "/load":
+            self.server.model = AutoModelForCausalLM.from_pretrained(asked["folder"])
+        else:
+            sampling = Sampling(asked["max_tokens"], asked["stop_token_ids"], asked["temperature"])
+            made = rollout(self.server.model, asked["prompts"], np.array(asked["uniform"]), sampling)
+            answer = [dict(ids=each.ids, logp=each.logp, truncated=each.truncated) for each in made]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
+    (words,) = commands(SAMPLER, "python train.py")
+    words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
+    server = HTTPServer(("localhost", 0), Server)
+    Thread(target=server.serve_forever, daemon=True).start()
+    here = partial(conftest.replace, "served.SERVER", lambda _: f"http://localhost:{server.server_port}")
+    asked, whole = make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked")
+    server.shutdown()
+    assert_same_files(asked, whole)
+    assert all(line["gate_dropped"] == line["tis_bounded"] == 0 for line in metrics(whole) if line["step"])
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):

@@ -57,12 +57,18 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
     """The loss and the gradient norm are means over the updates of a step. All other figures are means over the tokens
-    that these updates trained on."""
+    that these updates trained on, or over their completions, or maxima."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
-    for name, pair in ranks.gather([(name, pair.tolist()) for update in totals for name, pair in update.items()]):
-        sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair)]
-    return figures | {name: total / count if count else None for name, (total, count) in sums.items()}
+    for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
+        sums[name] = together(name, sums.get(name, torch.zeros_like(pair)), pair)
+    return figures | {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+
+
+def together(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """The (sum, count) of a figure in two parts of a step -> that in both. A maximum stands in the place of a sum if
+    the figure's name ends in _max."""
+    return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
@@ -160,9 +166,8 @@ class RunLog:
         pairs += [("eval", group, 0) for group in evaluated[:2]]
         append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
         append(self.out / "metrics.jsonl", [metrics])
-        for name, value in metrics.items() if self.track else ():
-            if value is not None:
-                self.track(name, value, metrics["step"])
+        if self.track:
+            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
         if groups:
             self.show_step(metrics)
         if figures := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
@@ -230,15 +235,15 @@ def append(path: Path, lines: list[dict]) -> None:
         file.write(as_json(lines))
 
 
-def open_tracker(config: Config) -> Callable[[str, float, int], None]:
-    """-> a function that reports one figure of a step: its name, its value, the step"""
-    if config.report_to == "wandb":
-        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
-        run = importlib.import_module("wandb").init(**about)
-        return lambda name, value, step: run.log({name: value}, step=step)
+def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
+    """-> a function that reports the figures of a step: by their names, and the step"""
+    if config.report_to in ("trackio", "wandb"):  # trackio chooses its folder itself
+        folder = {"dir": config.out} if config.report_to == "wandb" else {}
+        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
+        return importlib.import_module(config.report_to).init(**about).log
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
     atexit.register(writer.close)
-    return writer.add_scalar
+    return lambda figures, step: [writer.add_scalar(name, value, step) for name, value in figures.items()]
 
 
 def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:

