@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from graphlib import TopologicalSorter
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from operator import methodcaller
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -572,7 +573,7 @@ def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
     words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
     server = HTTPServer(("localhost", 0), Server)
     Thread(target=server.serve_forever, daemon=True).start()
-    here = partial(conftest.replace, "served.SERVER", lambda _: f"http://localhost:{server.server_port}")
+    here = partial(conftest.replace, "served.SERVER", methodcaller("replace", "8000", str(server.server_port)))
     asked, whole = make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked")
     server.shutdown()
     assert_same_files(asked, whole)
