@@ -4,6 +4,7 @@ import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -201,6 +202,10 @@ def replied(turn: list[int]) -> list[int] | None:
     return None if sum(turn) % 5 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
 
 
+def is_over(turn: list[int], sampling: Sampling) -> bool:
+    return turn[-1] in sampling.eos_ids or any(stop in sampling.to_text(turn) for stop in sampling.stop)
+
+
 def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut: dict) -> tuple:
     """A completion from a loop without cache. -> its ids, which of them were written, whether it is truncated, turns"""
     ids, written, turns = [], [], [[]]
@@ -212,7 +217,7 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
         token = left[(p[left].cumsum(0) <= numbers[t] * p[left].sum()).sum()]
         ids, written = [*ids, token], [*written, True]
         turns[-1].append(token)
-        if token in sampling.eos_ids:
+        if is_over(turns[-1], sampling):
             reply = replied(turns[-1])
             if reply is None or t + 1 + len(reply) >= sampling.max_completion_length:
                 return ids, written, reply is not None, turns
@@ -221,22 +226,26 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
     return ids, written, True, turns
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9)])
+CONVERSATIONS = [*product(KINDS, [{}, dict(top_k=9, top_p=0.9)], [[]]), ("qwen2", {}, ["d", "ab"])]
+
+
+@pytest.mark.parametrize("kind, cut, stop", CONVERSATIONS, ids=str)
 @torch.no_grad()
-def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut):
-    """However the rows are divided among batches, and whenever finished ones are dropped."""
+def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop):
+    """However the rows are divided among batches, and whenever finished ones are dropped. A stop string ends a turn if
+    all of it is in that turn."""
     model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
     samples = [(p, i) for p in range(3) for i in range(4)]
     prompts, u = [DISTINCT[p] for p, _ in samples], uniforms(0, 3, samples, 20)
-    sampling = Sampling(20, SAMPLING.eos_ids, temperature=0.9, with_entropy=True, **cut)
+    sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, with_entropy=True, stop=stop, **cut)
+    sampling.to_text = lambda ids: "".join("abcde"[i % 5] for i in ids)
     expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
     assert any(len(turns) > 2 for *_, turns in expected) and {cut_off for _, _, cut_off, _ in expected} == {False, True}
     for how in (dict(drop_share=0.01), dict(tokens_at_once=60), dict(drop_share=1.0)):
         heard = [[] for _ in prompts]
         replies = [lambda turn, heard=heard: heard.append(turn) or replied(turn) for heard in heard]
         completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
-        ended = [[turn for turn in turns if turn and turn[-1] in sampling.eos_ids] for *_, turns in expected]
+        ended = [[turn for turn in turns if turn and is_over(turn, sampling)] for *_, turns in expected]
         assert heard == ended, "each turn is replied to once"
         for completion, (ids, written, cut_off, turns) in zip(completions, expected, strict=True):
             assert (completion.ids, completion.written, completion.truncated) == (ids, written, cut_off)
