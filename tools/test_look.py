@@ -27,10 +27,6 @@ press("ArrowRight"), press("ArrowRight"), see("right")
 for (const name of ["reward", "length", "advantage", "lowest"])
   document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
 for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"]) seen[part] = all(part)
-seen.frames = all("#trained .card", card => card.style.borderColor)
-seen.tints = all(".token", token => token.style.background)
-document.querySelector("[name=tint][value='1']").click()
-seen.tints.push(...all(".token", token => token.style.background))
 document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 </script>
 """
@@ -95,7 +91,4 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
     assert len(seen["script, img"]) == 3  # two of the page, and READER
-    assert re.findall(r"\w+\) \d+%", str(seen["frames"])) == ["down) 100%", "up) 50%", "down) 0%", "up) 10%"]
-    tints = re.findall(r"\d+%", str(seen["tints"]))  # log-prob -1, entropy 2, and in a reply neither
-    assert [sorted(part) for part in (tints[:22], tints[22:])] == [["0%"] * 3 + [f"{n}%"] * 19 for n in (20, 40)]
     assert seen[".reply"] == [EVIL] * 3
