@@ -108,6 +108,9 @@ class Pretended(torch.Tensor):
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
 
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.inner!r} on {DEVICE}"
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
 
