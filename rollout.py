@@ -212,9 +212,10 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it."""
+    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. A greedy token's is, like
+    its log-prob, of temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+    return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
