@@ -212,8 +212,8 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. A greedy token's is, like
-    its log-prob, of temperature 1."""
+    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. That of a greedy
+    token is, like its log-prob, the one at temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 

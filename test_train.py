@@ -488,6 +488,14 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
+def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
+    """And a group says which row it is of."""
+    steps = watch(train, "training_step")
+    out = go(algorithm="dapo")
+    assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
+    assert all(run.task.train[group.index] is group.row for (run, _), _, (_, groups) in steps for group in groups)
+
+
 # ---- What a run leaves behind ----
 
 

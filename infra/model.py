@@ -89,6 +89,7 @@ def load(
     else:
         with ranks.fail_together():
             model = opened.load()
+        ranks.gather([], {"the weights": sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters())})
         model = model.to(device)
         reference = [copy.deepcopy(model)] if config.beta else []
     if config.dtype == "bfloat16":
