@@ -200,12 +200,12 @@ def one_of_eight() -> None:
 
 
 class Counting:
-    """A tokenizer: a text says how many tokens it has."""
+    """A tokenizer: each text says how many tokens it has."""
 
     eos_token_id, chat_template = 1, None
 
-    def __call__(self, text: str) -> dict:
-        return {"input_ids": [2] * int(text)}
+    def __call__(self, texts: list[str]) -> dict:
+        return {"input_ids": [[2] * int(text) for text in texts]}
 
     def decode(self, ids: list[int], **settings) -> str:
         return ""
