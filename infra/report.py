@@ -179,9 +179,7 @@ class RunLog:
             self.show_step(metrics)
             # What may keep the run from learning is said the first time that it is so.
             if 2 * sum(bool(group.advantages.any()) for group in groups) < self.config.prompts_per_step:
-                self.say_once(
-                    "note: fewer than half of a step's groups are trained on: see dead_groups, rejected_groups"
-                )
+                self.say_once("note: fewer than half of a step's groups are trained on: see rejected_groups")
             if metrics["truncated"] >= 0.9:
                 self.say_once("note: nine of ten completions are cut off: see --max_completion_length")
             if metrics["dead_groups"] == 1.0 and metrics["step"] <= 3:
@@ -300,9 +298,8 @@ def finished(out: Path, notes: Iterable[str] | None = None) -> int:
             if line["kind"] == "eval" and line["step"] in steps:
                 print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {line['prompt']}")
                 print(line["completion"])
-        print(
-            f"\nall of it is in {out}/; its picture: python -m tools.plot {out}; look at it: python -m tools.look {out}"
-        )
+        plot, look = (f"python -m tools.{tool} {out}" for tool in ("plot", "look"))
+        print(f"\nall of it is in {out}/; its picture: {plot}; look at it: {look}")
     return 0
 
 

@@ -195,7 +195,7 @@ def common(config: Config, rows: list[dict]) -> dict:
     """What all ranks must have been started with. Only the first one reads and writes `out`."""
     root, own = Path(__file__).parents[1], [path for path in inputs(config) if path.suffix == ".py"]
     code = [sha256_of(file) for file in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py")), *own]]
-    texts = [json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows)]
+    texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
     return settings | {"the code": code, "the rows": sum(zlib.crc32(text.encode()) for text in texts)}
 
