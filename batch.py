@@ -34,7 +34,8 @@ class Group:
     has_signal: bool = True  # whether dynamic sampling keeps this group
     extras: list[dict] | None = None  # what the rewards logged of each completion
     # Set by `training_step`, from all groups of the step:
-    advantages: Tensor | None = None  # (G,); stays None in a group that dynamic sampling replaced
+    # (G,), or a list of G tensors with a value for each token; stays None in a group that dynamic sampling replaced
+    advantages: Tensor | list[Tensor] | None = None
     # Where the group comes from:
     index: int | None = None  # the place of the row in the task's list of rows
     step: int = 0  # the step in which the completions were sampled
@@ -122,7 +123,9 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     ]
     N, T = len(completions), max(len(group.prompt_ids) + len(made.ids) for _, group, made, _ in completions)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
-    sampler_logp, sampler_entropy = torch.zeros(N, T), torch.zeros(N, T)
+    sampler_logp, sampler_entropy, advantages = torch.zeros(N, T), torch.zeros(N, T), torch.zeros(N, T)
+    own_advantages = [A for group in groups for A in group.advantages]
+    for_each_token = any(np.ndim(A) > 0 for A in own_advantages)
     kept = []
     for n, (_, group, completion, trained) in enumerate(completions):
         start = len(group.prompt_ids)
@@ -130,6 +133,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         ids[n, :end] = torch.tensor(group.prompt_ids + completion.ids)
         attention[n, :end] = 1
         mask[n, start:end] = torch.tensor(trained)
+        advantages[n, start:end] = own_advantages[n]
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         if completion.entropy is not None:
             sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
@@ -139,7 +143,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         ids=ids.to(device),
         attention=attention.to(device),
         mask=mask.to(device),
-        advantages=torch.tensor([float(A) for group in groups for A in group.advantages], device=device),
+        advantages=(advantages if for_each_token else torch.tensor([float(A) for A in own_advantages])).to(device),
         prompts=torch.tensor([p for p, *_ in completions], device=device),
         prompt_lengths=torch.tensor([len(group.prompt_ids) for _, group, *_ in completions], device=device),
         sampler_logp=sampler_logp.to(device),

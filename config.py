@@ -44,6 +44,7 @@ ALGORITHMS = {
     "gmpo": GRPO | dict(ratio="geometric", epsilon_low=0.4, epsilon_high=0.4),
     "luspo": GRPO | dict(normalization="sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
     "dppo": GRPO | dict(normalization="global", objective="dppo"),
+    "vespo": GRPO | dict(normalization="global", objective="vespo"),
     "maxrl": GRPO | dict(scale_rewards="mean"),
     "opo": GRPO | dict(normalization="global", scale_rewards="none", baseline="length"),
     "gdpo": GRPO | dict(combine_rewards="gdpo", scale_rewards="batch", baseline="batch"),
@@ -88,8 +89,12 @@ class Config:
     reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
     drop_long_prompts: bool = setting(False, "leave out prompts that are too long for the model's context")
     correct: str | None = setting(None, "name of the reward that says whether an answer is right")
-    reward_timeout: float = setting(600.0, "seconds that a reward may take", above=0, at_most=1e9, may_change=True)
+    reward_timeout: float = setting(600.0, "seconds for a reward or a reply", above=0, at_most=1e9, may_change=True)
+    reply: str | None = setting(None, "file.py:function that answers the model's turns; some tasks have one")
+    max_turns: int = setting(0, "most turns of a completion, if there are replies; 0: any number", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
+    lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
+    lora_alpha: int = setting(32, "what an adapter adds is multiplied by lora_alpha / lora_rank", at_least=1)
 
     heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)
@@ -99,6 +104,7 @@ class Config:
     top_p: float = setting(1.0, "sample from the likeliest tokens, of this total; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
+    stop: list[str] = setting([], "texts that end a completion, as its end token does")
     keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
 
     heading("The objective")
@@ -122,6 +128,8 @@ class Config:
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of that ratio; without bounds, no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
+    gate_low: float | None = setting(None, "drop completions whose geometric mean of it is below this", above=0)
+    gate_high: float | None = setting(None, "drop completions whose geometric mean of it is above this", above=0)
     off_policy_mask: float | None = setting(None, "drop A < 0 if mean log(pi_sampler / pi) is above this", at_least=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
@@ -159,7 +167,7 @@ class Config:
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
-    report_to: str | None = setting(None, "also send metrics there", names=("tensorboard", "wandb"), may_change=True)
+    report_to: str | None = setting(None, "metrics tracker", names=("tensorboard", "trackio", "wandb"), may_change=True)
     seed: int = setting(0, "of all random numbers", at_least=0)
     out: str | None = setting(None, "folder of the run; the same command continues it", may_change=True)
     overwrite: bool = setting(False, "start over; the old run's folder is renamed", may_change=True)

@@ -1,5 +1,7 @@
-"""What several tests share. One thread for each process: the tests start several, and more threads than cores would
-wait for each other. And no GPU, which they would share."""
+"""Helpers that several test files use: tiny models, whole runs in forked processes, and what goes wrong in them.
+
+Each process has one thread, because the tests start several processes and more threads than cores wait for each other.
+No process sees a GPU, because all of them would share it."""
 
 import os
 
@@ -7,12 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import contextlib
+import importlib
 import itertools
 import json
 import multiprocessing
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +52,7 @@ FAMILIES = {  # name: model type, settings
     "granite unscaled": ("granite", SIZES),
     "gpt2": ("gpt2", GPT),
     "gpt2 tied": ("gpt2", GPT | {"tie_word_embeddings": True}),
+    "gpt_neox": ("gpt_neox", SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}),
     **{name: (name, SIZES | EXPERTS) for name in ("mixtral", "qwen3_moe")},
     "gpt_oss": ("gpt_oss", SIZES | EXPERTS | {"sliding_window": 4}),
@@ -60,7 +65,7 @@ FAMILIES = {  # name: model type, settings
 
 
 def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: float = 4.0, **settings) -> nn.Module:
-    """Random weights, logits of this standard deviation, no dropout; in train mode, as in an update."""
+    """Random weights, scaled so that logits have this standard deviation. Without dropout, and in train mode."""
     kind, sizes = FAMILIES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(sizes | settings))
@@ -79,12 +84,12 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What a hundred roundings may add up to, relative to what is computed."""
+    """The relative error that a hundred roundings may add up to."""
     return 100 * torch.finfo(dtype).eps
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative to the length of what is expected."""
+    """The length of the difference, relative to the length of the expected vector."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -100,7 +105,7 @@ PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.d
 
 @pytest.fixture(scope="session")
 def sorting(tmp_path_factory) -> dict:
-    """Settings of a small run; it sorts forty words."""
+    """Settings of a small run that learns to sort forty words."""
     path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
     words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
     path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
@@ -119,7 +124,7 @@ def flags(settings: dict, out: Path) -> list[str]:
 
 
 def work(before: tuple[Callable, ...], args: list[str]) -> None:
-    """A rank of a run. Functions that are called before it may arrange that something goes wrong."""
+    """One rank of a run. Functions that are called before it may make something go wrong."""
     for arrange in before:
         arrange()
     resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
@@ -139,7 +144,7 @@ def screen(out: Path) -> Path:
 
 
 def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
-    """Waits for all, longer than the busiest machine takes; one that hangs is killed."""
+    """Wait for all processes, longer than the busiest machine takes. One that hangs is killed."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
@@ -151,14 +156,14 @@ def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
 
 
 def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
-    """A whole run, a process for each rank, that ends with this exit code on every rank, or with these (None: with
-    any). -> what it showed"""
+    """A whole run, with a process for each rank. `code` is the exit code of every rank, a list with one code for each
+    rank, or None for any. -> what the run printed"""
     screen(out).write_text("")
     with socket.create_server(("127.0.0.1", 0)) as free:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
     args = work, before, flags(settings, out)
-    processes = [PROCESSES.Process(target=forked, args=(screen(out), of_rank, *args)) for of_rank in ranks]
+    processes = [PROCESSES.Process(target=forked, args=(screen(out), rank_env, *args)) for rank_env in ranks]
     for process in processes:
         process.start()
     codes, shown = exit_codes(processes), screen(out).read_text()
@@ -167,7 +172,7 @@ def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int 
 
 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
-    """Two ranks under what torchrun runs, until all are gone and with them the pipe. -> exit code, screen"""
+    """Two ranks under the agent that torchrun starts, until all processes have closed the pipe. -> exit code, screen"""
     screen(out).write_text("")
     gone, held = PROCESSES.Pipe(duplex=False)
     args = screen(out), {}, supervise, before, flags(settings, out), restarts, held
@@ -183,7 +188,7 @@ def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int =
 
 
 def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held: object) -> None:
-    """torchrun forks its ranks here, so that nothing is imported again."""
+    """The agent forks its ranks, so that nothing is imported again."""
     launcher = resolve_name("torch.distributed.launcher.api")
     os.setsid()
     meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
@@ -191,18 +196,28 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held
     launcher.elastic_launch(how, work)(before, args)
 
 
+def in_a_copy(folder: Path, module: str) -> None:
+    """From here on the program of this process is a module of a copy of the code, under the name `train`."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    copied = {path.stem for path in folder.iterdir()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
+        del sys.modules[name]
+    sys.modules["train"] = importlib.import_module(module)
+
+
 # What goes wrong in a run
 
 
 def replace(name: str, make: Callable[[Callable], Callable], rank: int | None = None) -> None:
-    """The function of this name becomes what is made of it, in this process (of this rank)."""
+    """Replace the function of this name by make(function), in this process, or only if it is this rank."""
     owner, _, attribute = name.rpartition(".")
     if rank is None or os.environ.get("RANK", "0") == str(rank):
         setattr(resolve_name(owner), attribute, make(resolve_name(name)))
 
 
 def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
-    """`action` happens before (or after) the n-th call of the function of this name whose first argument ends so."""
+    """`action` happens before (or after) the n-th call of this function whose first argument ends with `of`."""
     calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
@@ -232,7 +247,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def metrics(out: Path) -> list[dict]:
-    """Without what depends on how and where it was run."""
+    """The lines of metrics.jsonl without timings, which depend on the machine."""
     return [{name: x for name, x in line.items() if name not in TIMINGS} for line in lines(out / "metrics.jsonl")]
 
 
@@ -249,7 +264,7 @@ def errors(shown: str) -> list[str]:
 
 
 def assert_same_files(out: Path, whole: Path) -> None:
-    """Bit for bit, timings aside."""
+    """Two runs left the same files, bit for bit, timings aside."""
     assert metrics(out) == metrics(whole)
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert contents(out / "model") == contents(whole / "model")
@@ -266,7 +281,7 @@ def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
         assert max(ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)) < 1e-5
         assert ours == {name: x if x is None else pytest.approx(x, tolerance, 1e-6) for name, x in theirs.items()}
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (out, whole))
+    ours, theirs = (load_file(*folder.glob("model/*.safetensors")) for folder in (out, whole))
     assert ours.keys() == theirs.keys()
     ours, theirs = (torch.cat([weights[name].flatten() for name in sorted(weights)]) for weights in (ours, theirs))
     assert distance(ours, theirs) <= tolerance

@@ -5,7 +5,7 @@ Every objective of the GRPO family is one weighted sum over the completions i of
     loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it + tau * (log pi_it - log mu_it)^2 )
 
     w_it       token_weights    the normalization, computed once for the whole update before it is split
-    policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO or REINFORCE
+    policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO, VESPO or REINFORCE
     kl_it      kl_divergence    an estimate of KL(policy || reference)
     mu         sampler_logp     the policy that sampled; sampler_coef is tau, the strength of the pull towards it
 
@@ -14,7 +14,7 @@ any split (into micro-batches, over ranks, in any order, with any padding) add u
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Whatever stands elsewhere, even NaN, reaches neither loss nor gradient.
-Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form), VESPO,
+Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form),
 Clip-Cov and KL-Cov.
 """
 
@@ -29,13 +29,14 @@ SWITCHES_READ = {  # the switches that only some objectives read; all other swit
     "cispo": ("ratio", "epsilon_high"),
     "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
     "dppo": ("ratio", "epsilon_low", "epsilon_high"),
+    "vespo": (),
     "reinforce": (),
 }
 OBJECTIVES = tuple(SWITCHES_READ)
 RATIOS = ("token", "sequence", "geometric")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 OLD_POLICIES = ("policy", "sampler")
-TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def token_weights(
@@ -111,12 +112,15 @@ def policy_loss(
     tis_mode: str = "token_truncate",
     tis_cap: float | None = None,
     tis_floor: float | None = None,
+    gate_low: float | None = None,
+    gate_high: float | None = None,
     off_policy_mask: float | None = None,
     sampler_coef: float = 0.0,
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """-> the loss of these rows, which is a partial sum of the update's loss, and its figures as name: (sum, count).
+    """-> the loss of these rows, which is a partial sum of the update's loss, and its figures as name: (sum, count). A
+    figure whose name ends in _max is a maximum instead of a sum, with a count of 1, or of 0 if no token counts.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp is what
     the policy gave before the updates of this step. The ratio is to it or, with old_policy="sampler", to sampler_logp.
@@ -126,8 +130,12 @@ def policy_loss(
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
     needs_sampler = old_policy == "sampler" or off_policy_mask is not None or sampler_coef != 0.0
     corrects_sampler = tis_cap is not None or tis_floor is not None
-    if sampler_logp is None and (needs_sampler or corrects_sampler):
-        raise ValueError("old_policy='sampler', tis_cap, tis_floor, off_policy_mask and sampler_coef need sampler_logp")
+    has_gate = gate_low is not None or gate_high is not None
+    if sampler_logp is None and (needs_sampler or corrects_sampler or has_gate):
+        raise ValueError(
+            "old_policy='sampler', tis_cap, tis_floor, gate_low, gate_high, off_policy_mask and sampler_coef need "
+            "sampler_logp"
+        )
     mask = mask.bool()
     tokens, stats = mask.sum(), {}
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
@@ -155,6 +163,22 @@ def policy_loss(
         raise _unknown("ratio", ratio, RATIOS)
     rho = log_rho.exp()
 
+    # The correction for completions that another policy sampled. It is a constant factor of the policy term.
+    correction = torch.ones_like(log_rho)
+    if corrects_sampler or has_gate:
+        log_w = (old_logp - sampler_logp).detach()  # (B, T)
+        w_sampler = _sampler_ratio(log_w, tis_mode)
+        bounded = _is_beyond(w_sampler, tis_floor, tis_cap)
+        if corrects_sampler:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
+            truncates = tis_mode.endswith("truncate")
+            correction = w_sampler.clamp(tis_floor, tis_cap) if truncates else w_sampler.masked_fill(bounded, 0.0)
+        gated = _is_beyond(_mean_over_tokens(log_w, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
+        seen = w_sampler.masked_fill(~mask, 0.0)
+        stats["tis_bounded"] = ((bounded & mask).sum(), tokens)
+        stats["tis_ratio"] = (seen.sum(), tokens)
+        stats["tis_ratio_max"] = (seen.max(), mask.any().to(seen.dtype))
+        stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
+
     # The policy term, which is to be minimised.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(lowest, highest)
@@ -172,15 +196,17 @@ def policy_loss(
         change = logp.exp() - old_logp.exp()
         too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
         policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
+    elif objective == "vespo":  # VESPO 2602.10693: a smooth weight of the ratio of the whole completion
+        policy = -_vespo_weight((logp - old_logp).detach(), correction, A, mask) * A * logp
     elif objective == "reinforce":
         policy = -A * logp
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    # Corrections for completions that another policy sampled. They are constant factors of the policy term.
-    if corrects_sampler:
-        log_w = (old_logp - sampler_logp).detach()
-        policy = policy * _sampler_correction(log_w, mask, tis_mode, tis_cap, tis_floor)
+    if corrects_sampler and objective != "vespo":  # the weight of VESPO holds the correction already
+        policy = policy * correction
+    if has_gate:
+        policy = policy.masked_fill(gated, 0.0)
     if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: bad completions that the policy has left behind
         far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
         policy = policy.masked_fill(far & (A < 0), 0.0)
@@ -208,21 +234,26 @@ def policy_loss(
     return (w * loss).sum(), stats
 
 
-def _sampler_correction(log_w: Tensor, mask: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
-    """The factor w = pi_old / pi_sampler of each token, or the product of these over a completion. It is truncated to
-    [floor, cap] (TIS), or set to 0 outside of it (IcePop, MIS). "geometric_mask" does not scale, it only drops: 0 where
-    the geometric mean over a completion is outside of [floor, cap], and 1 elsewhere."""
-    if mode not in TIS_MODES:
-        raise _unknown("tis_mode", mode, TIS_MODES)
-    if mode == "geometric_mask":
-        mean = _mean_over_tokens(log_w, mask).exp()
-        return (mean == mean.clamp(floor, cap)).to(mean.dtype)
-    level, action = mode.split("_")
-    if level == "sequence":
-        log_w = log_w.sum(1, keepdim=True).expand_as(log_w)
-    w = log_w.exp()
-    bounded = w.clamp(floor, cap)
-    return bounded if action == "truncate" else w.masked_fill(bounded != w, 0.0)
+def _sampler_ratio(log_w: Tensor, tis_mode: str) -> Tensor:
+    """The ratio w = pi_old / pi_sampler of each token, or the product of these over its completion."""
+    if tis_mode not in TIS_MODES:
+        raise _unknown("tis_mode", tis_mode, TIS_MODES)
+    return (log_w.sum(1, keepdim=True).expand_as(log_w) if tis_mode.startswith("sequence") else log_w).exp()
+
+
+def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Where a ratio is outside of [low, high]. None is no bound."""
+    return (ratio < (0.0 if low is None else low)) | (ratio > (math.inf if high is None else high))
+
+
+def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+    """phi(w) = exp(lambda - lambda w) w^k, where w is the product over a completion of its tokens' ratios to the policy
+    that sampled. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in TRL."""
+    lowest, highest = math.log(1e-8), 20.0
+    log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
+    log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
+    k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)
+    return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp()
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:

@@ -14,14 +14,18 @@ The distribution is at hand while sampling, so the log-prob of each token is rec
 top-k, top-p or min-p cut the distribution, the token ids that were left are recorded too, and all log-probs, here and
 in training, are normalized over these ids ("Keep Sampling Mask", 2512.02556).
 
+A completion may have several turns. When the model ends a turn, it may get a reply, whose tokens then take the places
+of sampled ones: the cache goes on, nothing that was sampled is encoded again, and every row stays at its t-th token.
+
 Three things make a rollout fast, all inside `generate(custom_generate=...)`: each prompt is read once for all its
 samples, finished rows leave the batch while the others go on, and sampling is one pass over the distribution.
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -33,6 +37,7 @@ from fast.compact_list import CompactList
 from fast.kept_sets import KeptSets
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
+Reply = Callable[[list[int]], list[int] | None]  # the ids of a turn -> those of the reply; None: the completion is over
 
 
 @dataclass
@@ -47,23 +52,35 @@ class Sampling:
     tokens_at_once: int = 1 << 19  # size of the cache; rows count at full length, and one row is always allowed
     drop_share: float = 0.25  # rows leave the batch when at least this share of them has finished
     with_entropy: bool = False  # record the entropy of the distribution of each token
+    stop: list[str] = field(default_factory=list)  # the token after which the text has one of these ends a completion
+    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode, which `stop` needs
 
 
 @dataclass
 class Completion:
-    """What follows a prompt: here the tokens that the model sampled. Lists have one entry for each token."""
+    """What follows a prompt: the model's turns, and the replies between them. Lists have one entry for each token. A
+    token of a reply has log-prob 0, entropy 0 and no kept set."""
 
-    ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token
+    ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # the sampler's, at its temperature, normalized over `kept` if given
-    truncated: bool  # the length limit was reached without an end-of-sequence token
+    truncated: bool  # the length limit, replies included, was reached before the completion was over
     entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the whole distribution, if asked for
     kept: KeptSets | None = None  # the token ids that each token was sampled from; None if nothing was cut
     written: list[bool] | None = CompactList(np.bool_, optional=True)  # None: the model wrote every token itself
+    replies: list | None = None  # as messages, if the prompt is a chat; set by whoever made them (tasks/_turns.py)
 
     @property
     def length(self) -> int:
-        """How many tokens the model wrote."""
+        """How many tokens the model wrote: |o| in every equation."""
         return len(self.ids) if self.written is None else sum(self.written)
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """The ids of each turn of the model."""
+        ids = self.ids
+        written = self.written or [True] * len(ids)
+        pieces = groupby(zip(written, ids, strict=True), key=lambda pair: pair[0])
+        return [[token for _, token in piece] for by_model, piece in pieces if by_model]
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
@@ -79,10 +96,12 @@ def rollout(
     uniform: np.ndarray | None,
     sampling: Sampling,
     *,
+    replies: list[Reply] | None = None,
     progress: Progress | None = None,
 ) -> list[Completion]:
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
-    i; greedy sampling needs no numbers. Equal prompts are read only once."""
+    i; greedy sampling needs no numbers. Equal prompts are read only once. replies[i] is called whenever completion i
+    has ended a turn; without replies, every completion has one turn."""
     expected, given = (len(prompts), sampling.max_completion_length), np.shape(uniform)
     enough = sampling.temperature == 0.0 or (given[:1] == expected[:1] and given[1:] >= expected[1:])
     if not enough or not all(isinstance(prompt, list) for prompt in prompts):
@@ -92,7 +111,8 @@ def rollout(
     completions = []
     for start in range(0, len(prompts), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        completions += _generate(model, prompts[rows], None if uniform is None else uniform[rows], sampling, progress)
+        own = None if uniform is None else uniform[rows], None if replies is None else replies[rows]
+        completions += _generate(model, prompts[rows], *own, sampling, progress)
     return completions
 
 
@@ -100,6 +120,7 @@ def _generate(
     model: PreTrainedModel,
     prompts: list[list[int]],
     uniform: np.ndarray | None,
+    replies: list[Reply] | None,
     sampling: Sampling,
     progress: Progress | None,
 ) -> list[Completion]:
@@ -112,6 +133,7 @@ def _generate(
         _decode,
         rows=torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device),
         uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
+        replies=replies,
         sampling=sampling,
         progress=progress,
     )
@@ -138,17 +160,24 @@ def _decode(
     *,
     rows: Tensor,
     uniform: Tensor | None,
+    replies: list[Reply] | None,
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> tuple[Tensor, Tensor, Tensor, list[KeptSets]]:
+) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor | None, Tensor, Tensor]:
     """The loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts, padded
-    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, and N
-    lists of kept sets. What comes after the end of a completion has no meaning."""
+    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, N lists
+    of kept sets, which tokens the model wrote (N, L) if there are replies, and for each completion its length and
+    whether it was truncated. What comes after the end of a completion has no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
+    replied = torch.full((N, L), -1, device=rows.device)  # the ids of replies at their places, elsewhere -1
+    starts = [0] * N  # where the current turn of each completion starts
     kept = [KeptSets() for _ in range(N)]
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
+    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
+    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    has_stop = stop_search(sampling)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
     out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
@@ -162,14 +191,32 @@ def _decode(
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
         token, logp, left = sample(logits, None if uniform is None else uniform[live, t], sampling)
-        tokens[live, t], logps[live, t] = token, logp
+        in_reply = replied[live, t] >= 0
+        token = torch.where(in_reply, replied[live, t], token)
+        tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
         if left is not None:
-            for row, was_done, ids in zip(live.tolist(), done.tolist(), left, strict=True):
+            columns = live.tolist(), done.tolist(), in_reply.tolist(), left
+            for row, was_done, given, ids in zip(*columns, strict=True):
                 if not was_done:
-                    kept[row].append(ids, logits.shape[1])
+                    kept[row].append(ids[:0] if given else ids, logits.shape[1])
         if sampling.with_entropy:
-            entropies[live, t] = entropy_of(logits, sampling.temperature)
-        done = done | torch.isin(token, eos_ids)
+            entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
+        ended = torch.isin(token, eos_ids)
+        if sampling.stop:
+            turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
+            ended = ended | torch.tensor([has_stop(ids) for ids in turns], device=rows.device)
+        ended = ended & ~in_reply & ~done  # a turn has ended, and with it the completion, unless there is a reply
+        for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
+            row = int(live[b])
+            reply = replies[row](tokens[row, starts[row] : t + 1].tolist())
+            if reply:
+                starts[row] = t + 1 + len(reply)
+                truncated[row] = starts[row] >= L  # a reply that leaves no room for another turn is dropped
+                if not truncated[row]:
+                    replied[row, t + 1 : starts[row]] = torch.tensor(reply)
+                    ended[b] = False
+        lengths[live] += ~done
+        done = done | ended
         count = int(done.sum())
         if progress is not None:
             progress(t + 1, len(live) - count)
@@ -183,7 +230,24 @@ def _decode(
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
-    return tokens, logps, entropies, kept
+    truncated[live] |= ~done
+    return tokens, logps, entropies, kept, None if replies is None else replied < 0, lengths, truncated
+
+
+def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
+    """-> a function that says whether the text of these ids has a stop string. Decoding the whole text after each token
+    would take quadratic time, so it is done only if the last token may bring the last character of a stop string."""
+
+    @cache
+    def may_complete(token: int) -> bool:
+        text = sampling.to_text([token, token])  # twice, because the first token of a text may lose its space
+        return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)  # or a part of a character
+
+    def has_stop(ids: list[int]) -> bool:
+        text = sampling.to_text(ids) if ids and may_complete(ids[-1]) else ""
+        return any(stop in text for stop in sampling.stop)
+
+    return has_stop
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, list[np.ndarray] | None]:
@@ -244,7 +308,14 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
 
 
 def _completions(
-    tokens: Tensor, logp: Tensor, entropies: Tensor, kept: list[KeptSets], sampling: Sampling
+    tokens: Tensor,
+    logp: Tensor,
+    entropies: Tensor,
+    kept: list[KeptSets],
+    written: Tensor | None,
+    lengths: Tensor,
+    truncated: Tensor,
+    sampling: Sampling,
 ) -> list[Completion]:
     if not logp.isfinite().all():
         raise UserError(
@@ -252,15 +323,14 @@ def _completions(
             "too high"
         )
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
-    ended = torch.isin(tokens, torch.tensor(sampling.eos_ids))
-    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1])
     return [
         Completion(
             ids=tokens[i, :n],
             logp=logp[i, :n],
-            truncated=not bool(ended[i].any()),
+            truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
             kept=kept[i] or None,
+            written=None if written is None else written[i, :n].cpu(),
         )
-        for i, n in enumerate(lengths.tolist())
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
     ]

@@ -1,4 +1,4 @@
-"""Advantages against plain Python, and the corner cases: missing rewards, equal rewards, too few of them."""
+"""Advantages compared with plain Python, also where rewards are missing, equal, or too few."""
 
 import math
 from itertools import product
@@ -37,11 +37,11 @@ REWARDS = {  # and the tokens that are trained on, where that matters: 0 of what
 
 
 def by_hand(groups, scale, baseline, eps, lengths):
-    """(r - baseline) / scale, one reward after the other; 0 where there is nothing to compare with. A reward counts
-    whatever is trained on; in a mean over tokens it counts as often as there are tokens."""
+    """(r - baseline) / scale for one reward after the other, or 0 where there is no other reward to compare it with.
+    Completions that are not trained on count as well. A mean over tokens counts a reward once for each token."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
-    values, told_apart = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
+    values, not_alike = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
     for p, i in given:
         own = [j for q, j in given if q == p]
         group, others = [groups[p][j] for j in own], [groups[p][j] for j in own if j != i]
@@ -57,13 +57,13 @@ def by_hand(groups, scale, baseline, eps, lengths):
         if scale in ("group", "batch"):
             spread = stdev({"group": group, "batch": batch}[scale]) + eps
         values[p, i] = (groups[p][i] - centre) / spread
-        told_apart.add((p, i))
+        not_alike.add((p, i))
     if scale != "whiten":
         return values
-    of_tokens = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
+    token_values = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
     whitened = torch.zeros_like(values)
-    for p, i in told_apart if len(set(of_tokens)) > 1 else []:
-        whitened[p, i] = (lengths[p][i] > 0) * (values[p, i] - fmean(of_tokens)) / (stdev(of_tokens) + eps)
+    for p, i in not_alike if len(set(token_values)) > 1 else []:
+        whitened[p, i] = (lengths[p][i] > 0) * (values[p, i] - fmean(token_values)) / (stdev(token_values) + eps)
     return whitened
 
 
@@ -85,7 +85,7 @@ def test_against_plain_python(scale, baseline, groups, lengths):
 
 
 def some_lengths(groups):
-    """Tokens of each completion."""
+    """A number of tokens for each completion."""
     return [[1 + (3 * p + 5 * i) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
 
 
@@ -144,6 +144,8 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
         assert (on_high_entropy(torch.tensor([2.0, -1.0]), entropy, mask, share) * mask).tolist() == expected
+        of_tokens = torch.tensor([[2.0], [-1.0]]).expand(mask.shape)
+        assert (on_high_entropy(of_tokens, entropy, mask, share) * mask).tolist() == expected
     for share, tokens in ((0.07, 7), (0.2, 20), (0.205, 21)):  # the authors' code rounds up
         kept = on_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
         assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "of equal ones the first"

@@ -1,4 +1,4 @@
-"""token_logprobs against full logits: every row run alone, without padding, through the model's own forward."""
+"""token_logprobs compared with full logits, for which each row goes through the model by itself, without padding."""
 
 import gc
 import logging
@@ -57,7 +57,7 @@ def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = No
 
 
 def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
-    """Of a random linear functional of both, with respect to all parameters, as one vector."""
+    """The gradient of a random linear function of both with respect to all parameters, as one vector."""
     g = torch.randn(2, *logp.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     model.zero_grad(set_to_none=True)
     (g[0] * logp + (0 if entropy is None else g[1] * entropy)).sum().backward()
@@ -65,8 +65,8 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, together: list[int] | None = None):
-    """Up to a hundred roundings in this dtype, the coarsest that the model computes in: by how much such a part rounds
-    depends on the CPU and on the shape of the batch."""
+    """Equal up to a hundred roundings in this dtype, the coarsest one in which the model computes. How a computation is
+    rounded depends on the CPU and on the shape of the batch."""
     logp, entropy = score(model, temperature=0.7, entropy_grad=True, together=together)
     grad = gradient(model, logp, entropy)
     expected_logp, expected_entropy = reference(model, temperature=0.7)
@@ -131,7 +131,7 @@ def test_a_model_as_it_may_be_trained(name: str, how: str):
 
 
 def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Of states and weights in bf16 the exact logits."""
+    """The exact logits of hidden states and weights in bf16."""
     with torch.autocast("cpu", enabled=False):
         weight, bias = (None if x is None else x.bfloat16().double() for x in (head.weight, head.bias))
         return F.linear(hidden.bfloat16().double(), weight, bias)
@@ -169,20 +169,23 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5
 
 
-def test_the_heads_gradient_under_autocast_stays_in_float32_once_a_chunk_is_made(monkeypatch: pytest.MonkeyPatch):
-    """600 chunks of the same gradient: a sum in bfloat16 no longer grows after 256 of them, and one that is rounded in
-    the end is off by up to 0.004."""
+@pytest.mark.parametrize("name, dtype", [("weight", torch.float32), ("bias", torch.bfloat16)])
+def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, monkeypatch):
+    """600 chunks of the same gradient: a sum in bfloat16 no longer grows after 256 of them. The weight is trained under
+    autocast, where a sum that is rounded once at its end is off by up to 0.004; the bias is in bfloat16 itself."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 1)
-    model = tiny_model("qwen2", torch.float32)
+    model = tiny_model("qwen2", dtype)
+    model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB, dtype=dtype)) if name == "bias" else None
     gradients = []
     for rows in (1, 600):
         ids, attention, completion = torch.tensor([[[5, 6, 7]], [[1, 1, 1]], [[0, 0, 1]]]).expand(3, rows, 3)
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             logp, _ = token_logprobs(model, ids, attention, completion)
         logp.sum().backward()
-        gradients.append(model.lm_head.weight.grad)
-    assert distance(gradients[1], 600 * gradients[0]) < 600 * torch.finfo(torch.float32).eps  # one for each sum
+        gradients.append(getattr(model.lm_head, name).grad)
+    roundings = 600 if dtype == torch.float32 else 2  # one for each sum in float32; one for each result in bfloat16
+    assert distance(gradients[1], 600 * gradients[0]) < roundings * torch.finfo(dtype).eps
 
 
 # Shapes and masks
@@ -221,10 +224,10 @@ def test_entropy_only_when_asked_for(name: str):
 
 
 def some_sets() -> list[list]:
-    """For each position None or ids, its own among them, one to all: as a list, an array or a tensor."""
+    """For each position None, or a set of ids that includes its own: a list, an array or a tensor."""
     r, kinds = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
     others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
-    sets = iter([np.unique([token, *of_one]) for token, of_one in zip(IDS.flatten().tolist(), others)])
+    sets = iter([np.unique([token, *other_ids]) for token, other_ids in zip(IDS.flatten().tolist(), others)])
     return [[kinds[r.integers(4)](next(sets)) for _ in row] for row in IDS]
 
 
@@ -245,7 +248,7 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
 # Which way, and that the model stays as it was
 
 
-def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+def with_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
     class Changes(transformers.GPT2LMHeadModel):
         def forward(self, input_ids, use_cache=None):  # no logits_to_keep; the configuration says nothing of it
             output = super().forward(input_ids=input_ids, use_cache=use_cache)
@@ -256,8 +259,8 @@ def of_class(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
 
 
 CHANGES = {
-    "scaled in place": of_class(lambda logits: logits.mul_(1.5)),
-    "a token less": of_class(lambda logits: logits[..., : VOCAB - 1]),
+    "scaled in place": with_class(lambda logits: logits.mul_(1.5)),
+    "a token less": with_class(lambda logits: logits[..., : VOCAB - 1]),
     "by the head's own forward": lambda model: setattr(
         model.lm_head, "forward", lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
     ),
@@ -311,8 +314,8 @@ CHUNK_BYTES = WEIGHT_BYTES = CHUNK * LARGE_VOCAB * 4  # a chunk's logits; the he
 
 
 def memory(name: str, entropy_grad: bool, *lengths: int, kept: list | None = None) -> tuple[int, int]:
-    """Bytes of the largest tensor that forward and backward pass make, and of all that live at the same time. The
-    vocabulary outweighs all else."""
+    """Bytes of the largest tensor of a forward and backward pass, and of all tensors that exist at the same time. The
+    vocabulary is so large that everything else is small."""
     sizes = dict(vocab_size=LARGE_VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8)
     model = tiny_model(name, torch.float32, num_attention_heads=1, num_key_value_heads=1, **sizes)
     ids = torch.randint(3, LARGE_VOCAB, (len(lengths), 2 + max(lengths)))
@@ -347,7 +350,7 @@ def test_the_slower_way_holds_one_rows_logits(entropy_grad: bool):
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
-    """In chunks of half the size, with ids of 8 bytes beside numbers of 4: one more chunk's bytes at most."""
+    """Chunks have half the size, and ids have 8 bytes where numbers have 4: at most one more chunk is in memory."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     large, small = (99 * [np.arange(n, dtype=np.int32)] for n in (LARGE_VOCAB * 95 // 100, 4))
     peaks = [memory(name, True, 40, 25, 1, 13, kept=row and 4 * [row])[1] for row in (None, large, small)]

@@ -7,6 +7,9 @@ completions, the step has several, with N completions in all.
 """
 
 import math
+from collections import defaultdict
+from dataclasses import fields
+from functools import partial
 from itertools import product
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
+from infra.report import together
 from loss import (
     KL_ESTIMATORS,
     NORMALIZATIONS,
@@ -36,6 +40,8 @@ MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
 OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
 PROMPTS = torch.tensor([5] * 4 + [3] * 4)  # that the completions answer; any numbers
 N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET: max_completion_length, more than the longest completion
+# What each token of completion i weighs in J: mean over completions of their means, over all tokens, over N L.
+SEQUENCE, GLOBAL, CONSTANT = [1 / (N * length) for length in LENGTHS], [1 / TOKENS] * N, [1 / (N * BUDGET)] * N
 every_normalization = pytest.mark.parametrize("normalization", NORMALIZATIONS)
 seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -50,11 +56,32 @@ def draw(seed, lengths=LENGTHS, spread=0.4):
     return SimpleNamespace(logp=logp, old=old, ref=ref, sampler=sampler, mask=mask)
 
 
+@pytest.fixture(params=range(3))
+def b(request):
+    return draw(request.param)
+
+
 def clipped(ratio, A, low=0.2, high=0.2, delta=math.inf):
     """min(min(ρ, δ) A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ: ρ A, or 0 where ρ is cut."""
     free = min(ratio, delta) * A, ratio * A if ratio < delta else 0.0
     bound = min(max(ratio, 1 - low), 1 + high) * A, ratio * A if 1 - low <= ratio <= 1 + high else 0.0
     return free if free[0] < bound[0] else bound
+
+
+def weighted_surrogate(weight, A, low=0.2, high=0.2, s=None):
+    """J and its derivative where each token's term is w_i S(ρ_it, A_i). Or w_i S(s_i, A_i) where s is given: each of
+    the |o_i| tokens moves s_i by s_i / |o_i|, and so by s_i the sum of the completion's terms."""
+
+    def J(i, t, logp, old, ref):
+        surrogate, slope = clipped(s[i] if s else math.exp(logp - old), A[i], low, high)
+        return weight[i] * surrogate, weight[i] * slope
+
+    return J
+
+
+def sequence_ratios(b):
+    """GSPO's s_i = exp(1/|o_i| Σ_t log ρ_it)."""
+    return [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
 
 
 def minus_sum(b, term):
@@ -95,8 +122,7 @@ def check(b, J, A, normalization, advantages, **switches):
     return stats
 
 
-@seeds
-def test_grpo(seed):
+def test_grpo(b):
     """GRPO, arXiv 2402.03300: J = 1/G Σ_i 1/|o_i| Σ_t [S(ρ_it, A_i) − β (e^Δ − Δ − 1)], A = (r − mean r)/std r."""
     A = OVER_STD
 
@@ -105,24 +131,15 @@ def test_grpo(seed):
         value, derivative = surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
         return value / LENGTHS[i] / N, derivative / LENGTHS[i] / N
 
-    b = draw(seed)
     check(b, J, A, "sequence", {}, ref_logp=b.ref, beta=0.04)
 
 
-@seeds
-def test_dr_grpo(seed):
+def test_dr_grpo(b):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    A = MINUS_MEAN
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / (N * BUDGET), slope / (N * BUDGET)
-
-    check(draw(seed), J, A, "constant", {"scale": "none"})
+    check(b, weighted_surrogate(CONSTANT, MINUS_MEAN), MINUS_MEAN, "constant", {"scale": "none"})
 
 
-@seeds
-def test_dapo(seed):
+def test_dapo(b):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
     A = OVER_STD
 
@@ -130,20 +147,14 @@ def test_dapo(seed):
         surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
         return surrogate / TOKENS, slope / TOKENS
 
-    check(draw(seed), J, A, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, J, A, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
 
 
-@seeds
-def test_gspo(seed):
+def test_gspo(b):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    b = draw(seed)
     A = OVER_STD
-    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
-
-    def J(i, t, logp, old, ref):  # as a sum over tokens, each with 1/|o_i| of S; d s_i / d log π_θ(o_it) = s_i / |o_i|
-        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
-        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
-
+    s = sequence_ratios(b)
+    J = weighted_surrogate(SEQUENCE, A, 3e-4, 4e-4, s)
     stats = check(b, J, A, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
     cut = sum(LENGTHS[i] for i in range(N) if A[i] > 0 and s[i] > 1 + 4e-4)
     assert stats["clip_high"] == (cut, TOKENS)  # the completion's ratio stands at each of its tokens
@@ -164,73 +175,48 @@ def test_cispo(seed):
     assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
 
 
-@seeds
-def test_rloo(seed):
+def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
 
     def J(i, t, logp, old, ref):
         return A[i] * logp / N, A[i] / N
 
-    check(draw(seed), J, A, "sum", {"scale": "none", "baseline": "leave_one_out"}, objective="reinforce")
+    check(b, J, A, "sum", {"scale": "none", "baseline": "leave_one_out"}, objective="reinforce")
 
 
-@seeds
-def test_reinforce_plus_plus(seed):
+def test_reinforce_plus_plus(b):
     """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std, where mean
     and std are those of the batch's tokens: a reward counts as often as its completion has tokens."""
-    of_tokens = [r for r, length in zip(REWARDS, LENGTHS) for _ in range(length)]
-    A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in REWARDS]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "whiten", "baseline": "none"})
+    token_values = [r for r, length in zip(REWARDS, LENGTHS) for _ in range(length)]
+    A = [(r - fmean(token_values)) / stdev(token_values) for r in REWARDS]
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten", "baseline": "none"})
 
 
-@seeds
-def test_reinforce_plus_plus_baseline(seed):
+def test_reinforce_plus_plus_baseline(b):
     """The same of r − mean of the group."""
-    of_tokens = [r for r, length in zip(MINUS_MEAN, LENGTHS) for _ in range(length)]
-    A = [(r - fmean(of_tokens)) / stdev(of_tokens) for r in MINUS_MEAN]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "whiten"})
+    token_values = [r for r, length in zip(MINUS_MEAN, LENGTHS) for _ in range(length)]
+    A = [(r - fmean(token_values)) / stdev(token_values) for r in MINUS_MEAN]
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "whiten"})
 
 
-@seeds
-def test_dapo_as_printed(seed):
+def test_dapo_as_printed(b):
     """DAPO, arXiv 2503.14476, eq. 8: E over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), the sums over one prompt's."""
-    A, of_prompt = OVER_STD, [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i], 0.2, 0.28)
-        return surrogate / of_prompt[i // 4] / 2, slope / of_prompt[i // 4] / 2
-
-    check(draw(seed), J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
+    A, weight = OVER_STD, [1 / (2 * sum(of_prompt)) for of_prompt in (LENGTHS[:4], LENGTHS[4:]) for _ in range(4)]
+    J = weighted_surrogate(weight, A, 0.2, 0.28)
+    check(b, J, A, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
 
 
-@seeds
-def test_luspo(seed):
+def test_luspo(b):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
-    b, A = draw(seed), OVER_STD
-    s = [math.exp(fmean((b.logp - b.old)[i, :length].tolist())) for i, length in enumerate(LENGTHS)]
-
-    def J(i, t, logp, old, ref):  # |o_i| S is S at each token; each token moves s_i by 1/|o_i|, and so |o_i| terms
-        surrogate, slope = clipped(s[i], A[i], 3e-4, 4e-4)
-        return surrogate / N, slope / N
-
+    A = OVER_STD
+    J = weighted_surrogate([1 / N] * N, A, 3e-4, 4e-4, sequence_ratios(b))
     check(b, J, A, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
-@seeds
-def test_gmpo(seed):
+def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
-    b, A, low, high = draw(seed), OVER_STD, 0.3, 0.4
+    A, low, high = OVER_STD, 0.3, 0.4
     logs = [[(b.logp - b.old)[i, t].item() for t in range(length)] for i, length in enumerate(LENGTHS)]
     cut = [[x > high if A[i] > 0 else x < -low for x in of] for i, of in enumerate(logs)]
     bound = [high if a > 0 else -low for a in A]
@@ -245,8 +231,7 @@ def test_gmpo(seed):
     assert [stats["clip_low"][0], stats["clip_high"][0]] == clipped_tokens
 
 
-@seeds
-def test_sapo(seed):
+def test_sapo(b):
     """SAPO, arXiv 2511.20347: J = 1/G Σ_i 1/|o_i| Σ_t (4/τ) σ(τ (ρ_it − 1)) A_i, τ 1 where A > 0, 1.05 elsewhere."""
     A = OVER_STD
 
@@ -256,12 +241,11 @@ def test_sapo(seed):
         value, slope = 4 / tau * gate * A[i], 4 * gate * (1 - gate) * ratio * A[i]
         return value / LENGTHS[i] / N, slope / LENGTHS[i] / N
 
-    stats = check(draw(seed), J, A, "sequence", {}, objective="sapo")
+    stats = check(b, J, A, "sequence", {}, objective="sapo")
     assert "clip_low" not in stats  # nothing is cut off
 
 
-@seeds
-def test_dppo(seed):
+def test_dppo(b):
     """DPPO-TV, arXiv 2602.04879: J = 1/Σ_i|o_i| Σ_i Σ_t M_it sg(ρ_it) A_i log π_θ, where M_it is 0 for a token whose
     probability has changed by more than δ in the direction of A_i."""
     A = OVER_STD
@@ -274,34 +258,77 @@ def test_dppo(seed):
         return (0.0, 0.0) if dropped else (ratio * A[i] * logp / TOKENS, ratio * A[i] / TOKENS)
 
     switches = {"objective": "dppo", "epsilon_low": 0.05, "epsilon_high": 0.1}
-    stats = check(draw(seed), J, A, "global", {}, **switches)
+    stats = check(b, J, A, "global", {}, **switches)
     assert 0 < stats["clip_low"][0] + stats["clip_high"][0] == sum(seen) < TOKENS
 
 
-@seeds
-def test_maxrl(seed):
+@pytest.mark.parametrize("how", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
+def test_vespo(b, how):
+    """VESPO, arXiv 2602.10693: J = 1/Σ_i|o_i| Σ_i Σ_t sg(φ(w_i)) A_i log π_θ, φ(w) = w^k exp(λ (1 − w)), w_i = Π_t ρ_it
+    times the sampler's corrections, (k, λ) = (2, 3) where A >= 0, else (3, 2). Within TRL's limits: e^±20 for the
+    ratio of a token, which a row meets; 1e-8 and e^20 for a correction and for the product."""
+    A = OVER_STD
+    b.old[2, 0], b.old[4, :2] = b.logp[2, 0] - 30, b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # w_4 is near e^-1
+    b.sampler[4] = b.old[4] - 0.05
+    phi = []
+    for i, length in enumerate(LENGTHS):
+        logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
+        for x in (b.old - b.sampler)[i, :length].tolist() if how else ():
+            u = min(max(math.exp(x), how.get("tis_floor", 0.0)), how["tis_cap"])
+            u = 0.0 if "tis_mode" in how and u != math.exp(x) else u
+            logs.append(math.log(max(u, 1e-8)))
+        w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
+        k, decay = (2, 3) if A[i] >= 0 else (3, 2)
+        phi.append(w**k * math.exp(decay * (1 - w)))
+    assert phi[4] > 0.05
+
+    def J(i, t, logp, old, ref):
+        return phi[i] * A[i] * logp / TOKENS, phi[i] * A[i] / TOKENS
+
+    stats = check(b, J, A, "global", {}, objective="vespo", sampler_logp=b.sampler, **how)
+    assert "clip_low" not in stats
+
+
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask"])
+def test_vespo_is_that_of_trl(b, mode):
+    """TRL's own code, in place of whose model stand log-probs; with its correction of a sampler, or none."""
+    trl, A, (cap, floor) = pytest.importorskip("trl"), torch.tensor(OVER_STD, dtype=F64), (1.2, 0.8)
+    logp, ids = b.logp.clone().requires_grad_(), torch.zeros_like(b.mask).long()
+    inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": b.mask.long()}
+    inputs |= {"advantages": A, "old_per_token_logps": b.old, "num_items_in_batch": torch.tensor(TOKENS)}
+    if mode:
+        inputs["importance_sampling_ratio"] = correction(b, mode, cap, floor).masked_fill(~b.mask, 1.0)
+    args = {field.name: field.default for field in fields(trl.GRPOConfig)} | {"steps_per_generation": 1}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**args), loss_type="vespo", beta=0.0, use_vllm=bool(mode), model=torch.nn.Module(),
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights, vllm_importance_sampling_correction=bool(mode),
+        importance_sampling_level="token", off_policy_mask_threshold=None, top_entropy_quantile=1.0,
+        _entropy_bonus_enabled=False, aux_loss_enabled=False, current_gradient_accumulation_steps=1,
+        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *args, **how: (logp, torch.zeros_like(logp), None),
+    )  # fmt: skip
+    theirs = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    theirs.backward()
+    how = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor} if mode else {}
+    weights = token_weights(b.mask, "global")
+    loss, grad, _ = run(b.logp, b.old, A, weights, b.mask, objective="vespo", sampler_logp=b.sampler, **how)
+    close(loss, theirs, 1e-12)
+    close(grad, logp.grad, 1e-12)
+
+
+def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / LENGTHS[i] / N, slope / LENGTHS[i] / N
-
-    check(draw(seed), J, A, "sequence", {"scale": "mean"})
+    check(b, weighted_surrogate(SEQUENCE, A), A, "sequence", {"scale": "mean"})
 
 
-@seeds
-def test_opo(seed):
+def test_opo(b):
     """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, sums over the group."""
     halves = [LENGTHS[:4], LENGTHS[4:]]
-    b = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
-    A = [r - b[p] for p, group in enumerate(GROUPS) for r in group]
-
-    def J(i, t, logp, old, ref):
-        surrogate, slope = clipped(math.exp(logp - old), A[i])
-        return surrogate / TOKENS, slope / TOKENS
-
-    check(draw(seed), J, A, "global", {"scale": "none", "baseline": "length"})
+    baselines = [sum(n * r for n, r in zip(half, group)) / sum(half) for half, group in zip(halves, GROUPS)]
+    A = [r - baselines[p] for p, group in enumerate(GROUPS) for r in group]
+    check(b, weighted_surrogate(GLOBAL, A), A, "global", {"scale": "none", "baseline": "length"})
 
 
 # ---- facts that hold for any policy
@@ -361,8 +388,8 @@ def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
 
     probability = scored(old).sum(1).exp()  # π_old(o)
     close(probability.sum(), 1.0, 1e-12)
-    of_prefix = [sum(q for o, q in zip(completions, probability) if o[: len(p)] == p != o) for p in prefixes]
-    kl = (torch.stack(of_prefix) * (policy.exp() * (policy - ref)).sum(1)).sum()
+    prefix_probability = [sum(q for o, q in zip(completions, probability) if o[: len(p)] == p != o) for p in prefixes]
+    kl = (torch.stack(prefix_probability) * (policy.exp() * (policy - ref)).sum(1)).sum()
 
     mask = torch.tensor([[t < len(o) for t in range(3)] for o in completions])
     args = scored(policy), scored(old), torch.zeros(len(completions)), probability[:, None] * mask, mask
@@ -370,58 +397,6 @@ def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
     loss, _ = policy_loss(*args, ratio=ratio, **switches)
     close(loss, kl, 1e-12)
     close(*gradients(theta, loss, kl), 1e-12)
-
-
-ON_POLICY = [
-    {},
-    {"delta": 4.0},
-    {"ratio": "sequence"},
-    {"ratio": "geometric"},
-    {"objective": "cispo", "epsilon_high": 5.0},
-    {"objective": "sapo"},
-    {"objective": "dppo"},
-]
-
-
-@pytest.mark.parametrize("switches", ON_POLICY, ids=str)
-@every_normalization
-def test_on_policy_every_gradient_is_that_of_reinforce(normalization, switches):
-    """The ratio is 1, nothing is clipped, and ∇ρ = ∇log π_θ."""
-    b, A = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3
-    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
-    if switches.get("ratio") == "geometric":
-        weights = token_weights(b.mask, "sequence")  # any other weights differ within a completion's mean
-    loss, grad, stats = run(b.logp, b.logp, A, weights, b.mask, **switches)
-    close(grad, run(b.logp, b.logp, A, weights, b.mask, objective="reinforce")[1], 1e-12)
-    clips = [stats[name] for name in ("clip_low", "clip_high") if name in stats]
-    assert clips == [(0, TOKENS)] * (0 if switches.get("objective") == "sapo" else 2)
-    if "objective" not in switches:
-        close(loss, -(weights * A[:, None]).sum(), 1e-12)
-
-
-@seeds
-def test_the_advantage_of_distillation_is_minus_the_gradient_of_the_kl(seed):
-    """A(x) = log π_ref(x) − log π_θ(x), a number: Σ_x π_old(x) ρ(x) A(x) has the gradient of −KL(π_θ ‖ π_ref)."""
-    theta, logp, ref, old = distributions(seed)
-    kl = (logp.exp() * (logp - ref)).sum()
-    switches = {"epsilon_low": 1.0, "epsilon_high": math.inf}  # nothing is clipped
-    loss, _ = policy_loss(logp, old, (ref - logp).detach(), old.exp(), torch.ones(6, 1), **switches)
-    close(*gradients(theta, loss, kl), 1e-12)
-
-
-@pytest.mark.parametrize("switches", ON_POLICY, ids=str)
-def test_an_advantage_of_zero_is_neither_clipped_nor_counted(switches):
-    b = draw(0, spread=2.0)  # every bound is met on either side
-    A = b.logp + 1.5
-    A[:, ::2] = 0.0
-    loss, grad, stats = run(b.logp, b.old, A, b.mask.to(F64), b.mask, **switches)
-    assert grad.any() and (switches.get("ratio", "token") != "token" or not grad[:, ::2].any())
-    for name in {"clip_low", "clip_high"} & stats.keys():
-        pushed = b.mask & (A < 0 if name == "clip_low" else A > 0)
-        assert stats[name][0] <= pushed.sum()
-    loss, grad, stats = run(b.logp, b.old, 0 * A, b.mask.to(F64), b.mask, **switches)
-    assert loss == 0 and not grad.any()
-    assert all(stats[name] == (0, TOKENS) for name in {"clip_low", "clip_high"} & stats.keys())
 
 
 def test_the_loss_is_zero_and_its_gradient_is_not():
@@ -436,45 +411,25 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
 # ---- each switch
 
 
-@pytest.mark.parametrize(
-    "objective, ratio, A, loss, grad, low, high",
-    [
-        ("clip", 1.3, 1.0, -1.3, -1.3, 0, 0),
-        ("clip", 1.5, 1.0, -1.4, 0.0, 0, 1),  # far enough up: cut at 1 + 0.4
-        ("clip", 1.5, -1.0, 1.5, 1.5, 0, 0),
-        ("clip", 0.9, -1.0, 0.9, 0.9, 0, 0),
-        ("clip", 0.7, -1.0, 0.8, 0.0, 1, 0),  # far enough down: cut at 1 − 0.2
-        ("clip", 0.7, 1.0, -0.7, -0.7, 0, 0),
-        ("clip", 1.5, 0.0, 0.0, 0.0, 0, 0),  # nothing to cut
-        ("clip", 0.7, 0.0, 0.0, 0.0, 0, 0),
-        ("cispo", 1.5, 0.0, 0.0, 0.0, 0, 0),
-    ],
-)
-def test_clipping_of_one_token(objective, ratio, A, loss, grad, low, high):
-    old, one = torch.tensor([[-1.0]], dtype=F64), torch.ones(1, 1, dtype=F64)
-    switches = {"objective": objective, "epsilon_low": 0.2, "epsilon_high": 0.4}
-    ours = run(old + math.log(ratio), old, A * one[0], one, one.bool(), **switches)
-    close(ours[0], loss)
-    close(ours[1], [[grad]])
-    assert ours[2]["clip_low"] == (low, 1) and ours[2]["clip_high"] == (high, 1)
-
-
 @seeds
 @pytest.mark.parametrize("delta", [0.9, 1.05, 1.2, 1.5, 4.0])
 def test_two_sided_clipping(seed, delta):
-    """min(min(ρ, δ) A, clip(ρ, 1−ε, 1+ε) A) for any δ; here with advantages of tokens, (B, T)."""
+    """min(min(ρ, δ) A, clip(ρ, 1−ε, 1+ε) A) for any δ, with advantages of tokens, (B, T), of which some are 0."""
     b, A = draw(seed, spread=1.0), draw(seed + 10).logp + 1.5
+    A[:, 1::3] = 0.0
     loss, grad = minus_sum(b, lambda i, t, logp, old, _: clipped(math.exp(logp - old), A[i, t].item(), delta=delta))
     ours = run(b.logp, b.old, A, token_weights(b.mask, "global"), b.mask, delta=delta)
     close(ours[0], loss / TOKENS)
     close(ours[1], grad / TOKENS)
+    ratio = (b.logp - b.old).exp()
+    low, high = ratio < 1 - 0.2, ratio > 1 + 0.2  # a token is clipped where it has gone too far in the direction of A
+    assert ours[2]["clip_low"] == ((low & (A < 0) & b.mask).sum(), TOKENS) > (0, 0)
+    assert ours[2]["clip_high"] == ((high & (A > 0) & b.mask).sum(), TOKENS) > (0, 0)
 
 
-@pytest.mark.parametrize(
-    "estimator, importance", [*((name, False) for name in KL_ESTIMATORS), ("k1", True), ("k3", True)]
-)
-def test_kl_term(estimator, importance):
-    """S(ρ, A) − β k, or S(ρ, A) − β ρ k, whose derivative is ρ (k + k'). k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_term(estimator):
+    """S(ρ, A) − β k. k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
     b, A, beta = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, 0.3
 
     def k(logp, ref):
@@ -484,19 +439,16 @@ def test_kl_term(estimator, importance):
         return value, slopes[estimator]
 
     def J(i, t, logp, old, ref):
-        ratio, (kl, slope) = math.exp(logp - old), k(logp, ref)
-        if importance:
-            kl, slope = ratio * kl, ratio * (kl + slope)
-        surrogate, surrogate_slope = clipped(ratio, A[i].item())
+        (kl, slope), (surrogate, surrogate_slope) = k(logp, ref), clipped(math.exp(logp - old), A[i].item())
         return (surrogate - beta * kl) / TOKENS, (surrogate_slope - beta * slope) / TOKENS
 
     args = b.logp, b.old, A, token_weights(b.mask, "global"), b.mask
-    switches = {"ref_logp": b.ref, "kl_estimator": estimator, "kl_importance": importance}
+    switches = {"ref_logp": b.ref, "kl_estimator": estimator}
     loss, grad, stats = run(*args, beta=beta, **switches)
     paper_loss, paper_grad = minus_sum(b, J)
     close(loss, paper_loss)
     close(grad, paper_grad)
-    close(stats["kl"], (-minus_sum(b, lambda i, t, logp, old, ref: k(logp, ref))[0], TOKENS))  # without the ratio
+    close(stats["kl"], (-minus_sum(b, lambda i, t, logp, old, ref: k(logp, ref))[0], TOKENS))
     watched, without = run(*args, beta=0.0, **switches), run(*args)
     assert torch.equal(watched[1], without[1]) and "kl" in watched[2] and "kl" not in without[2]
 
@@ -506,20 +458,20 @@ SAMPLER_CORRECTIONS = {  # mode: cap, floor; on these data each bound is met by 
     "token_mask": (1.2, 0.7),
     "sequence_truncate": (1.5, 0.5),
     "sequence_mask": (2.5, 0.3),
-    "geometric_mask": (1.15, 0.9),
 }
+GATES = [None, None], [0.9, 1.15], [None, 1.0], [1.0, None]  # the last three drop some completions and not all
 
 
-def correction(b, mode, cap, floor):
-    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds.
-    geometric_mask: 1 where log floor <= 1/|o_i| Σ_t log(π_old/π_sampler) <= log cap, else 0."""
+def correction(b, mode, cap, floor, gate=(None, None)):
+    """w = π_old/π_sampler of each token, or the product over its completion; min and max, or 0 outside the bounds. And
+    0 for a completion without low <= exp(1/|o_i| Σ_t log(π_old/π_sampler)) <= high, the bounds of the gate."""
     w = torch.zeros_like(b.logp)
     for i, length in enumerate(b.mask.sum(1).tolist()):
         logs = [(b.old - b.sampler)[i, t].item() for t in range(length)]
         for t in range(length):
-            ratio = math.exp({"token": logs[t], "sequence": sum(logs), "geometric": fmean(logs)}[mode.split("_")[0]])
-            if mode == "geometric_mask":
-                w[i, t] = 1.0 if floor <= ratio <= cap else 0.0
+            ratio = math.exp({"token": logs[t], "sequence": sum(logs)}[mode.split("_")[0]])
+            if not (gate[0] or 0.0) <= math.exp(fmean(logs)) <= (gate[1] or math.inf):
+                w[i, t] = 0.0
             elif mode.endswith("truncate"):
                 w[i, t] = max(min(ratio, cap), floor)
             else:
@@ -527,13 +479,14 @@ def correction(b, mode, cap, floor):
     return w
 
 
+@pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("mode", TIS_MODES)
 @pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"objective": "reinforce"}])
-def test_sampler_correction(switches, mode):
+def test_sampler_correction(switches, mode, gate):
     """A constant factor of the policy term; the KL term is left alone."""
     b, A, (cap, floor) = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, SAMPLER_CORRECTIONS[mode]
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
-    factor = correction(b, mode, cap, floor)
+    factor = correction(b, mode, cap, floor, gate)
     free = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)
     assert (free[b.mask] > cap).any() and (free[b.mask] < floor).any()
     assert ((floor < free) & (free < cap))[b.mask].any()
@@ -542,50 +495,57 @@ def test_sampler_correction(switches, mode):
 
     sampler = b.sampler.clone().requires_grad_()
     bounds = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor, "sampler_logp": sampler}
+    bounds |= {"gate_low": gate[0], "gate_high": gate[1]}
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, **bounds, **kl, **switches)
     close(loss, policy[0] + penalty[0])
     close(grad, policy[1] + penalty[1])
     assert sampler.grad is None or (sampler.grad == 0).all()
     close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
-    of_sampler = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, old_policy="sampler", **switches)
+    beyond = (free > cap) | (free < floor)
+    assert stats["tis_bounded"] == (beyond[b.mask].sum(), TOKENS)
+    close(stats["tis_ratio"], (free[b.mask].sum(), TOKENS))
+    close(stats["tis_ratio_max"], (free[b.mask].max(), 1))
+    dropped = correction(b, mode, math.inf, 1e-9, gate)[:, 0] == 0
+    assert stats["gate_dropped"] == (dropped.sum(), N) and (0 < dropped.sum() < N) == (gate != [None, None])
+    with_sampler = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, old_policy="sampler", **switches)
     to_sampler = run(b.logp, b.sampler, A, weights, b.mask, **switches)
-    assert all(torch.equal(*pair) for pair in zip(of_sampler[:2], to_sampler[:2]))
-    close(of_sampler[2]["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
+    assert all(torch.equal(*pair) for pair in zip(with_sampler[:2], to_sampler[:2]))
+    close(with_sampler[2]["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
     watched = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **switches)
     without = run(b.logp, b.old, A, weights, b.mask, **switches)
     assert torch.equal(watched[1], without[1]) and "sampler_gap" in watched[2] and "sampler_gap" not in without[2]
 
 
-def test_one_bound_of_the_sampler_correction_is_enough():
-    b, A = draw(0), torch.tensor(REWARDS, dtype=F64)
-    for bounds, whole in (({"tis_cap": 1.1}, (1.1, 0.0)), ({"tis_floor": 0.8}, (math.inf, 0.8))):
-        weights = token_weights(b.mask, "global")
-        expected = run(b.logp, b.old, A, weights * correction(b, "token_truncate", *whole), b.mask)
-        close(run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, **bounds)[1], expected[1])
+def test_a_gate_alone_weighs_nothing(b):
+    A, weights = torch.tensor(REWARDS, dtype=F64), token_weights(b.mask, "global")
+    kept = correction(b, "token_truncate", 1.0, 1.0, (0.9, 1.15))
+    gate = {"sampler_logp": b.sampler, "gate_low": 0.9, "gate_high": 1.15}
+    _, grad, stats = run(b.logp, b.old, A, weights, b.mask, **gate)
+    close(grad, run(b.logp, b.old, A, weights * kept, b.mask)[1])
+    assert {*kept[b.mask].tolist()} == {0.0, 1.0} and stats["tis_bounded"] == (0, TOKENS)
 
 
-@seeds
-@pytest.mark.parametrize("tau", [0.05, -0.5])
-def test_pull_towards_the_sampler(seed, tau):
-    """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. tis_cap leaves the last two alone."""
-    b, A, cap = draw(seed), OVER_STD, 1.1
+@pytest.mark.parametrize("tau, bounds", [(0.05, {"tis_cap": 1.1}), (-0.5, {"tis_floor": 0.8})])
+def test_pull_towards_the_sampler(b, tau, bounds):
+    """Kimi-K2.5, arXiv 2602.02276: S(ρ, A) − τ (log π_θ − log π_sampler)² − β k1. The correction of the sampler, here
+    with one of its two bounds, changes only the first term."""
+    A, low, high = OVER_STD, bounds.get("tis_floor", 0.0), bounds.get("tis_cap", math.inf)
 
     def J(i, t, logp, old, ref):
-        sampler = b.sampler[i, t].item()
-        factor, (surrogate, slope) = min(math.exp(old - sampler), cap), clipped(math.exp(logp - old), A[i])
+        sampler, (surrogate, slope) = b.sampler[i, t].item(), clipped(math.exp(logp - old), A[i])
+        factor = max(min(math.exp(old - sampler), high), low)
         value = factor * surrogate - tau * (logp - sampler) ** 2 - 0.1 * (logp - ref)
         return value / LENGTHS[i] / N, (factor * slope - 2 * tau * (logp - sampler) - 0.1) / LENGTHS[i] / N
 
     sampler = b.sampler.clone().requires_grad_()
     kl = {"ref_logp": b.ref, "beta": 0.1, "kl_estimator": "k1"}
-    check(b, J, A, "sequence", {}, sampler_logp=sampler, sampler_coef=tau, tis_cap=cap, **kl)
+    check(b, J, A, "sequence", {}, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
     assert sampler.grad is None or not sampler.grad.any()
 
 
-@seeds
-def test_off_policy_sequence_masking(seed):
+def test_off_policy_sequence_masking(b):
     """DeepSeek-V3.2, arXiv 2512.02556, eq. 9: M_i = 0 where A_i < 0 and 1/|o_i| Σ_t log(π_sampler/π_θ) > δ."""
-    b, A = draw(seed), torch.tensor([1.0, -1.0] * 4, dtype=F64)
+    A = torch.tensor([1.0, -1.0] * 4, dtype=F64)
     drift = [fmean((b.sampler - b.logp)[i, :length].tolist()) for i, length in enumerate(LENGTHS)]
     threshold = sorted(drift[1::2])[1] + 1e-6  # two of the four bad ones stay
     keep = torch.tensor([1.0 if a > 0 or d <= threshold else 0.0 for a, d in zip(A, drift)], dtype=F64)
@@ -603,8 +563,7 @@ def test_sequence_ratio_with_any_weights_and_advantages_of_tokens(seed):
     """−Σ_i Σ_t w_it S(s_i, A_it): each token of a completion moves s_i, and with it the terms of all the others."""
     b, weights, A = draw(seed), draw(seed + 10).logp.abs(), draw(seed + 20).logp + 1.5
     loss, grad = 0.0, torch.zeros_like(b.logp)
-    for i, length in enumerate(LENGTHS):
-        s = math.exp(fmean((b.logp - b.old)[i, :length].tolist()))
+    for i, (length, s) in enumerate(zip(LENGTHS, sequence_ratios(b))):
         for t in range(length):
             surrogate, slope = clipped(s, A[i, t].item())
             loss -= weights[i, t].item() * surrogate
@@ -644,11 +603,12 @@ SWITCHES = {  # with KL and truncated importance sampling
     "sequence": {"ratio": "sequence", "kl_importance": True},
     "cispo": {"objective": "cispo", "epsilon_high": 1.3},
     "reinforce": {"objective": "reinforce", "kl_estimator": "k2"},
-    "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate"},
+    "geometric": {"ratio": "geometric", "kl_estimator": "abs", "tis_mode": "sequence_truncate", "gate_low": 0.9},
+    "vespo": {"objective": "vespo", "tis_floor": 0.8, "gate_high": 1.2},
     "sapo": {"objective": "sapo", "kl_estimator": "k1+", "tis_mode": "sequence_mask"},
     "dppo": {"objective": "dppo", "epsilon_low": 0.05, "kl_estimator": "k3+", "off_policy_mask": 0.05},
     "geometric, KL of tokens": {"ratio": "geometric", "kl_estimator": "k1", "kl_importance": True, "sampler_coef": 0.2},
-    "pulled to the sampler": {"sampler_coef": 0.5, "tis_mode": "geometric_mask", "tis_floor": 0.9},
+    "pulled to the sampler": {"sampler_coef": 0.5, "gate_low": 0.9, "gate_high": 1.2},
     "masked by the sampler": {"tis_mode": "token_mask", "tis_floor": 0.8, "off_policy_mask": -0.05},
 }
 every_switch = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
@@ -666,6 +626,22 @@ def step(seed, normalization):
 def run_all(b, switches):
     kl_and_tis = {"ref_logp": b.ref, "beta": 0.1, "sampler_logp": b.sampler, "tis_cap": 1.1}
     return run(b.logp, b.old, b.advantages, b.weights, b.mask, **kl_and_tis, **switches)
+
+
+@every_switch
+def test_an_advantage_of_zero_is_neither_clipped_nor_counted(switches):
+    objective = {name: value for name, value in switches.items() if name == "objective" or name in OTHER_VALUES}
+    b = draw(0, spread=2.0)  # every bound is met on either side
+    A = b.logp + 1.5
+    A[:, ::2] = 0.0
+    loss, grad, stats = run(b.logp, b.old, A, b.mask.to(F64), b.mask, **objective)
+    assert grad.any() and (objective.get("ratio", "token") != "token" or not grad[:, ::2].any())
+    for name in {"clip_low", "clip_high"} & stats.keys():
+        pushed = b.mask & (A < 0 if name == "clip_low" else A > 0)
+        assert stats[name][0] <= pushed.sum()
+    loss, grad, stats = run(b.logp, b.old, 0 * A, b.mask.to(F64), b.mask, **objective)
+    assert loss == 0 and not grad.any()
+    assert all(stats[name] == (0, TOKENS) for name in {"clip_low", "clip_high"} & stats.keys())
 
 
 @every_switch
@@ -715,12 +691,14 @@ def test_any_split_of_the_step(parts, normalization, switches):
         sum_loss += part_loss
         sum_grad[rows] += pad(part_grad, (0, -wider[1]))
         assert part_stats.keys() == stats.keys()
-        sum_stats = {name: (a + part_stats[name][0], n + part_stats[name][1]) for name, (a, n) in sum_stats.items()}
+        for name, (a, n) in sum_stats.items():
+            pairs = torch.tensor([[a, n], part_stats[name]], dtype=F64)
+            sum_stats[name] = tuple(together(name, *pairs).tolist())
     close(sum_loss, loss, 1e-12)
     close(sum_grad, grad, 1e-12)
     for name in stats:
         close(sum_stats[name], stats[name], 1e-12)
-        assert stats[name][1] == TOKENS
+        assert stats[name][1] == {"gate_dropped": N, "tis_ratio_max": 1}.get(name, TOKENS)
 
 
 # ---- token weights
@@ -738,25 +716,14 @@ def test_token_weights(normalization, dtype):
         for t in range(5):
             if row[t]:
                 of_prompt = {0: 4, 2: 4, 3: 4}[i]
-                divisors = {
-                    "sequence": 3 * sum(row),
-                    "global": 8,
-                    "constant": 3 * 100,
-                    "sum": 3,
-                    "prompt": 2 * of_prompt,
-                }
+                divisors = dict(sequence=3 * sum(row), constant=3 * 100, sum=3, prompt=2 * of_prompt) | {"global": 8}
                 expected[i, t] = 1 / divisors[normalization]
     prompts = torch.tensor([7, 0, 2, 2])
     weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100, prompts=prompts)
     assert weights.dtype == F64
     close(weights, expected, 1e-15)
-
-
-@every_normalization
-def test_token_weights_of_nothing(normalization):
-    prompts = torch.zeros(2, dtype=torch.long)
-    weights = token_weights(torch.zeros(2, 3), normalization, max_completion_length=100, prompts=prompts)
-    close(weights, torch.zeros(2, 3), 0)
+    nothing = token_weights(0 * RAGGED, normalization, max_completion_length=100, prompts=prompts)
+    close(nothing, torch.zeros(4, 5), 0)
 
 
 def test_the_loss_has_the_dtype_of_logp():
@@ -777,10 +744,10 @@ def test_the_loss_has_the_dtype_of_logp():
         (lambda b: run_all(b, {"objective": "k9"}), OBJECTIVES),
         (lambda b: run_all(b, {"ratio": "k9"}), RATIOS),
         (lambda b: run_all(b, {"tis_mode": "k9"}), TIS_MODES),
-        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k2"}), ["kl_importance", "k1", "k3", "k2"]),
-        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "abs"}), ["kl_importance", "abs"]),
-        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k1+"}), ["kl_importance", "k1+"]),
-        (lambda b: run_all(b, {"kl_importance": True, "kl_estimator": "k3+"}), ["kl_importance", "k3+"]),
+        *(
+            (partial(run_all, switches={"kl_importance": True, "kl_estimator": name}), ["kl_importance", name])
+            for name in ("k2", "abs", "k1+", "k3+")
+        ),
         (lambda b: run_all(b, {"ratio": "geometric", "delta": 2.0}), ["delta", "geometric"]),
         (lambda b: token_weights(b.mask, "constant"), ["max_completion_length"]),
         (lambda b: token_weights(b.mask, "prompt"), ["prompts"]),
@@ -788,6 +755,7 @@ def test_the_loss_has_the_dtype_of_logp():
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, beta=0.1), ["ref_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, tis_cap=2.0), ["sampler_logp"]),
         (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, sampler_coef=0.1), ["sampler_logp"]),
+        (lambda b: policy_loss(b.logp, b.old, b.advantages, b.weights, b.mask, gate_low=0.9), ["sampler_logp"]),
     ],
 )
 def test_errors_name_what_is_valid_or_missing(call, values):

@@ -1,4 +1,4 @@
-"""Rollouts: what is sampled depends on the prompt and its stream alone, and is what is scored afterwards."""
+"""Rollouts: a completion depends only on its prompt and its stream, and is scored as it was sampled."""
 
 import pickle
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ def streams(samples=SAMPLES):
 def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[Completion], temperature: float):
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + completion.ids])
-        mask = torch.arange(ids.shape[1])[None] >= len(prompt)
+        mask = torch.tensor([[False] * len(prompt) + (completion.written or [True] * len(completion.ids))])
         how = dict(temperature=temperature, kept=completion.kept and [completion.kept.padded(len(prompt), 0)])
         scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, with_entropy=True, **how))
         close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :].float())
@@ -120,6 +120,33 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     assert rollout(model, [], streams([]), sampling) == []
 
 
+PIECES = ["a", "bc", " ", "\ufffd", "</", "x>y", "cd", "  "]  # token i is the i-th one, modulo 8
+
+
+def text_of(ids: list[int]) -> str:
+    """As tokenizers do it: the first space is dropped, and two halves, each of which is broken, make a character."""
+    return "".join(PIECES[i % 8] for i in ids).removeprefix(" ").replace("\ufffd\ufffd", "é")
+
+
+@pytest.mark.parametrize("stop", [["aa"], ["cdx", "abc", "zzz"], ["y "], ["é"], ["</x>"]], ids=str)
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(stop):
+    """Up to that token it is the one that it would have been; against the text after each token. Rows leave the batch
+    at a stop as they do at an end token."""
+    model, many, seen = build(), [DISTINCT[1]] * 60, []
+    u = streams([(1, i) for i in range(60)])
+    whole = rollout(model, many, u, replace(SAMPLING, eos_ids=[2], with_entropy=True, top_p=0.9))
+    how = replace(SAMPLING, eos_ids=[2], with_entropy=True, top_p=0.9, stop=stop, to_text=text_of)
+    stopped, ends = rollout(model, many, u, how, progress=lambda t, live: seen.append(live)), []
+    for ours, theirs in zip(stopped, whole, strict=True):
+        holds = (n for n in range(1, len(theirs.ids) + 1) if any(x in text_of(theirs.ids[:n]) for x in stop))
+        ends.append(next(holds, None))
+        n = ends[-1] or len(theirs.ids)
+        assert ours.ids == theirs.ids[:n] and ours.truncated == (theirs.truncated and ends[-1] is None)
+        close(torch.tensor([ours.logp, ours.entropy]), torch.tensor([theirs.logp[:n], theirs.entropy[:n]]))
+        assert len(ours.kept) == n and all(map(np.array_equal, ours.kept, theirs.kept))
+    assert any(ends) and not all(ends) and len(seen) == max(len(c.ids) for c in stopped)
+
+
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
@@ -128,6 +155,75 @@ def test_greedy_is_the_librarys_own():
     for prompt, completion in zip(DISTINCT, completions, strict=True):
         assert completion.kept is None
         assert prompt + completion.ids == model.generate(torch.tensor([prompt]), generation_config=config)[0].tolist()
+
+
+def replied(turn: list[int]) -> list[int] | None:
+    """Whether there is a reply, and how long, depends on what was sampled. An end token in it ends nothing."""
+    return None if sum(turn) % 5 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
+
+
+def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut: dict) -> tuple:
+    """A completion from a loop without cache. -> its ids, which of them were written, whether it is truncated, turns"""
+    ids, written, turns = [], [], [[]]
+    for t in range(sampling.max_completion_length):
+        if t < len(ids):  # in a reply
+            continue
+        p = (model(torch.tensor([prompt + ids])).logits[0, -1].double() / sampling.temperature).softmax(-1)
+        left = left_of(p, **cut)
+        token = left[(p[left].cumsum(0) <= numbers[t] * p[left].sum()).sum()]
+        ids, written = [*ids, token], [*written, True]
+        turns[-1].append(token)
+        if token in sampling.eos_ids:
+            reply = replied(turns[-1])
+            if reply is None or t + 1 + len(reply) >= sampling.max_completion_length:
+                return ids, written, reply is not None, turns
+            ids, written = ids + reply, written + [False] * len(reply)
+            turns.append([])
+    return ids, written, True, turns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9)])
+@torch.no_grad()
+def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut):
+    """However the rows are divided among batches, and whenever finished ones are dropped."""
+    model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
+    samples = [(p, i) for p in range(3) for i in range(4)]
+    prompts, u = [DISTINCT[p] for p, _ in samples], uniforms(0, 3, samples, 20)
+    sampling = Sampling(20, SAMPLING.eos_ids, temperature=0.9, with_entropy=True, **cut)
+    expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
+    assert any(len(turns) > 2 for *_, turns in expected) and {cut_off for _, _, cut_off, _ in expected} == {False, True}
+    for how in (dict(drop_share=0.01), dict(tokens_at_once=60), dict(drop_share=1.0)):
+        heard = [[] for _ in prompts]
+        replies = [lambda turn, heard=heard: heard.append(turn) or replied(turn) for heard in heard]
+        completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
+        ended = [[turn for turn in turns if turn and turn[-1] in sampling.eos_ids] for *_, turns in expected]
+        assert heard == ended, "each turn is replied to once"
+        for completion, (ids, written, cut_off, turns) in zip(completions, expected, strict=True):
+            assert (completion.ids, completion.written, completion.truncated) == (ids, written, cut_off)
+            assert completion.turns == [turn for turn in turns if turn] and completion.length == sum(written)
+            sets = completion.kept or [None] * len(ids)
+            assert [kept is not None for kept in sets] == [bool(cut) and own for own in written]
+        assert_scored_as_sampled(model, prompts, completions, 0.9)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_reply_is_dropped_where_it_leaves_no_room_for_a_turn(room):
+    model = build()
+    i, plain = next((i, c) for i, c in enumerate(rollout(model, PROMPTS, streams(), SAMPLING)) if len(c.ids) < 11)
+    n = len(plain.ids)
+    replies = [lambda turn: [7] * (12 - n - room)]
+    (made,) = rollout(model, [PROMPTS[i]], streams([SAMPLES[i]]), SAMPLING, replies=replies)
+    assert made.truncated and made.ids[:n] == plain.ids and made.ids[n:-1] == [7] * (12 - n - 1) * room
+    assert made.length == n + room and len(made.ids) == (12 if room else n) and made.written[-1]
+
+
+def test_without_a_reply_everything_is_as_it_was():
+    model, sampling = build(), replace(SAMPLING, with_entropy=True, top_p=0.9)
+    plain = rollout(model, PROMPTS, streams(), sampling)
+    asked = rollout(model, PROMPTS, streams(), sampling, replies=[lambda turn: None] * len(PROMPTS))
+    assert [replace(completion, written=None) for completion in asked] == plain
+    assert all(c.written is None and c.turns == [c.ids] and c.length == len(c.ids) for c in plain)
 
 
 @pytest.mark.parametrize("u, expected", [(0.0, 2), (1.0 - 2**-53, 3), (1.0, 3)])

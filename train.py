@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from advantage import combine_rewards, group_advantages, on_high_entropy
 from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
 from config import Config, UserError
-from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder, seeds
+from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import load, open_model
 from logprob import token_logprobs
@@ -33,6 +33,7 @@ from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
+from tasks._turns import Replies, check_template
 
 # policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -49,7 +50,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # only if there is a KL term
+    reference: PreTrainedModel | None  # of the KL term; None with LoRA, where it is the model without adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
@@ -81,7 +82,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, advantages))
+    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
@@ -95,8 +96,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None:
-        batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.reference)
+    if run.reference is not None or cfg.beta:
+        reference = run.reference or run.model
+        with lora.without_adapters(reference):
+            batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
@@ -164,7 +167,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss += part_loss.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
-            totals[name] = totals.get(name, 0.0) + torch.stack(pair).double()
+            pair = torch.stack(pair).double()
+            totals[name] = report.together(name, totals.get(name, torch.zeros_like(pair)), pair)
     return loss, totals
 
 
@@ -243,7 +247,15 @@ def generate_groups(
 
     def complete(run: Run, prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
-        return rollout(run.model, prompts, uniform, sampling, progress=run.progress)
+        replies = None
+        if run.task.reply is not None:
+            limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
+            how = run.tokenizer, sampling.eos_ids, cfg.max_turns, limit
+            replies = [Replies(run.task.reply, rows[picked[p]], *how) for p, _ in mine]
+        completions = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        for completion, own in zip(completions, replies or []):
+            completion.replies = own.said
+        return completions
 
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
@@ -292,6 +304,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
+    with ranks.fail_together():
+        check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
     same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the name of a field
@@ -299,12 +313,13 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         eos_ids=eos_ids,
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
+        to_text=opened.tokenizer.decode,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # a smaller batch needs a new CUDA graph
         **{name: getattr(cfg, name) for name in same},
     )
     limits = memory.limits(cfg, model, longest_prompt)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
+    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
 @faults.handlers_put_back()

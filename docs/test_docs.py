@@ -1,34 +1,46 @@
-"""The pages against the repository: what they show runs, and every test, flag, file and link they name is there."""
+"""The pages agree with the repository: their commands run, and each test, flag, file and link that they name exists."""
 
 import ast
 import dataclasses
-import importlib
+import functools
+import inspect
 import itertools
 import json
+import math
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
+import signal
+import string
 from collections.abc import Callable
+from functools import partial
 from graphlib import TopologicalSorter
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
+import conftest
+import tasks
 import train
 from advantage import combine_rewards, group_advantages
+from batch import Group
 from config import ALGORITHMS, Config
-from conftest import assert_same_files, metrics
+from conftest import assert_same_files, metrics, run
 from infra.command_line import parse, ready
 from infra.run_folder import MAY_CHANGE
-from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from tasks._characters import small_config
+from rollout import Completion, Sampling, rollout
+from tasks._characters import EOS_ID, char_tokenizer, small_config
+from tasks._prompts import encode_prompts
+from tasks._turns import Replies
 from tools import ablate, evidence, plot
 
 HERE = Path(__file__).parent.parent
@@ -37,7 +49,10 @@ PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 ADDITIONS, _, EDITS = EXTENDING.partition("## Another optimizer\n")  # these are of train.py, in the place of a flag
 EDITS, _, DISTILLATION = EDITS.partition("## On-policy distillation\n")
-DISTILLATION, _, REMEMBERED = DISTILLATION.partition("## What a run remembers\n")
+DISTILLATION, _, SAMPLER = DISTILLATION.partition("## A sampler of your own\n")
+SAMPLER, _, BASELINE = SAMPLER.partition("## An optimal token baseline\n")
+BASELINE, _, TURNS = BASELINE.partition("## Several turns\n")
+TURNS, _, REMEMBERED = TURNS.partition("## What a run remembers\n")
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -47,7 +62,7 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 
 def commands(page: str, start: str) -> list[list[str]]:
-    """The words that follow this start, for each command of the page that has it."""
+    """For each command of the page that starts like this, the words after the start."""
     lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line[match.end() :], comments=True) for line in lines if (match := re.match(start, line))]
 
@@ -57,7 +72,7 @@ def settings_of(words: list[str]) -> Config:
 
 
 def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[str, str]]:
-    """What the pages name in this way and is not there, with the page."""
+    """The names that match the pattern on a page and do not exist, each with its page."""
     named = [(page, name) for page, text in PAGES.items() for name in dict.fromkeys(re.findall(pattern, text))]
     assert len(named) > 20, "the pattern finds what the pages name"
     return [(page, name) for page, name in named if not is_there(page, name)]
@@ -73,7 +88,7 @@ def test_every_flag_is_there():
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # torchrun's
-    known |= {"nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # Slurm's, pytest's, and everyone's
+    known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # of vLLM, Slurm, pytest, everyone
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
@@ -109,19 +124,6 @@ def test_every_command_is_understood(page):
 
 SOURCES = [path for path in HERE.rglob("*.py") if "test" not in path.name and ".venv" not in path.parts]
 TREES = {path.relative_to(HERE): ast.parse(path.read_text()) for path in SOURCES}
-PLAIN = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-PLAIN += (ast.Assign, ast.AnnAssign, ast.AugAssign)
-
-
-def test_an_import_changes_nothing():
-    """No logging, no filter of warnings, no threads, no random state: modules import, define, name, and no more."""
-    for path, tree in TREES.items():
-        for node in tree.body if path.parts[0] not in ("tools", "results") else []:
-            only_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            as_script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-            assert isinstance(node, PLAIN) or only_text or as_script, (path, node.lineno)
-            targets = [part for target in getattr(node, "targets", []) for part in ast.walk(target)]
-            assert not any(isinstance(part, ast.Attribute | ast.Subscript) for part in targets), (path, node.lineno)
 
 
 def test_imports_run_one_way():
@@ -138,7 +140,7 @@ def test_imports_run_one_way():
     room = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
     assert [(name, one) for name, found in imports.items() for one in found if room[one] < room[name]] == []
     plain = [name for name in imports if name in ("loss", "advantage") or name.startswith("fast.")]
-    assert len(plain) == 5 and all(imports[name] == set() for name in plain)
+    assert len(plain) >= 5 and all(imports[name] == set() for name in plain)
     TopologicalSorter(imports).prepare()  # raises where there is a circle
 
 
@@ -187,8 +189,23 @@ def test_the_page_of_objectives_has_every_preset_and_switch():
             assert [name for name in field.metadata["names"] or () if f"`{name}`" not in section] == [], field.name
 
 
+def test_every_setting_of_trl_has_its_row():
+    names = (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:]
+    rows = re.findall(r"^\| (.*?) \| ", PAGES["docs/from_trl.md"].partition("What other trainers")[0], re.MULTILINE)
+    found = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    assert [len(part.split()) for part in names] == [79, 14] and {*" ".join(names).split()} - found == set()
+
+
+def test_the_names_are_those_of_trl():
+    trl = pytest.importorskip("trl")
+    config, trainer = (part.split() for part in (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:])
+    assert trl.__version__.startswith("1.16.") and config == [*trl.GRPOConfig.__annotations__]
+    assert ["self", *trainer] == [*inspect.signature(trl.GRPOTrainer.__init__).parameters]
+
+
 def test_objectives_that_are_the_same_with_one_update_a_rollout():
-    """Gradients by the log-probs, up to a scale, of each step in gdpo and luspo. dapo also replaces groups."""
+    """Their gradients with respect to the log-probs are the same up to a factor, which depends on the step in gdpo and
+    luspo. That dapo also replaces groups is not compared."""
     unit = {}
     for name in ALGORITHMS:
         settings = settings_of(["--algorithm", name, "--prompts_per_step", "3", "--num_generations", "4"])
@@ -202,7 +219,7 @@ def test_objectives_that_are_the_same_with_one_update_a_rollout():
         loss, _ = policy_loss(logp.requires_grad_(), logp.detach(), advantages, weights, mask, **switches)
         (gradient,) = torch.autograd.grad(loss, logp)
         unit[name] = gradient / gradient.norm()
-    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "luspo"}, {"dr_grpo", "rloo"}]
+    same = [{"grpo", "gspo", "gmpo", "sapo", "gdpo"}, {"dapo", "cispo", "dppo", "vespo", "luspo"}, {"dr_grpo", "rloo"}]
     for a, b in itertools.combinations(ALGORITHMS, 2):
         is_same = torch.allclose(unit[a], unit[b], rtol=1e-9, atol=1e-12)
         assert is_same == any({a, b} <= each for each in same), (a, b)
@@ -214,7 +231,7 @@ def test_readme_opens_with_the_update_of_minimal():
 
 
 def patched(diff: str, folder: Path) -> dict[str, str]:
-    """Its files as it makes them. Each hunk's context and removed lines stand in their file exactly once."""
+    """The changed text of each file of the diff. The old lines of a hunk must occur exactly once in the file."""
     files = {}
     for file in re.split(r"^--- .*\n\+\+\+ b/", diff, flags=re.MULTILINE)[1:]:
         name, *hunks = file.split("\n@@\n")
@@ -229,7 +246,7 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """A copy of the code with every file and every diff; what edits train.py itself makes files beside it."""
+    """A copy of the code with every file and every diff of the page. A diff of train.py makes another program of it."""
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}, "each applies by itself"
     copy = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("docs", "results", "runs", ".*", "__pycache__"))
@@ -240,9 +257,12 @@ def fork(tmp_path_factory) -> Path:
     config.num_labels = 1
     tokenizer.save_pretrained(copy / "reward_model")
     LlamaForSequenceClassification(config).save_pretrained(copy / "reward_model")
-    for name in ("edited.py", "recipes.py", *(f"recipe_{i}.py" for i in range(4))):
-        shutil.copy(copy / "train.py", copy / name)
-    edits = EDITS.replace("b/train.py", "b/edited.py")
+    (copy / "my_environment.py").write_text(ENVIRONMENT)
+    chat_model(copy / "chat")
+    for name in ("edited", "asking", "baselined", "turned", "recipes", *(f"recipe_{i}" for i in range(5))):
+        shutil.copy(copy / "train.py", copy / f"{name}.py")
+    edits = EDITS.replace("b/train.py", "b/edited.py") + SAMPLER.replace("b/train.py", "b/asking.py")
+    edits += BASELINE.replace("b/train.py", "b/baselined.py") + TURNS.replace("b/train.py", "b/turned.py")
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, copy).items():
             (copy / name).write_text(text)
@@ -253,33 +273,63 @@ def fork(tmp_path_factory) -> Path:
     return copy
 
 
-def make(fork: Path, asked: list[tuple]) -> None:
-    """Runs of these modules, to fail after a step or not, by words. To import PyTorch takes longer than the steps."""
-    code = """import importlib, json, sys
-for name, last, *words in json.load(sys.stdin):
-    module = importlib.import_module(name)
-    step = module.training_step
-    module.training_step = lambda run, n: step(run, n) if last is None or n <= last else 1 / 0
-    assert module.main(words) == (last is not None), (name, words)
-    module.training_step = step"""
-    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(asked).encode(), cwd=fork, capture_output=True)
-    assert ran.returncode == 0, ran.stderr.decode()
+ENVIRONMENT = '''
+class Environment:
+    """With all that the contract of TRL 1.16 allows: a text of its own, several tools, state, errors, a reward."""
+
+    def reset(self, start: int = 0, **columns):
+        self.total, self.asked = start, columns["prompt"][-1]["content"]
+        return f" It is {start} now."
+
+    def add(self, n: int) -> int:
+        """
+        Add to the counter.
+
+        Args:
+            n: How much to add.
+        """
+        if n < 0:
+            raise ValueError("only up")
+        self.total += n
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total == 9)
+'''
+
+
+def chat_model(folder: Path) -> None:
+    tokenizer = char_tokenizer(string.printable)
+    of_messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+    asked = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = "{{ tools | tojson }}" + of_messages + asked
+    config = small_config(tokenizer, 32, 32)
+    config.max_position_embeddings = 1024
+    tokenizer.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
+    """A run by this module of the copy. -> its folder"""
+    (copy / "runs").mkdir(exist_ok=True)
+    settings = {flag: values for flag, *values in (part.split() for part in " ".join(words).split("--")[1:])}
+    run(settings, copy / "runs" / out, partial(conftest.in_a_copy, copy, module), *before, **expected)
+    return copy / "runs" / out
 
 
 @pytest.fixture(scope="module")
 def runs(fork) -> dict[str, Path]:
-    """For each command its folder."""
+    """The folder of the run of each command."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
-    lines = [["train", *words] for words in commands(ADDITIONS, "python train.py")]
-    lines += [["train", *ablation.flags, *(f"--{name}={x}" for name, x in ablation.variants[-1].items())]]
-    lines += [["edited", *words] for words in commands(EDITS, "python train.py")]
-    asked = []
-    for i, line in enumerate(lines):
-        shorter = ["--steps", "20"] if "largest" in line else ["--steps", "2", "--prompts_per_step", "4"]
-        rate = ["--learning_rate", "0.1"] if line[0] == "edited" else []  # SGD's, in that addition
-        asked.append([line[0], None, *line[1:], *shorter, *rate, "--eval_every", "0", "--out", f"runs/{i}"])
-    make(fork, asked)
-    return {" ".join(words): fork / "runs" / str(i) for i, words in enumerate(lines)}
+    variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
+    lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
+    lines += [("edited", [*words, "--learning_rate", "0.1"]) for words in commands(EDITS, "python train.py")]  # SGD's
+    folders = {}
+    for module, words in lines:
+        shorter = "--steps 20" if "largest" in words else "--steps 2 --prompts_per_step 4"
+        words_of_run = [*words, *shorter.split(), "--eval_every", "0"]
+        folders[" ".join([module, *words])] = make(fork, module, words_of_run, str(len(folders)))
+    return folders
 
 
 def test_every_command_of_an_addition(runs):
@@ -299,39 +349,154 @@ def test_every_command_of_an_addition(runs):
         if "largest" in line:
             assert steps[0]["reward"] < 0.1 and steps[-1]["reward"] > 0.3, "it learns"
         assert "chi2" not in line or steps[0]["kl"] == 0 < steps[1]["kl"]
+        if "second_best" in line:
+            samples = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+            assert {sample["advantage"] for sample in samples} <= {0.0, 1.0}  # 1 where only one is right
         if "edited" in line:  # another optimizer, whose state is saved
             assert json.loads((folder / "checkpoint" / "000002" / "state.json").read_text())["optimizer"] == "SGD"
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
-    """Five steps against a run that fails in the fourth and goes on after the second; all at once on two ranks."""
-    recipes = {f"recipe_{i}": words for i, words in enumerate(commands(REMEMBERED, "python train.py"))}
-    recipes["recipes"], asked = [*itertools.chain(*recipes.values())], []
-    for name, words in recipes.items():
-        words += "--steps 5 --save_every 2 --prompts_per_step 2 --eval_every 0 --out".split()
-        asked += [(name, last, *words, f"runs/{name}{end}") for last, end in ((None, ""), (3, "-cut"), (None, "-cut"))]
-    make(fork, asked[:-1])
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "recipes.py"]
-    subprocess.run([*two, *asked[-1][2:]], cwd=fork, check=True, capture_output=True)
-    on_two, on_one = (metrics(fork / "runs" / name) for name in ("recipes-cut", "recipes"))
-    for ours, theirs in zip(on_two, on_one, strict=True):
+    """With all recipes in one run: a run that is killed in its fourth step goes on after the second."""
+    recipes = commands(REMEMBERED, "python train.py")
+    few = "--prompts_per_step 2 --eval_every 0 --save_every 2 --steps".split()
+    all_recipes = [*itertools.chain(*recipes), *few, "5"]
+    whole = make(fork, "recipes", all_recipes, "recipes")
+    killed = partial(conftest.at, "train.training_step", 4, conftest.die)
+    cut = make(fork, "recipes", all_recipes, "cut", killed, code=-signal.SIGKILL)
+    shutil.copytree(cut, fork / "runs" / "cut-two")
+    assert_same_files(make(fork, "recipes", all_recipes, "cut"), whole)
+    on_two = make(fork, "recipes", all_recipes, "cut-two", world=2)
+    for ours, theirs in zip(metrics(on_two), metrics(whole), strict=True):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
-    for i in range(4):
-        assert_same_files(fork / "runs" / f"recipe_{i}-cut", fork / "runs" / f"recipe_{i}")
-    replayed, adapted, chosen, shortened = (metrics(fork / "runs" / f"recipe_{i}") for i in range(4))
+    made = [make(fork, f"recipe_{i}", [*words, *few, "2"], f"recipe_{i}") for i, words in enumerate(recipes)]
+    replayed, adapted, chosen, shortened, _ = map(metrics, made)
     assert abs(replayed[0]["loss"]) < 1e-6 < 1e-4 < abs(replayed[1]["loss"]), "off-policy"
-    assert [line["logged/beta"] for line in adapted[:2]] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
+    assert [line["logged/beta"] for line in adapted] == [0.05, pytest.approx(0.05 * 0.98)], "the first KL is 0"
     assert [line["reward"] for line in chosen] != [line["reward"] for line in shortened], "other prompts"
-    for a, b in itertools.pairwise(shortened):
-        assert b["logged/mean"] == pytest.approx(0.9 * a["logged/mean"] + 0.1 * b["completion_length"])
+    first, second = shortened
+    assert second["logged/mean"] == pytest.approx(0.9 * first["logged/mean"] + 0.1 * second["completion_length"])
+    coef, applied = 0.01, 0.0
+    explored = metrics(make(fork, "recipe_4", [*recipes[4], *few, "4"], "explored"))
+    for line in explored:
+        assert line["logged/entropy_coef"] == pytest.approx(applied)
+        coef += 0.005 if line["entropy"] <= 0.25 else -0.005
+        applied = coef if line["entropy"] <= 0.25 else 0.0
+    assert {line["entropy"] <= 0.25 for line in explored} == {True, False}
 
 
 def own(fork: Path, name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(fork / f"{name}.py")))
 
 
+# ---- Several turns ----
+
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+
+
+@pytest.fixture
+def tools(fork, monkeypatch, capsys) -> Callable:
+    """-> a function: the tools of a file as the model's tokenizer shows them, and what is replied to these turns"""
+    monkeypatch.chdir(fork)
+    monkeypatch.syspath_prepend(fork)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(fork / "tasks")])
+
+    def told(name: str, row: dict, turns: list[str]) -> tuple[SimpleNamespace, str, list]:
+        tokenizer = AutoTokenizer.from_pretrained("chat")
+        capsys.readouterr()
+        file = SimpleNamespace(**runpy.run_path(name, run_name="__main__"))
+        given = json.loads(capsys.readouterr().out)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
+        replies = Replies(file.reply, row, tokenizer, [EOS_ID])
+        said = [replies(tokenizer(turn + "<eos>").input_ids) for turn in turns]
+        encode_prompts(tokenizer, [row])
+        return file, tokenizer.decode(row["prompt_ids"]), [ids and tokenizer.decode(ids) for ids in said]
+
+    return told
+
+
+def test_the_tool_it_adds(tools):
+    row = {"prompt": [{"role": "user", "content": "2*(3+4)?"}]}
+    turns = [CALL % ("calculator", f'{{"expression": "{x}"}}') for x in ("2*(3+4)", "2*x", "1/0")]
+    _, prompt, said = tools("calculator.py", row, [*turns, "<tool_call>{</tool_call>", "It is 14."])
+    assert "Work out an arithmetic expression." in prompt and prompt.endswith("[user]2*(3+4)?<eos>[assistant]")
+    results = "14", "ValueError: malformed", "ZeroDivisionError: division by zero", "JSONDecodeError: Expecting"
+    assert said.pop() is None
+    for text, result in zip(said, results, strict=True):
+        assert text.startswith(f"[tool]{result}") and text.endswith("<eos>[assistant]")
+
+
+def test_the_environment_it_adds(tools):
+    row = {"prompt": [{"role": "user", "content": "Up to 9."}], "start": 4}
+    up, twice, down = (CALL % ("add", f'{{"n": {n}}}') * count for n, count in ((1, 1), (2, 2), (-1, 1)))
+    turns = [twice, down, CALL % ("reset", "{}"), up]
+    file, prompt, said = tools("tasks/environment.py", row, [*turns, "Done."])
+    assert "Add to the counter." in prompt and file.TOOLS == ["add"]
+    results = ["6", "8"], ["ValueError: only up"], ["KeyError: 'reset'"], ["9"]
+    assert said == ["".join(f"[tool]{x}<eos>" for x in each) + "[assistant]" for each in results] + [None]
+    task = file.load(Config())
+    prompted = task.to_row(row)["prompt"]
+    assert prompted == [{"role": "user", "content": "Up to 9. It is 4 now."}]
+    given = dict(prompts=[prompted] * 2, completions=["", ""], completion_ids=[[], []], log_extra=print)
+    assert task.rewards[0](**given, turns=[turns, turns[:1]], start=[4, 4]) == [1.0, 0.0]
+
+
+def test_the_game_the_environment_and_the_rewards_of_turns_run(fork):
+    game, each = commands(TURNS, "python train.py")
+    chat = {"prompt": [{"role": "user", "content": "Up."}], "start": 8}
+    (fork / "chat.jsonl").write_text("".join(json.dumps(chat | {"start": n}) + "\n" for n in range(4)))
+    environment = "--task environment --model chat --data chat.jsonl --max_completion_length 8".split()
+    environment += ["--chat_template_kwargs", '{"tools":[]}']
+    short = "--steps 2 --prompts_per_step 16 --samples_per_step -1 --eval_every 0".split()
+    for name, words in {"nim": game, "each": each, "environment": environment}.items():
+        make(fork, "turned" if name == "each" else "train", [*words, *short], name)
+    assert all(max(line["turns"] for line in metrics(fork / "runs" / name)) > 1 for name in ("nim", "each"))
+    assert all(line["reward"] == 0.0 for line in metrics(fork / "runs/environment"))
+    lines = (fork / "runs/each/samples.jsonl").read_text().splitlines()
+    several = [line for line in map(json.loads, lines) if None in [logp for _, logp in line["tokens"]]]
+    assert several and all(len(line["advantage"]) == len(line["tokens"]) for line in several)
+
+
+TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # what is done in each turn -> its rewards
+
+
+def by_index(returns: list[list[float]]) -> list[list[float]]:
+    """Normalized among those that got so far, as in verl's issue 7244."""
+    made = [[0.0] * len(each) for each in returns]
+    for k in range(2):
+        there = [i for i, each in enumerate(returns) if len(each) > k]
+        values = torch.tensor([returns[i][k] for i in there], dtype=torch.float64)
+        for i, x in zip(there, values - values.mean() if len(there) > 1 else []):
+            made[i][k] = float(x / (values.std() + 1e-4))
+    return made
+
+
+def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
+    """By all groups of three that a bandit of two turns can give, in float64. A return normalized by turn has not."""
+    by_turn = own(fork, "by_turn").by_turn
+    theta = torch.tensor([0.4, -0.7], dtype=torch.float64, requires_grad=True)
+    chance = torch.stack([theta.sigmoid(), 1 - theta.sigmoid()])  # of doing 0 or 1 in each turn
+    of = {done: [chance[did, k] for k, did in enumerate(done)] for done in TWO_TURNS}
+    p = {done: math.prod(chances) for done, chances in of.items()}
+    (expected,) = torch.autograd.grad(sum(p[done] * sum(TWO_TURNS[done]) for done in p), theta, retain_graph=True)
+    ours, theirs = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for group in itertools.product(TWO_TURNS, repeat=3):
+        written = [[True, False, True][: 2 * len(done) - 1] for done in group]
+        made = [Completion([1] * len(mask), [0.0] * len(mask), False, written=mask) for mask in written]
+        advantages = by_turn(Group([], {}, made, extras=[{"of_turns": TWO_TURNS[done]} for done in group]))
+        returns = [[sum(TWO_TURNS[done][k:]) for k in range(len(done))] for done in group]
+        together = math.prod(p[done] for done in group).detach()
+        for done, A, mask, other in zip(group, advantages, written, by_index(returns), strict=True):
+            assert A.shape == (len(mask),) and (len(mask) == 1 or A[1] == 0), "a reply"
+            for values, total in ((A[mask].tolist(), ours), (other, theirs)):
+                score = sum(x * chances.log() for x, chances in zip(values, of[done], strict=True))
+                total += together * torch.autograd.grad(score, theta, retain_graph=True)[0] / 3
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert torch.cosine_similarity(theirs, expected, dim=0) < 0.99
+
+
 def test_the_reward_model_it_adds(fork, monkeypatch):
-    """Each pair of a batch by itself, whatever the padding."""
+    """The score of a pair does not depend on the padding of its batch."""
     monkeypatch.chdir(fork)
     judge, texts = own(fork, "judge"), ["#1", "#22", *["#3"] * 20, "7+5=12#12"]
     scores = judge.judge(prompts=["1+1="] * 23, completions=texts)
@@ -340,7 +505,7 @@ def test_the_reward_model_it_adds(fork, monkeypatch):
 
 
 def test_the_functions_it_adds(fork):
-    """Each against its equation; the mean of the chi2 estimator is half of sum pi_ref^2 / pi - 1."""
+    """Each function equals its equation. The mean of the chi2 estimator is (sum pi_ref^2 / pi - 1) / 2."""
     loss, lengths = own(fork, "loss"), [5, 0, 2, 7]
     total = sum(n**-0.75 for n in lengths if n)
     expected = [[n**-0.75 / (10 * total) if t < n else 0.0 for t in range(8)] for n in lengths]
@@ -351,6 +516,9 @@ def test_the_functions_it_adds(fork):
     assert float(mean) == pytest.approx(float((reference.square() / policy).sum() - 1) / 2, rel=1e-12)
     rewards, how = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0]]), dict(scale="none", baseline="median")
     assert own(fork, "advantage").group_advantages(rewards, **how).tolist() == [[-1.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
+    best = own(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
+    assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
     rollout = own(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # of 0.5 and 0.3; of the likeliest
         sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
@@ -360,30 +528,74 @@ def test_the_functions_it_adds(fork):
         assert all(one.tolist() == kept for one in sets)
 
 
-def test_distillation_has_the_gradient_of_the_kl(tmp_path, monkeypatch):
-    """Two steps as printed; the teacher is the student with noise. Their gradients are those of k2 alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_the_token_baseline_it_adds(fork):
+    """sum_i r_i W_it / sum_i W_it over the completions of a prompt that have a token t. The loss of a run is minus the
+    mean advantage of its tokens, up to the two digits of their log-probs and sums of squares in samples.jsonl."""
+    (words,) = commands(BASELINE, "python train.py")
+    words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
+    out = make(fork, "baselined", words, "baselined")
+    rows, expected = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()], []
+    W = [[*itertools.accumulate(1 - 2 * math.exp(logp) + p for _, logp, p in row["tokens"])] for row in rows]
+    for i, row in enumerate(rows):
+        for t in range(row["length"]):
+            there = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if rows[j]["length"] > t]
+            weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
+            expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
+    assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=2e-3)
+    tokens = [torch.tensor([token[1:] for token in row["tokens"]], dtype=torch.float64) for row in rows]
+    logp, squares = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).unbind(2)
+    mask = torch.arange(logp.shape[1]) < torch.tensor([len(x) for x in tokens])[:, None]
+    batch = SimpleNamespace(sampler_logp=logp, sampler_entropy=squares, mask=mask, prompts=torch.arange(32) // 8)
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
+    advantages = own(fork, "baselined").above_token_baseline(rewards, batch)
+    assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-6)  # the equation adds 1e-8 to a sum of weights
+
+
+class Server(BaseHTTPRequestHandler):
+    """The sampler of this repository, asked as the page asks."""
+
+    def do_POST(self) -> None:
+        asked, answer = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), {}
+        if self.path == "/load":
+            self.server.model = AutoModelForCausalLM.from_pretrained(asked["folder"])
+        else:
+            sampling = Sampling(asked["max_tokens"], asked["stop_token_ids"], asked["temperature"])
+            made = rollout(self.server.model, asked["prompts"], np.array(asked["uniform"]), sampling)
+            answer = [dict(ids=each.ids, logp=each.logp, truncated=each.truncated) for each in made]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
+    (words,) = commands(SAMPLER, "python train.py")
+    words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
+    server = HTTPServer(("localhost", 0), Server)
+    Thread(target=server.serve_forever, daemon=True).start()
+    here = partial(conftest.replace, "served.SERVER", lambda _: f"http://localhost:{server.server_port}")
+    asked, whole = make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked")
+    server.shutdown()
+    assert_same_files(asked, whole)
+    assert all(line["gate_dropped"] == line["tis_bounded"] == 0 for line in metrics(whole) if line["step"])
+
+
+def test_distillation_has_the_gradient_of_the_kl(fork):
+    """The printed diff learns what a run learns from k2 alone, with rewards of weight 0 and the same teacher."""
     torch.manual_seed(0)
-    teacher = AutoModelForCausalLM.from_pretrained(HERE / "models" / "addition")
+    teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     for weights in teacher.parameters():
         weights.data += 0.02 * torch.randn_like(weights)
-    teacher.save_pretrained("teacher")
-    Path("distilled.py").write_text(patched(*blocks(DISTILLATION, "diff"), HERE)["train.py"])
-    distilled, pairs = importlib.import_module("distilled"), []
-    accumulate = distilled.accumulate
-
-    def compared(run, batch):
-        figures = accumulate(run, batch)
-        logp, _ = token_logprobs(run.model, batch.ids, batch.attention, batch.mask)
-        fixed = logp.detach(), torch.zeros(len(batch)), batch.weights, batch.mask
-        loss, _ = policy_loss(logp, *fixed, ref_logp=batch.ref_logp, beta=1.0, kl_estimator="k2")
-        parameters = list(run.model.parameters())
-        pairs.extend(zip([p.grad.clone() for p in parameters], torch.autograd.grad(loss, parameters), strict=True))
-        return figures
-
-    monkeypatch.setattr(distilled, "accumulate", compared)
+    teacher.save_pretrained(fork / "teacher")
+    distilled = patched(*blocks(DISTILLATION, "diff"), HERE)["train.py"]
+    (fork / "distilled.py").write_text(distilled)
+    (fork / "taught.py").write_text(distilled.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
     (words,) = commands(DISTILLATION, "python train.py")
-    assert distilled.main([*words, "--steps", "2", "--eval_every", "0", "--out", "run"]) == 0
-    for actual, expected in pairs:
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # fp32, in other micro-batches
+    words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
+    k2 = "--reward exact_sum --reward_weights 0 --beta 1 --kl_estimator k2".split()
+    made = [make(fork, name, words + more, name) for name, more in (("distilled", []), ("taught", k2))]
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in made)
+    student = load_file(fork / "models" / "addition" / "model.safetensors")
+    ours, theirs = (torch.cat([(w[name] - x).flatten() for name, x in student.items()]) for w in (ours, theirs))
+    assert conftest.distance(ours, theirs) < 1e-3 and theirs.norm() > 1e-3  # fp32; Adam enlarges its rounding
+    for line, other in zip(*map(metrics, made), strict=True):
+        assert line["kl"] > 0 and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

@@ -34,6 +34,7 @@ from batch import Group
 from config import UserError
 from fast.kept_sets import KeptSets
 from infra import ranks
+from infra.lora import adapted_layers, save_adapters, trained
 from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
 from infra.shard import is_sharded, whole_weights
 from rollout import Completion
@@ -55,7 +56,7 @@ def save(
     """Save everything that step + 1 needs. All ranks must call this. Each writes a part: its own part, if the model is
     sharded."""
     folder, first, tensors = checkpoint_of(out, step), ranks.rank() == 0, {}
-    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    parts = {name: trained(model) for name, model in models.items()}
     if optimizer.state:  # otherwise PyTorch would make an update to find out what the optimizer keeps
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
@@ -92,7 +93,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     """Restore what `save` saved, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    parts, flat = {name: dict(model.named_parameters()) for name, model in models.items()}, {}
+    parts, flat = {name: trained(model) for name, model in models.items()}, {}
     if (folder / "optimizer").exists():
         # PyTorch makes an update at a learning rate of 0, so that the optimizer has all of its state to load into.
         flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
@@ -118,7 +119,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Load only the weights of the policy. A rank can call this by itself."""
     check(folder)
-    dcp.load(dict(model.named_parameters()), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
+    dcp.load(trained(model), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
     return model
 
 
@@ -183,9 +184,12 @@ def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """All ranks must call this. The first one writes."""
-    weights = whole_weights(model) if is_sharded(model) else None
+    weights = whole_weights(model) if is_sharded(model) and not adapted_layers(model) else None
     with whole_folder(folder) as partial_folder:
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and adapted_layers(model):
+            save_adapters(partial_folder, model)
+            tokenizer.save_pretrained(partial_folder)
+        elif ranks.rank() == 0:
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
             model.generation_config = own

@@ -147,16 +147,22 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and is not for --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
+    given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
+    if config.tis_mode == "geometric_mask":  # of a run of an earlier version
+        yield "--tis_mode geometric_mask: is now --gate_low and --gate_high, in place of --tis_floor and --tis_cap"
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
-    if bounded and config.old_policy == "sampler":
-        yield "--tis_cap, --tis_floor with --old_policy sampler: the ratio that they bound is always 1"
-    if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
-        yield f"--tis_floor {config.tis_floor:g}: must not be above --tis_cap {config.tis_cap:g}"
-    corrected = bounded or config.off_policy_mask is not None or config.sampler_coef
+    if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):
+        yield f"--tis_mode {config.tis_mode}: --objective vespo takes the product itself; use a mode of tokens"
+    if given and config.old_policy == "sampler":
+        yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1"
+    for low, high in (("tis_floor", "tis_cap"), ("gate_low", "gate_high")):
+        if (getattr(config, low) or 0.0) > (getattr(config, high) or math.inf):
+            yield f"--{low} {getattr(config, low):g}: must not be above --{high} {getattr(config, high):g}"
+    corrected = given or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
-        yield "--keep_set false: --old_policy sampler, --tis_*, --off_policy_mask, --sampler_coef need the kept sets"
+        yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask, sampler_coef need the kept sets"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:
@@ -169,13 +175,18 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--steps 0 with --eval_every 0: nothing to do"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
-    for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
-        if getattr(config, name) and not getattr(config, other):
+    only_with = dict(kl_importance="beta", ref_sync_every="beta", shard_size="shard", lora_alpha="lora_rank")
+    for name, other in only_with.items():
+        if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
+    if config.ref_sync_every and config.lora_rank:
+        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
 
 
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
+    if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
+        yield f"learning_rate {config.learning_rate:g} suits all weights; adapters learn best at about ten times that"
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))

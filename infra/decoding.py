@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fast.output_head import forward_replaced, head_returns_logits, linear_in_fp32
 from infra import faults
-from infra.shard import is_sharded, unsharded
+from infra.shard import unsharded
 from rollout import Sampling, rollout
 
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # is missing without CUDA
@@ -21,8 +21,7 @@ sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: No
 
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
-    weights_at_hand = unsharded(model) if is_sharded(model) else weights_in(model, dtype)
-    with weights_at_hand, logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
+    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
         steps = forward_replaced(model, Steps(model.forward, max_tokens))
         with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
             yield
@@ -39,7 +38,7 @@ def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hold the weights in another dtype for a while: in bf16, decoding reads half the bytes. The fp32 weights come back
     unchanged. Buffers, such as rotary frequencies, keep their precision."""
-    weights = {p: p.data for p in model.parameters()}
+    weights = {p: p.data for p in model.parameters() if p.dtype != dtype}
     try:
         for p, weight in weights.items():
             p.data = weight.to(dtype)

@@ -130,10 +130,10 @@ def stop_requests() -> list[int]:
 
 
 @contextmanager
-def time_limit(seconds: float, name: str) -> Iterator[None]:
+def time_limit(seconds: float, name: str, what: str = "reward function") -> Iterator[None]:
     """Limit the time of a user's function. After these seconds the process ends and shows where it was, even if the
     function runs in C."""
-    timer = threading.Timer(seconds, say, [f"reward function {name} took longer than --reward_timeout {seconds:g} s"])
+    timer = threading.Timer(seconds, say, [f"{what} {name} took longer than --reward_timeout {seconds:g} s"])
     timer.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
     try:

@@ -21,7 +21,8 @@ from batch import Batch, Limits, micro_batches
 from config import Config, UserError, with_budgets
 from fast.output_head import head_returns_logits
 from infra import faults, ranks
-from infra.model import empty_model, reads_together
+from infra.lora import linear_layers
+from infra.model import empty_model, reads_together, weights_dtype
 from infra.shard import ranks_of_a_copy
 from logprob import chunk_tokens
 
@@ -71,9 +72,12 @@ def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limit
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
-    compute = 2 if config.dtype == "bfloat16" else 4  # bytes
+    compute, held = 2 if config.dtype == "bfloat16" else 4, weights_dtype(config).itemsize  # bytes
     part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # of this rank
-    copy = compute * parameters if compute < 4 or config.shard else 0
+    adapters = config.lora_rank * sum(sum(layer.weight.shape) for layer in linear_layers(model).values())
+    full = config.lora_rank == 0  # all weights are trained
+    learnt, reference = part if full else adapters, held * part * full * (config.beta != 0)
+    copy = compute * (adapters + (parameters if compute < held or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     i = getattr(text, "intermediate_size", None) or 4 * h
@@ -88,27 +92,27 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     distribution = vocabulary * (compute + 4 + 4 + 8)  # logits, those in fp32, probabilities, and their sums in fp64
 
     # In an update: the head, and two layers with their gradients.
-    gathered = compute * vocabulary * h + 2 * (compute + 4) * (parameters - vocabulary * h) / layers
+    gathered = compute * (adapters + vocabulary * h) + 2 * (compute + 4 * full) * (parameters - vocabulary * h) / layers
     # ids, attention and mask; log-probs of sampler, old policy and reference, with the sampler's entropies; weights
     batch = trained * length * (3 * 8 + 4 * 4 + 8)
     # Logits and log-probs; or log-probs, their gradient, and that of the weights, which is added to another.
     chunk = chunk_tokens(torch.cuda.is_available())
-    between = compute if config.shard else 4  # replicated weights are fp32, and so is what is between layers
+    between = compute if config.shard else held  # between layers is the dtype in which the weights are held
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # What norms see and, for each product, give; query, key, value, output of each head; four of the feed-forward part.
     layer = h * (norms * (between + 4) + 2.5 * between) + compute * 4 * (all_heads * head_size + i)
     return Costs(
-        stays={"weights": 4 * part, "Adam": 8 * part * (config.steps != 0), "reference": 4 * part * (config.beta != 0)},
+        stays={"weights": held * part + 4 * adapters, "Adam": 8 * learnt * (config.steps != 0), "reference": reference},
         rollout=copy,
         row=cache + distribution,
-        update=4 * part + (gathered if config.shard else copy) + batch + 4 * h * vocabulary,
+        update=4 * learnt + (gathered if config.shard else copy) + batch + 4 * h * vocabulary * full,
         token=(layers + 1) * (h * between if config.gradient_checkpointing else layer),
-        head=vocabulary * max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h),
-        layer=layer,
+        head=vocabulary * max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h * full),
+        layer=layer + (0 if full else compute * i),  # adapters have a gradient for the input, too
         length=length,
         sampled=math.ceil(sampled / world),
         trained=math.ceil(trained / world),
-        checkpoints=parameters * (16 if config.beta else 12) * (config.keep_checkpoints + 1),
+        checkpoints=(adapters or parameters) * (16 if reference else 12) * (config.keep_checkpoints + 1),
     )
 
 
@@ -150,7 +154,9 @@ def plan_line(config: Config, cost: Costs, free: float) -> str:
         disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
         line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
-        raise UserError(f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, or --shard")
+        raise UserError(
+            f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, --lora_rank or --shard"
+        )
     if config.shard and sum(cost.stays.values()) + need["update"] > free:
         raise UserError(f"{line}. An update cannot fit: {lower(config.micro_batch_size, config.micro_batch_tokens)}")
     return line if most <= free else f"{line}. Where it does not fit, it is done in smaller parts"

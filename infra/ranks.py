@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
-from infra.shard import is_sharded
 
 
 def start(shard: bool = False) -> torch.device:
@@ -119,11 +119,11 @@ def sum_gradients(model: nn.Module) -> None:
     does not depend on the parameter. It counts as zero."""
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if not is_sharded(model):  # sharded gradients are already summed in the backward pass
+        if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
             sum_(p.grad)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients to this norm. -> the norm of the whole model before clipping"""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if is_sharded(model) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

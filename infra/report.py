@@ -35,7 +35,9 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     """Figures of all completions of a step. `names` are those of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
-    lengths = [completion.length for group in groups for completion in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [completion.length for completion in completions]
+    several = [completion for completion in completions if completion.written is not None]  # could have several turns
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
@@ -45,7 +47,9 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "completion_length": mean(lengths),
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
-        "truncated": mean(completion.truncated for group in groups for completion in group.completions),
+        "truncated": mean(completion.truncated for completion in completions),
+        "turns": mean(len(completion.turns) for completion in several),
+        "reply_length": mean(len(completion.ids) - completion.length for completion in several),
         "dead_groups": mean(not spread for spread in spreads),
         "rejected_groups": mean(not group.has_signal for group in groups),  # whether or not dynamic sampling is on
         "groups_replaced": sum(group.advantages is None for group in groups),
@@ -61,12 +65,18 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
     """The loss and the gradient norm are means over the updates of a step. All other figures are means over the tokens
-    that these updates trained on."""
+    that these updates trained on, or over their completions, or maxima."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
-    for name, pair in ranks.gather([(name, pair.tolist()) for update in totals for name, pair in update.items()]):
-        sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair)]
-    return figures | {name: total / count if count else None for name, (total, count) in sums.items()}
+    for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
+        sums[name] = together(name, sums.get(name, torch.zeros_like(pair)), pair)
+    return figures | {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+
+
+def together(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """The (sum, count) of a figure in two parts of a step -> that in both. A maximum stands in the place of a sum if
+    the figure's name ends in _max."""
+    return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
@@ -94,6 +104,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
+        "turns": [len(group.completions[0].turns) for group in greedy if group.completions[0].written is not None],
         "reward": torch.cat([group.rewards for group in greedy]).tolist(),
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
@@ -172,13 +183,13 @@ class RunLog:
         pairs += [("eval", group, 0) for group in evaluated[:2]]
         append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
         append(self.out / "metrics.jsonl", [metrics])
-        for name, value in metrics.items() if self.track else ():
-            if value is not None:
-                self.track(name, value, metrics["step"])
+        if self.track:
+            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
         if groups:
             self.show_step(metrics)
             # What may keep the run from learning is said the first time that it is so.
-            if 2 * sum(bool(group.advantages.any()) for group in groups) < self.config.prompts_per_step:
+            trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
+            if 2 * trained_on < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of a step's groups are trained on: see rejected_groups")
             if metrics["truncated"] >= 0.9:
                 self.say_once("note: nine of ten completions are cut off: see --max_completion_length")
@@ -188,30 +199,34 @@ class RunLog:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
+        completion, A = group.completions[i], None if group.advantages is None else group.advantages[i]
+        written = completion.written or [True] * len(completion.ids)
+        of_tokens = completion.logp, completion.entropy
+        figures = [its and [x if own else None for own, x in zip(written, its)] for its in of_tokens]  # null in replies
         return {
             "step": step,
             "kind": kind,
             "prompt": group.row["prompt"],
-            "completion": self.decode(group.completions[i].ids),
+            "completion": self.decode(completion.ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
-            "advantage": None if group.advantages is None else float(group.advantages[i]),
-            "length": group.completions[i].length,
-            "truncated": group.completions[i].truncated,
+            "advantage": A.tolist() if isinstance(A, Tensor) else A,
+            "length": completion.length,
+            "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(group.completions[i].ids, group.completions[i].logp, group.completions[i].entropy),
+            "tokens": self.tokens(completion.ids, *figures),
         }
 
-    def tokens(self, ids: list[int], *figures: list[float] | None) -> list[list]:
+    def tokens(self, ids: list[int], *figures: list[float | None] | None) -> list[list]:
         """The text of each token with its rounded figures. If several tokens make a character, the last one has it."""
         text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens make whole characters
         for t in range(1, len(ids) + 1):
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
             ends.append(ends[-1] + grown)
-        given = [values for values in figures if values is not None]
-        return [[text[a:b], *(round(x, 2) for x in row)] for a, b, *row in zip(ends, [*ends[1:-1], None], *given)]
+        columns = ends, [*ends[1:-1], None], *(values for values in figures if values is not None)
+        return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
 
     def show_step(self, metrics: dict) -> None:
         names = ("reward", "completion_length", "entropy", "tokens_per_second")
@@ -250,15 +265,15 @@ def append(path: Path, lines: list[dict]) -> None:
         file.write(as_json(lines))
 
 
-def open_tracker(config: Config) -> Callable[[str, float, int], None]:
-    """-> a function that reports one figure of a step: its name, its value, the step"""
-    if config.report_to == "wandb":
-        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), dir=config.out)
-        run = importlib.import_module("wandb").init(**about)
-        return lambda name, value, step: run.log({name: value}, step=step)
+def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
+    """-> a function that reports the figures of a step: by their names, and the step"""
+    if config.report_to in ("trackio", "wandb"):  # trackio chooses its folder itself
+        folder = {"dir": config.out} if config.report_to == "wandb" else {}
+        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
+        return importlib.import_module(config.report_to).init(**about).log
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
     atexit.register(writer.close)
-    return writer.add_scalar
+    return lambda figures, step: [writer.add_scalar(name, value, step) for name, value in figures.items()]
 
 
 def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:

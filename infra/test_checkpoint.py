@@ -37,13 +37,18 @@ def noisy(completions, **columns):
     return [float((text[:1] in "abc") != (random.random() + np.random.rand() < 0.5)) for text in completions]
 
 
+def answered(row, turns):
+    """Once, with what the row has and what was written."""
+    return row["answer"][:1] + turns[0][:1] if len(turns) == 1 else None
+
+
 @pytest.fixture(scope="module")
 def quiet(sorting) -> dict:
     """Settings of a small run in which everything happens that a checkpoint must carry over."""
     return sorting | dict(
         prompts_per_step=2, num_generations=3, dynamic_sampling=2, max_completion_length=6, steps=7, num_iterations=2,
         minibatches=2, beta=0.1, ref_sync_every=3, weight_decay=0.1, lr_schedule="linear", warmup_steps=5, eval_every=4,
-        eval_prompts=3, eval_k=2, save_every=2, keep_checkpoints=2,
+        eval_prompts=3, eval_k=2, save_every=2, keep_checkpoints=2, reply=f"{__name__}:answered",
     )  # fmt: skip
 
 
@@ -59,12 +64,14 @@ def whole(small, tmp_path_factory) -> Path:
     run(small, out)
     assert '"cursor": 14' not in (out / "checkpoint/000007/state.json").read_text(), "further prompts were drawn"
     assert all(line["kl"] > 0 and line["grad_norm"] > 0 for line in metrics(out)[3:])
+    assert all(line["turns"] > 1.1 for line in metrics(out) if "turns" in line)
     return out
 
 
 STOP = partial(signal.raise_signal, signal.SIGTERM)
 ENDS = {  # of one run, one after the other: what happens there, the exit code
     "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
+    "inside a reply": (partial(at, f"{__name__}.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
     "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
@@ -101,6 +108,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 GROUP = Group([1, 2], {"prompt": "a"}, [Completion([3], [-0.1], True)], torch.tensor([math.nan]), index=7)
 GROUP.completions[0].kept = KeptSets(array("i", [3, 5]), array("q", [0, 2]))
+GROUP.completions[0].written, GROUP.completions[0].replies = [True], [[{"role": "tool", "content": "7"}]]
+GROUP.advantages = [torch.tensor([0.5])]
 STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "mean": 0.1 + 0.2, "buffer": [GROUP, GROUP]}
 DEEP, CYCLE = reduce(lambda nested, _: [nested], range(9999), []), []
 CYCLE.append(CYCLE)

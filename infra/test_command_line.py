@@ -54,7 +54,11 @@ RESOLVED = [
     ("--algorithm cispo --num_iterations 4 --eval_every 0 --warmup_steps 1000 --steps 5", {}),
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # not read, but as the preset has it
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
-    ("--objective cispo --epsilon_high 1 --tis_mode geometric_mask --tis_floor 0.5", {}),
+    ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 1 --gate_high 1", {}),
+    (
+        "--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #",
+        dict(objective="vespo"),
+    ),
     ("--algorithm gmpo --epsilon_low 1.5 --normalization prompt --num_iterations 2", {}),
     ("--tis_cap 2 --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --top_k 9 --min_p 0.1", dict(keep_set=True)),
     ("--old_policy sampler --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --keep_set", {}),
@@ -72,13 +76,14 @@ def test_nothing_stays_open_and_what_is_resolved_can_be_given_as_flags(task):
     config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"], algorithm="dapo", seed=7), False)
     may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
     may_be_none |= {"chat_template_kwargs", "eval_data", "correct", "tis_cap", "tis_floor", "off_policy_mask"}
+    may_be_none |= {"gate_low", "gate_high"}
     assert {name for name, value in vars(config).items() if value is None} == may_be_none
     given = {name: x if isinstance(x, list) else [x] for name, x in vars(config).items() if x not in (None, [])}
     words = [word for name, values in given.items() for word in (f"--{name}", *map(str, values))]
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
 
 
-def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
+def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path, capsys):
     """Of a run --config reads what was given by hand, without its folder. --out alone goes on with all settings of the
     run, once it has made steps."""
     out, file = tmp_path / "out", tmp_path / "out" / "config.json"
@@ -100,6 +105,10 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path):
     assert run_folder.step_to_continue_after(ready(read(f"--out {out}"), on_gpu=False)) == 0
     with pytest.raises(UserError, match="only --overwrite starts over: --algorithm dapo there, gspo here"):
         run_folder.step_to_continue_after(ready(read(f"--out {out} --algorithm gspo"), on_gpu=False))
+    file.write_text(file.read_text().replace("token_truncate", "geometric_mask"))
+    with pytest.raises(SystemExit):
+        read(f"--out {out}")
+    assert "--tis_mode geometric_mask: is now --gate_low and --gate_high" in capsys.readouterr().err
 
 
 MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends at the first one that it finds
@@ -116,10 +125,20 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--sapo_tau_pos 2 --sapo_tau_neg 2", "--sapo_tau_neg 2.0: is not read by --objective clip | --sapo_tau_pos 2.0"),
     ("--algorithm cispo --epsilon_low 1.5 --delta 3", "--delta 3.0: ... by --objective cispo | --epsilon_low 1.5"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: is not read | sampler: is not read"),
-    ("--objective cispo --tis_mode geometric_mask", "0.2: is the cap itself | mask: corrects nothing without --tis"),
+    ("--objective cispo --tis_mode sequence_mask", "0.2: is the cap itself | mask: corrects nothing without --tis"),
+    (
+        "--tis_mode geometric_mask --tis_cap 1.1",
+        "--tis_mode: invalid choice: 'geometric_mask'",
+    ),
+    ("--gate_low 1.1 --gate_high 1", "--gate_low 1.1: ... above --gate_high 1"),
+    ("--stop=", "--stop ['']: must be list of str"),
+    ("--algorithm vespo --tis_mode sequence_mask --tis_cap 2 --epsilon_low 0.1", "0.1: is not read | sequence_mask: "),
+    ("--old_policy sampler --gate_low 0.5", "--gate_low with --old_policy sampler: ... always 1"),
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
-    *[(f"--{x} 1 --top_k 9 --keep_set no", "kept") for x in "off_policy_mask tis_cap tis_floor sampler_coef".split()],
+    *[(f"--{x} 1 --top_k 9 --keep_set no", "kept") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "made 0 | prompt with"),
+    ("--lora_alpha 8", "--lora_alpha: is not read without --lora_rank"),
+    ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--num_generations 1 --minibatches 17", "a group of one | --minibatches 17: more than"),
     ("--delta 1.2 --tis_cap 2 --tis_floor 3", "--delta 1.2: ... 1 | above --tis_cap 2"),
     ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... always 1"),
@@ -129,6 +148,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
+    ({"given": {"tis_mode": "geometric_mask", "tis_floor": 0.9}}, "", "--tis_mode: invalid choice: 'geometric_mask'"),
     (
         {"settings": {"algorithm": "rloo"}},
         "--algorithm dapo",
@@ -158,16 +178,17 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 
 BOUNDS = [  # a value that is refused, one that is taken, by these numbers
     (0, 1, "prompts_per_step num_generations max_completion_length num_iterations minibatches eval_prompts eval_k"),
-    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
+    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints lora_alpha"),
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
-    (0, 1e-9, "sapo_tau_pos sapo_tau_neg"),
+    (0, 1e-9, "sapo_tau_pos sapo_tau_neg gate_low gate_high"),
     (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1, 0, "lora_rank"),
     (-1e-9, 0, "min_p sampler_coef off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
     (1.001, 1, "top_p min_p top_entropy"),
     (math.inf, 1e9, "reward_timeout temperature tis_cap delta max_grad_norm learning_rate beta entropy_coef"),
-    (math.inf, 1e9, "weight_decay tis_floor sapo_tau_pos sapo_tau_neg off_policy_mask sampler_coef"),
+    (math.inf, 1e9, "weight_decay tis_floor gate_low gate_high sapo_tau_pos sapo_tau_neg off_policy_mask sampler_coef"),
     (math.nan, math.inf, "epsilon_low epsilon_high"),
     ([-math.inf], [-1e9], "reward_weights"),
 ]
@@ -189,6 +210,8 @@ def test_what_is_allowed_but_worth_a_line():
         (dict(beta=0.1, kl_estimator="k1"), "adds noise"),
         (dict(ratio="sequence", beta=0.1, tis_cap=2.0, top_p=0.9),),
         (dict(top_entropy=0.5, scale_rewards="mean"),),
+        (dict(lora_rank=8), "learning_rate 0.0002 suits all weights"),
+        (dict(lora_rank=8, learning_rate=1e-3),),
     ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 

@@ -25,9 +25,16 @@ from infra.run_folder import saved_steps
 from rollout import Completion
 
 
+def answered(row, turns):
+    """Once. What is left in the row is that of this call, also where memory ran out and all was sampled again."""
+    row["calls"] = row.get("calls", 0) + 1
+    assert row["calls"] == len(turns)
+    return row["answer"][:1] if len(turns) == 1 else None
+
+
 @pytest.fixture(scope="module")
 def small(sorting) -> dict:
-    held_out = dict(eval_every=2, eval_prompts=4, eval_k=2)
+    held_out = dict(eval_every=2, eval_prompts=4, eval_k=2, reply=f"{__name__}:answered")
     return sorting | held_out | dict(prompts_per_step=2, max_completion_length=6, beta=0.1, save_every=1)
 
 
@@ -90,6 +97,7 @@ FAULTS = {  # what happens, the exit code, how the line that tells begins
 FAILING = [  # at which call, on which rank of how many; the first one alone saves, and the others wait for it
     ("exception", "train.rollout", 4, 1, 3),
     ("mistake", "train.rollout", 4, 1, 2),
+    ("exception", f"{__name__}.answered", 3, 1, 2),
     ("mistake", "train.score", 4, 1, 2),
     ("memory", OPTIMIZER, 2, 1, 2),
     ("memory of shards", LOSS, 2, 1, 2),
@@ -262,11 +270,18 @@ def in_c(prompts, **columns):
     sum(range(10**13))
 
 
-@pytest.mark.parametrize("reward, told", [("loops", 1), ("in_c", 0)])  # code in C lets no thread speak
-def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path, reward, told):
-    shown = run(small | dict(reward=f"{__name__}:{reward}", reward_timeout=0.5), tmp_path / "out", code=1)
+def never_answers(row, turns):
+    loops([])
+
+
+HANGING = [("reward", "loops", 1), ("reward", "in_c", 0), ("reply", "never_answers", 1)]  # C lets no thread speak
+
+
+@pytest.mark.parametrize("what, reward, told", HANGING)
+def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path, what, reward, told):
+    shown = run(small | {what: f"{__name__}:{reward}", "reward_timeout": 0.5}, tmp_path / "out", code=1)
     before, _, dump = shown.partition("Timeout (")
-    assert before.count(f"reward function {reward} took longer than --reward_timeout 0.5 s\n") == told, shown
+    assert before.count(f"{what} function {reward} took longer than --reward_timeout 0.5 s\n") == told, shown
     assert re.search(rf'File "{__file__}", line \d+ in {reward}\n', dump), shown
 
 

@@ -1,5 +1,5 @@
-"""What a run needs, from configurations alone, against a model that is there, a real one worked out by hand, and what
-whole steps of real shapes hold on a GPU that is pretended.
+"""The memory that is planned from a configuration, compared with the tensors of a small model and with what whole steps
+of real shapes hold on a pretended GPU.
 
     python -m infra.test_memory          the table of docs/distributed.md, in some minutes and 1 GB
 """
@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 import conftest
 import train
 from config import Config, UserError, resolve
-from infra import memory
-from infra import test_gpu as pretend_gpu
+from infra import memory, pretend_gpu
 from infra.command_line import parse, ready
+from infra.lora import add_adapters
+from infra.model import Opened, weights_dtype
 
 SMALL = Qwen2Config(
     vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
@@ -36,7 +37,10 @@ QWEN = {  # 2.5
                  num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
     "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
                num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
+    "14B": dict(vocab_size=152_064, hidden_size=5120, intermediate_size=13_824, num_hidden_layers=48,
+                num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
 }  # fmt: skip
+PARAMETERS = 7_615_616_512  # of 7B
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -53,7 +57,7 @@ def large(ranks: int = 1, **flags) -> tuple[Config, memory.Costs]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_counted_is_what_a_model_has(dtype):
-    """Weights and cache exactly; of what autograd keeps 85 % at least: a CPU repeats no keys."""
+    """Weights and cache are exact. Autograd keeps 85 % or more of what is counted: a CPU does not repeat the keys."""
     model, kept = Qwen2ForCausalLM(SMALL).train(), []
     weights = sum(p.numel() * 4 for p in model.parameters())
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -62,8 +66,8 @@ def test_what_is_counted_is_what_a_model_has(dtype):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             out = model.model(input_ids=torch.ones(8, 64, dtype=torch.long), use_cache=False)
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-        of_activations = sum(size for place, size in storages.items() if place not in own)
-        assert out is not None and 0.85 < of_activations / (8 * 64 * cost.token * 3 / 4) < 1.0
+        activation_bytes = sum(size for place, size in storages.items() if place not in own)
+        assert out is not None and 0.85 < activation_bytes / (8 * 64 * cost.token * 3 / 4) < 1.0
     cache = DynamicCache(config=SMALL)
     model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
@@ -72,37 +76,37 @@ def test_what_is_counted_is_what_a_model_has(dtype):
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_real_model_by_hand(monkeypatch, ranks):
-    """7B on GPUs in bf16, completions of 512 + 4096 tokens, 16 on each rank; with 8 ranks sharded."""
+def test_an_update_of_a_real_model_by_hand(monkeypatch):
+    """7B in bf16 on one GPU, which has a copy of the weights, and on 8, which gather the head and two layers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    P, V, h = PARAMETERS, 152_064, 3584  # the last two are the vocabulary and the hidden size
+    for ranks, gathered in ((1, 2 * P), (8, 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4))):  # layers with their gradients
+        _, cost = large(ranks, prompts_per_step=16, num_generations=ranks, shard=ranks > 1)
+        completions = 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # as tensors
+        assert cost.update == pytest.approx(4 * P / ranks + gathered + completions + 4 * V * h)
+        assert cost.head == V * (6 * 2048 + 4 * h), "the log-probs of a chunk and what is made of them"
+
+
+def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
     assert memory.free_memory() == 5
-    given = dict(prompts_per_step=16, num_generations=ranks, beta=0.1, shard=ranks > 1, rollout_tokens=10**6)
-    config, cost = large(ranks, **given, micro_batch_tokens=16_384)
-    P, V, h, b = 7_615_616_512, 152_064, 3584, 4 if ranks == 1 else 2  # parameters; bytes between layers
-    row = 28 * 2 * 4 * 128 * 2 * 4608 + V * (2 + 4 + 4 + 8)  # keys and values; the distribution
-    update = 4 * P / ranks + 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # gradients; the completions as tensors
-    update += V * 4 * h  # the head's gradient; then log-probs of a chunk, and what is made of them, or a layer
-    head = V * (6 * 2048 + 4 * h)
-    # A copy in bf16; or the head, and two layers with their gradients.
-    update += 2 * P if ranks == 1 else 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4)
-    of_a_layer = h * (57 / 28 * (b + 4) + 2.5 * b) + 2 * 4 * (h + 18_944)
-    expected = {"weights": 4 * P / ranks, "Adam": 8 * P / ranks, "reference": 4 * P / ranks}
-    micro_batch = 16_384 * 29 * of_a_layer + max(head, 16_384 * of_a_layer)
-    expected |= {"rollout": 2 * P + 16 * row, "update": update + micro_batch}
-    need = memory.needed(config, cost)
-    assert need == {name: pytest.approx(amount) for name, amount in expected.items()}
-    assert memory.peak(config, cost) == 16 * P / ranks + max(need["rollout"], need["update"])
+    settings = dict(rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
+    config, cost = large(steps=0, **settings)
+    needed = memory.needed(config, cost)
+    assert {name for name, amount in needed.items() if amount} == {"weights", "rollout"}
+    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 28 * cost.row, "in bf16, without a copy"
 
-    fewer = memory.needed(replace(config, rollout_tokens=3 * 4608, micro_batch_size=2), cost)
-    assert fewer["rollout"] == 2 * P + 3 * row
-    assert fewer["update"] == pytest.approx(update + 2 * 4608 * 29 * of_a_layer + head)
-    _, checkpointed = large(ranks, **given, gradient_checkpointing=True)
-    assert checkpointed.token == 29 * h * b, "what is between layers"
-    evaluation, cost = large(ranks, **given | dict(beta=0, steps=0, eval_every=1, eval_prompts=7 * ranks))  # x 4
-    alone = memory.needed(evaluation, cost)
-    assert {name: x for name, x in alone.items() if x} == {"weights": 4 * P / ranks, "rollout": 2 * P + 28 * row}
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_those_of_their_dtype(ranks):
+    """7B in bf16, in one piece or sharded, with a KL term."""
+    _, cost = large(ranks, shard=ranks > 1, beta=0.1, lora_rank=16)
+    h, i = 3584, 18_944
+    adapters = 16 * 28 * (2 * (h + h) + 2 * (h + 512) + 3 * (h + i))
+    assert cost.stays == {"weights": 2 * PARAMETERS / ranks + 4 * adapters, "Adam": 8 * adapters, "reference": 0}
+    assert cost.rollout == (0 if ranks == 1 else 2 * PARAMETERS) + 2 * adapters, "what is copied"
+    assert cost.checkpoints == 2 * 12 * adapters
 
 
 MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
@@ -154,14 +158,14 @@ def test_completions_are_read_together_where_prompt_and_completion_fit_into_the_
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """As on GPUs, with so much memory."""
+    """Budgets are chosen as on a GPU with this much free memory."""
     conftest.replace("infra.command_line.resolve", lambda resolve: lambda config, task, _: resolve(config, task, True))
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)
 
 
 def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
-    """Those that fit on the rank with the least memory."""
+    """They fit on the rank with the least memory."""
 
     def budgets(*before, world: int = 1, **changes) -> tuple[int, int]:
         conftest.run(sorting | dict(dtype="float32") | changes, tmp_path / "out", *before, world=world)
@@ -187,12 +191,16 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
+    "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
+    "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
 }
 
 
 def one_of_eight() -> None:
-    """The other ranks have and say what this one does."""
+    """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
@@ -200,7 +208,7 @@ def one_of_eight() -> None:
 
 
 class Counting:
-    """A tokenizer: each text says how many tokens it has."""
+    """A tokenizer for which a text is the number of its tokens."""
 
     eos_token_id, chat_template = 1, None
 
@@ -216,8 +224,7 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 
 
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """On a GPU of shapes alone a step with the budgets that are planned. -> bytes planned and held by what for; and
-    planned and there in all"""
+    """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
     world = 8 if "--shard" in flags else 1
     if world > 1:
@@ -228,8 +235,12 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
-    loaded = whole, Counting()
-    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
+
+    def opened(_: str, config: Config) -> Opened:
+        adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
+        return Opened(shape, Counting(), lambda: whole.to(weights_dtype(config)).eval(), adapt)
+
+    conftest.replace("train.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
@@ -237,14 +248,12 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         flags += f" --num_generations 8 --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0"
         run, *_ = train.set_up(ready(parse(flags.split(), True), True), torch.device("cuda"))
     cost = memory.costs(shape, run.config, world, PROMPT)
-    planned = {"in all": memory.peak(run.config, replace(cost, sampled=10**6, trained=10**6))}
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
     rows = run.config.rollout_tokens // cost.length
     short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (PROMPT + SAMPLED))
     run.sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=short.rollout_tokens)
-    of_short = memory.needed(short, memory.costs(shape, short, world, PROMPT))["rollout"]
-    planned |= {"rollout": stays + of_short, "update": stays + need["update"]}
-    held = {"in all": gigabytes * 1e9 - CONTEXT}
+    short_need = memory.needed(short, memory.costs(shape, short, world, PROMPT))["rollout"]
+    planned, held = {"rollout": stays + short_need, "update": stays + need["update"]}, {}
 
     def lengthened(rollout):
         def sampling(model, prompts, uniform, *rest, **settings):
@@ -258,7 +267,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
     conftest.replace("train.rollout", lengthened)
     gpu.capacity = math.inf
-    for p in run.model.parameters():
+    for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
     run.optimizer.step()  # Adam's moments, as in every step but the first
     run.optimizer.zero_grad()
@@ -268,23 +277,39 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 
 KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
+KINDS += ["7B, adapters, checkpointing", "7B on 8, adapters"]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_planned_is_held(name):
-    """Or a quarter less, at most. Of twelve layers: it takes seconds."""
-    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 12, shapes_only=True)
-    for planned, held in (found["rollout"], found["update"]):
+    """A step holds at most what is planned, and at least four fifths of it. Six layers are enough to show that."""
+    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6, shapes_only=True)
+    for planned, held in found.values():
         assert held <= planned <= 1.25 * held
-    planned, there = found["in all"]
-    assert planned <= there
+
+
+def budgets_with_adapters() -> list[str]:
+    """Of rank 16, with checkpointing: tokens of a rollout and of a micro-batch in thousands, for each size and GPU."""
+    given = dict(lora_rank=16, gradient_checkpointing=True, max_completion_length=LENGTH, steps=1, num_generations=8)
+    rows, open_config = (
+        ["| | 16 GB | 24 GB | 48 GB | 80 GB |", "|---|---|---|---|---|"],
+        resolve(Config(**given), {}, True),
+    )
+    for name, shape in QWEN.items():
+        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, PROMPT), []
+        for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
+            config = memory.fitting(open_config, cost, free)
+            fits = memory.peak(config, replace(cost, sampled=10**6, trained=10**6)) <= free
+            cells.append(f"{config.rollout_tokens / 1e3:.0f}, {config.micro_batch_tokens / 1e3:.0f}" if fits else "no")
+        rows.append(f"| {' | '.join([name, *cells])} |")
+    return rows
 
 
 if __name__ == "__main__":
     table = ["| | GB | rollout planned | held | update planned | held |", "|---|---|---|---|---|---|"]
     for name, (_, gigabytes, _) in CASES.items():
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
-        figures = [f"{amount / 1e9:.1f}" for part in ("rollout", "update") for amount in found[part]]
+        figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
         table.append(f"| {' | '.join([name, str(gigabytes), *figures])} |")
-    print("\n".join(table))
+    print("\n".join([*table, "", *budgets_with_adapters()]))

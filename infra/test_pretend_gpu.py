@@ -1,5 +1,5 @@
-"""The GPU's code path, in whole runs: on every change on a GPU that is pretended; with `pytest -m gpu` on real ones,
-which nobody has done yet."""
+"""Whole runs on the code path of a GPU: always on a pretended GPU, and with `pytest -m gpu` on real ones, which nobody
+has done yet."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 import conftest
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
-from infra import test_gpu as pretend_gpu
+from infra import pretend_gpu
 
 GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
 LACKING = pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
@@ -40,7 +40,7 @@ def small(sorting) -> dict:
 
 
 def without_reserved(out: Path) -> Path:
-    """What the allocator of a GPU holds, and a CPU has not, becomes null in its metrics."""
+    """Set the memory that a GPU's allocator reserves to null, which it is on a CPU."""
     lines, name = (out / "metrics.jsonl").read_text(), '"peak_memory_reserved_gb": '
     assert name in lines and f"{name}null" not in lines
     (out / "metrics.jsonl").write_text(re.sub(f"({name})[^,}}]+", r"\1null", lines))
@@ -48,22 +48,22 @@ def without_reserved(out: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world, given", [(1, {}), (2, {}), (2, dict(shard=True))])
-def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given):
-    """Across a resume, and on a pretended one bit for bit."""
+@pytest.mark.parametrize("world, given, stops", [(1, {}, [1, 2]), (2, {}, [2]), (2, dict(shard=True), [1, 2])])
+def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given, stops):
+    """Across a resume after the first of two stops, and on a pretended GPU bit for bit."""
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
-    settings = small | given | dict(max_completion_length=5, eval_prompts=2)
+    settings = small | given | dict(max_completion_length=4, eval_prompts=2)
     run(settings, cpu, world=world)
-    for steps in (1, 2):
+    for steps in stops:
         shown = run(settings | dict(steps=steps), out, partial(on_a_gpu, kind), world=world)
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     (assert_same_files if kind == "pretended" else assert_same_run)(without_reserved(out), cpu)
 
 
 def compare_gradients() -> None:
-    """Of each update in bfloat16 with the same update's in float32."""
+    """Compare the gradient of each update in bfloat16 with that of the same update in float32."""
 
     def both(accumulate: Callable) -> Callable:
         def accumulating(run, batch):
@@ -81,7 +81,7 @@ def compare_gradients() -> None:
 
 
 def emulated() -> None:
-    """As on GPUs of before 2020."""
+    """bfloat16 is only emulated, as on GPUs from before 2020."""
     conftest.replace("torch.cuda.is_bf16_supported", lambda _: lambda including_emulation=True: including_emulation)
 
 
@@ -99,7 +99,7 @@ def test_in_bfloat16_it_goes_through(small, tmp_path, kind, given):
 
 @LACKING
 def test_memory_that_runs_out_is_found_by_allocating_it(small, tmp_path):
-    """In a rollout (of an evaluation, which has more samples) and in an update; the result is that of a CPU."""
+    """Memory runs out in an evaluation, which has more samples, and in an update. The result is that of a CPU."""
     settings = small | dict(eval_k=60, steps=1, minibatches=1, gradient_checkpointing=False)
     run(settings, tmp_path / "cpu")
     budgets = dict(rollout_tokens=10**6, micro_batch_tokens=10**6)

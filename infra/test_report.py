@@ -1,5 +1,6 @@
 """The figures of a step and of an evaluation, and what is told of them."""
 
+import importlib
 import io
 import json
 import math
@@ -40,7 +41,9 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
     expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / 3**0.5 for name, x in of_prompts.items()}
-    assert report.of_evaluation(greedy, sampled, NAMES) == pytest.approx(expected)
+    figures = report.of_evaluation(greedy, sampled, NAMES)
+    assert figures.pop("eval/turns") is figures.pop("eval/turns_ci") is None
+    assert figures == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
     alone = report.of_evaluation([missing, one], [one, one], NAMES)
     assert (alone["eval/reward"], alone["eval/reward_ci"]) == (0.0, None)
@@ -72,6 +75,25 @@ def test_what_keeps_a_run_from_learning_is_said_once(tmp_path, capsys, figures, 
         log.step(LEARNING | figures | {"step": step}, groups, [])
     shown = capsys.readouterr().out
     assert shown.count("note: ") == bool(note) and (note or "") in shown
+
+
+def test_replies_have_no_figures_and_are_seen_apart():
+    """A completion of two turns with a reply of two tokens between them, and one of a turn only."""
+    written = [True, True, False, False, True]
+    several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=written)
+    made = group([1.0, 0.0], 3)
+    made.completions = [several, Completion([6], [-0.5], True, [0.25], written=[True])]
+    made.advantages, made.extras = [torch.tensor([0.5, 0.5, 0.0, 0.0, -1.0]), torch.tensor([2.0])], [{}, {}]
+    log = RunLog(Config(out="run"), lambda ids: "".join(map(str, ids)), NAMES)
+    line = log.sample_line(3, "train", made, 0)
+    own, other = [-0.5, 0.25], [None, None]
+    assert line["tokens"] == [["1", *own], ["2", *own], ["3", *other], ["4", *other], ["5", *own]]
+    assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
+    figures = report.of_groups([made], NAMES)
+    assert (figures["turns"], figures["reply_length"], figures["completion_length"]) == (1.5, 1.0, 2.0)
+    assert figures["tokens"] == 4 and report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
+    plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
+    assert plain["turns"] is plain["reply_length"] is None
 
 
 def test_peaks_of_memory_are_those_of_the_rank_that_has_most(monkeypatch):
@@ -140,3 +162,18 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypat
         assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
     else:
         assert sampling == f"step 1/2  {figures}\n"
+
+
+def test_the_figures_of_each_step_reach_trackio(tmp_path, monkeypatch):
+    """Against the package itself, where it is installed. A figure without a value is left out."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "tracked"))  # is read when trackio is imported
+    trackio = pytest.importorskip("trackio")
+    log = RunLog(Config(out=str(tmp_path / "mine"), steps=2, report_to="trackio"), str, NAMES)
+    (tmp_path / "mine").mkdir()
+    log.open(0)
+    for step in (1, 2):
+        log.step({"step": step, "reward": step / 4, "reward/right": 1.0, "kl": None}, [], [])
+    trackio.finish()
+    rows = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("grpo", "mine")
+    assert [(row["step"], row["reward"], row["reward/right"]) for row in rows] == [(1, 0.25, 1.0), (2, 0.5, 1.0)]
+    assert not any("kl" in row for row in rows)

@@ -14,7 +14,8 @@ string or a list of chat messages, and any columns that the rewards need. A rewa
 one value for each completion, None where it has none to give. `columns` are the rows' other columns, repeated for each
 completion; `completion_ids` are the sampled ids with their end-of-sequence token; completions of chat prompts come as
 messages. A call holds whole groups; which ones depends on the number of ranks, so a reward must not compare completions
-of different prompts. Left out: tools, several turns, images.
+of different prompts. A task may also reply to the turns of the model (_turns.py); then the column `turns` has the texts
+that the model wrote. Left out: images.
 """
 
 import importlib
@@ -55,6 +56,7 @@ class Task:
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     notes: list[str] = field(default_factory=list)  # to be told
     max_steps: int | None = None  # of the run; 0: it evaluates
+    reply: Callable | None = None  # (row, turns) -> what is said to the model's last turn (_turns.py); None: one turn
 
     @property
     def reward_names(self) -> list[str]:
@@ -116,6 +118,10 @@ def load_task(config: Config) -> Task:
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
         if task.correct not in config.reward:
             task.correct, task.correct_at, task.graded = None, 1.0, False
+    if config.reply:
+        task.reply = load_reward(config.reply, {}, "--reply")
+    if config.max_turns and task.reply is None:
+        raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     if config.correct not in (None, task.correct):
         task.correct, task.correct_at, task.graded = config.correct, 1.0, False
     if task.correct is not None and task.correct not in task.reward_names:
@@ -124,8 +130,17 @@ def load_task(config: Config) -> Task:
 
 
 def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Prompt:
-    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    """To a chat prompt all messages, replies included, and to a string all text."""
+    if isinstance(prompt, str):
+        return tokenizer.decode(completion.ids, skip_special_tokens=True)
+    first, *later = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
+    pairs = zip(completion.replies or [], later)  # the last reply may have been dropped
+    return [first, *(message for reply, turn in pairs for message in (*reply, turn))]
+
+
+def turns_of(completion: Completion, tokenizer: Any) -> list[str]:
+    """What the model wrote."""
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion.turns]
 
 
 def text_of(completion: Prompt) -> str:
@@ -151,6 +166,8 @@ def score(
     columns["prompts"] = [row["prompt"] for row, _ in pairs]
     columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     columns["completion_ids"] = [completion.ids for _, completion in pairs]
+    if task.reply is not None:
+        columns["turns"] = [turns_of(completion, tokenizer) for _, completion in pairs]
     metrics, extras = [], [{} for _ in pairs]
 
     def log_metric(name: str, value: Any) -> None:

@@ -26,13 +26,14 @@ LARGEST = 1e100  # finite even when it is weighted, squared and summed
 IMMUTABLE = (str, int, float, bool, bytes, type(None))  # not copied, which would be slow
 
 
-def load_reward(name: str, own: dict[str, Callable]) -> Callable:
+def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
     """The function of file.py:function, of package.module:function, or of one of the task's own rewards"""
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
-        raise UserError(f"--reward {name}: must be {', '.join([*own, 'file.py:function or package.module:function'])}")
+        known = ", ".join([*own, "file.py:function or package.module:function"])
+        raise UserError(f"{setting} {name}: must be {known}")
     found = getattr(_run_file(Path(path)) if path.endswith(".py") else importlib.import_module(path), function)
     if not hasattr(found, "__name__"):  # an object that can be called
         found.__name__ = function

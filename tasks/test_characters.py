@@ -28,7 +28,7 @@ DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting
 
 @pytest.mark.parametrize(("reward", "answer", "value", "texts", "cut"), REWARDS)
 def test_rewards(reward, answer, value, texts, cut):
-    """Each completion by its own answer: the others here are wrong. A sampled PAD is not in the text."""
+    """Each completion is judged by its own answer; the other answers are wrong. A sampled PAD is not in the text."""
     for text, (end, share) in itertools.product(texts, [([EOS_ID], 1.0), ([], cut), ([PAD_ID, EOS_ID], cut)]):
         ids = [PAD_ID + 2] * len(text) + end
         columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[[EOS_ID], ids, ids])
@@ -37,16 +37,7 @@ def test_rewards(reward, answer, value, texts, cut):
             reward(**columns, answer=[answer])
 
 
-def result_of(prompt: str) -> str:
-    """Of a chain, by Python's own arithmetic: each sign closes a bracket around all before it."""
-    text = prompt.removesuffix(":")
-    for sign in "+-*":
-        text = text.replace(sign, f"){sign}")
-    return str(eval("(" * text.count(")") + text) % 100)
-
-
-def test_chains_are_worked_out_from_left_to_right_and_can_be_short():
-    assert all(row["answer"] == result_of(row["prompt"]) for row in chain.load(Config()).train[:200])
+def test_a_chain_can_be_short():
     assert chain.shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]
 
 
@@ -63,7 +54,7 @@ def test_rows_are_those_that_kept_runs_were_made_with(file, digest):
 
 @pytest.mark.parametrize("file", [addition, chain])
 def test_a_model_of_the_repository(file):
-    """It loads by the usual names, and its greedy answers are right often enough to learn from, but not always."""
+    """Its greedy answers are right often enough to learn from them, but not always."""
     policy, tokenizer = (auto.from_pretrained(file.model(Config())) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert policy.dtype == torch.float32 and len(tokenizer) == policy.config.vocab_size
     task = file.load(Config())
@@ -85,7 +76,7 @@ def test_random_weights_depend_on_the_seed_alone():
 
 
 def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):
-    """A character that it does not know is an error."""
+    """It is the same after it was saved. An unknown character is an error."""
     made = char_tokenizer("abcdef>")
     for part in made, small_config(made, hidden_size=16, intermediate_size=16):
         part.save_pretrained(tmp_path)

@@ -24,15 +24,11 @@ READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "mor
 NO_ROW = 'needs a "prompt", a string or chat messages: '
 WRONG = [  # what is in a file, and what is said
     (b'{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
-    (b'{"prompt": "a"}\n\n["a"]\n', f":3: {NO_ROW}['a']"),
     (b'{"question": "a", "answer": 1}\n', f":1: {NO_ROW}{{'question': 'a', 'answer': 1}}"),
     (b'{"prompt": [], "more": "' + b"a" * 10_000 + b'"}', f":1: {NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
-    (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
     (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
-    (b"[" * 200_000, ":1: not JSON: "),
     (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", ":1: not JSON: "),
     (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: not JSON: 'utf-8' codec can't decode byte 0xe9"),
-    ('{"prompt": "a"}\n'.encode("utf-16"), ":2: not JSON: "),
 ]
 ASKED = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -62,7 +58,7 @@ NOTED = [
 
 @pytest.mark.parametrize(("name", "start", "newline"), FILES)
 def test_read_rows(tmp_path, name, start, newline):
-    """Every row has all columns: which rows share a call of a reward depends on the ranks."""
+    """Every row has all columns, because the number of ranks decides which rows are scored in one call of a reward."""
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
     (tmp_path / name).write_bytes(text.encode())
     assert read_rows(str(tmp_path / name)) == READ
@@ -71,9 +67,9 @@ def test_read_rows(tmp_path, name, start, newline):
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
     (tmp_path / "rows.jsonl").write_bytes(text)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         read_rows(f"{tmp_path}/rows.jsonl")
-    assert str(told.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(told.value)) < 1000
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(("source", "kind"), ASKED)
@@ -135,7 +131,7 @@ def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
 
 
 def test_prompts_that_are_too_long_can_be_left_out():
-    """Which is noted; and enough must be left."""
+    """A note says so, and prompts must be left to train on and to evaluate."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
     task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7

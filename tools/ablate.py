@@ -59,6 +59,10 @@ def log_if_finished(run: Run) -> Lines:
     return lines if lines and lines[-1]["step"] >= run.config.steps else []
 
 
+def finished(run: Run) -> Lines:
+    return log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
+
+
 def run_all(args: argparse.Namespace) -> None:
     """No run starts if the settings of any run are wrong. When a run fails, the others continue."""
     unfinished = [run for run in runs_of(args) if not log_if_finished(run)]
@@ -85,7 +89,7 @@ def figure(lines: Lines, name: str) -> float:
 
 
 def table(args: argparse.Namespace) -> str:
-    logs = [log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished") for run in runs_of(args)]
+    logs = [finished(run) for run in runs_of(args)]
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     seeds, baseline = f"mean ± std of {len(args.seeds)} seeds", ", ".join(args.variants[0].values())
@@ -136,10 +140,8 @@ def markdown(*rows: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    if not args.table:
-        run_all(args)
-    (args.out / "table.md").write_text(table(args) + "\n")
-    print((args.out / "table.md").read_text(), end="")
+    run_all(args)
+    print(table(args))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -150,7 +152,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
-    parser.add_argument("--table", action="store_true", help="only print the table of finished runs")
     args = parser.parse_args(own)
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]

@@ -1,25 +1,24 @@
 """Compare this codebase with TRL: what a training step costs, and how fast each of them learns.
 
-    python -m tools.bench step                               ours, TRL, and TRL with a plain output head
-    python -m tools.bench step --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
+    python -m tools.bench step --out runs/step               ours, TRL, and TRL with a plain output head
+    python -m tools.bench step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
 
 Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
-them. Every run is a separate process, and the ways take turns.
+them. Every run is a separate process with its own folder, and the ways take turns. Repeating a command makes only the
+runs that are missing. The table has the mean of each figure, its difference from the first way as in tools/ablate.py,
+and the ratio of the means.
 
-`step` appends a line to results/bench.jsonl. Its completions are drawn in advance: both samplers do their usual work,
-but the planned token has nearly all the probability. So lengths, rewards and gradients are the same in every way, and
-the gradient norms are compared to make sure. In `learn`, each way samples its own completions. If `learn` is run again
-with the same --out, it makes only the runs that are missing.
+The completions of `step` are drawn in advance: both samplers do their usual work, but the planned token has nearly all
+the probability. So lengths, rewards and gradients are the same in every way, and the gradient norms are compared to
+make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
 """
 
 import argparse
 import itertools
 import json
-import multiprocessing
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -35,41 +34,43 @@ from torch import Tensor
 import rollout
 import train
 from infra import command_line, report, run_folder
-from tools.ablate import Lines, markdown, paired
+from tools import ablate
 
-LOG = Path(__file__).parent.parent / "results" / "bench.jsonl"
 ON_GPU = torch.cuda.is_available()
-UNIT = "" if ON_GPU else "_cpu"  # seconds on a GPU, CPU-seconds otherwise
 WAYS = ["ours", "TRL", "TRL, plain head"]
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
-STEP = """--model models/smollm2 --task sorting --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
+STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
+SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
+FIGURES = {
+    "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
+    "learn": ["reward:1-{}", "eval/accuracy:last", "seconds:last", "seconds to target:last"],
+}
 
 
 # ---- One run ----
 
 
-def measure(args: argparse.Namespace, way: str, seed: str) -> tuple[dict, Lines]:
-    """Train a run. -> its settings, and a line for each step, whose cost does not include evaluation"""
-    config = command_line.ready(command_line.parse([*args.flags, "--seed", seed], ON_GPU), ON_GPU)
+def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) -> None:
+    """Train a run, and write its settings and a line for each step, whose cost does not include evaluation."""
+    config = command_line.ready(command_line.parse(words, ON_GPU), ON_GPU)
     run, lines = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))[0], []
 
     def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        start = read_clock()
         result = original(*args, **kwargs)
-        spent["rollout"] += read_clock() - start
+        clock.append(read_clock())
         return result
 
     def end_step(metrics: dict) -> None:
+        start, *_, sampled, end = [*clock, read_clock()]
         line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
-        line |= {f"rollout{UNIT}": spent["rollout"], f"step{UNIT}": read_clock() - spent["start"]}
-        line["seconds"] = line[f"step{UNIT}"] + sum(last["seconds"] for last in lines[-1:])  # of all steps so far
-        line["memory_gb"] = gigabytes("VmHWM") - memory
+        line |= report.of_machine(line["tokens"], sampled - start, end - sampled) | {"seconds_step": end - start}
+        line["seconds"] = end - start + sum(last["seconds"] for last in lines[-1:])  # of all steps so far
         if config.eval_every and line["step"] % config.eval_every == 0:
             line |= train.evaluate(run, line["step"])[0]
         lines.append(line)
-        spent.update(rollout=0.0, start=read_clock())
+        clock[:] = [read_clock()]
 
     if args.what == "step":
         tokens = plan_step(run, args)
@@ -79,13 +80,18 @@ def measure(args: argparse.Namespace, way: str, seed: str) -> tuple[dict, Lines]
 
         trainer = trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
     wrap(*((train, "rollout") if way == "ours" else (run.model, "generate")), timed)
-    memory, spent = gigabytes("VmRSS"), {"rollout": 0.0, "start": read_clock()}
+    clock = [read_clock()]
     if way == "ours":
         for step in range(1, 1 + config.steps):
             end_step(train.training_step(run, step)[0])
     else:
         trainer.train()
-    return vars(config) | {"trainer": way}, lines
+    on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
+    lines[-1]["seconds to target"] = on_target[0] if on_target else None
+    folder.mkdir(parents=True, exist_ok=True)
+    about = run_folder.provenance() | {"settings": vars(config) | {"trainer": way}}
+    (folder / "config.json").write_text(json.dumps(about))
+    run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
@@ -97,13 +103,6 @@ def read_clock() -> float:
     """CPU-seconds, which hardly depend on what else the machine does. On a GPU, seconds."""
     (torch.cuda if ON_GPU else torch.cpu).synchronize()
     return time.perf_counter() if ON_GPU else time.process_time()
-
-
-def gigabytes(kind: str) -> float:
-    """The memory of this process: VmRSS is what it uses now, VmHWM its peak. On a GPU, as PyTorch counts it."""
-    if ON_GPU:
-        return (torch.cuda.memory_allocated() if kind == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e9
-    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1e9
 
 
 # ---- The same step in every way ----
@@ -148,66 +147,31 @@ def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: A
 # ---- All runs, and what they show ----
 
 
+def folder_of(args: argparse.Namespace, way: str, seed: str) -> Path:
+    return args.out / f"{re.sub('[, ]+', '-', way)}-{seed}"
+
+
 def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
-        log = log_of(args, way, seed)
-        if not log.exists():
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                settings, lines = process.submit(measure, args, way, seed).result()
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.with_name("config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
-            run_folder.write_text(log, report.as_json(lines))
+        folder = folder_of(args, way, seed)
+        if not (folder / "metrics.jsonl").exists():
+            with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
+                process.submit(measure, args, way, folder, [*args.flags, "--seed", seed]).result()
 
 
-def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
-    return args.out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}" / "metrics.jsonl"
-
-
-def read_logs(args: argparse.Namespace) -> dict[str, list[Lines]]:
-    return {way: [run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways}
-
-
-def check_same_work(logs: dict[str, list[Lines]]) -> None:
-    """Gradients in fp32 differ by rounding, which Adam amplifies over steps. In bf16 on a GPU they differ more."""
-    for name, tolerance in (("tokens", 0.0), ("grad_norm", 1e-2 if ON_GPU else 1e-3)):
-        expected, *others = ([line[name] for run in runs for line in run] for runs in logs.values())
-        for way, values in zip([*logs][1:], others):
-            np.testing.assert_allclose(values, expected, tolerance, err_msg=f"{way} did other work: {name}")
-
-
-def record_step(args: argparse.Namespace) -> None:
-    """Append a line to results/bench.jsonl. The first step of a run only warms up and is left out of the results."""
-    cfg = command_line.parse(args.flags, ON_GPU)
-    logs, made, names = read_logs(args), run_folder.provenance(), (f"rollout{UNIT}", f"step{UNIT}")
-    check_same_work(logs)
-    entry = dict(command=" ".join(["python -m tools.bench", *args.words]), commit=made["commit"], **made["versions"])
-    entry["hardware"] = made["hardware"]["gpu"] or "{cores} CPU cores, {cpu}".format(**made["hardware"])
-    entry |= dict(threads=torch.get_num_threads(), size=cfg.model, prompts=cfg.prompts_per_step)
-    entry |= dict(group=cfg.num_generations, prompt_tokens=args.prompt_tokens, limit=cfg.max_completion_length)
-    entry |= dict(lengths="ragged", tokens=logs[args.ways[0]][0][0]["tokens"], results={})
-    for way, runs in logs.items():
-        figures = {name: [line[name] for run in runs for line in run[1:]] for name in names}
-        entry["results"][way] = figures | {"memory_gb": [run[-1]["memory_gb"] for run in runs]}
-    report.append(LOG, [entry])
-    print(table(logs, [*(f"{name}:2-{cfg.steps}" for name in names), "memory_gb:last"]))
-
-
-def learn_table(args: argparse.Namespace) -> str:
-    logs = read_logs(args)
-    for run in itertools.chain(*logs.values()):
-        on_target = [line["seconds"] for line in run if line.get("eval/accuracy", 0.0) >= args.target]
-        run[-1]["seconds to target"] = on_target[0] if on_target else None
-    names = [f"reward:1-{len(logs[args.ways[0]][0])}", "eval/accuracy:last", "seconds:last"]
-    if all(run[-1]["seconds to target"] for run in itertools.chain(*logs.values())):
-        names.append("seconds to target:last")
-    return table(logs, names)
-
-
-def table(logs: dict[str, list[Lines]], names: list[str]) -> str:
-    first = next(iter(logs))
-    rows = [row for name in names for row in paired(name, [{"": way} for way in logs], [*logs.values()])]
-    seeds = f"mean ± std of {len(logs[first])} seeds"
-    return markdown(["figure", "", seeds, f"minus {first}, 95 % interval", ""], *rows)
+def table(args: argparse.Namespace) -> str:
+    """A figure that a run does not have, because it did not reach the target, is left out."""
+    folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
+    logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
+    rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
+    for name in (figure.format(steps) for figure in FIGURES[args.what]):
+        means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
+        if name in SAME:
+            np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
+        if np.isfinite(means).all():
+            rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
+    seeds, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
+    return ablate.markdown(["figure", "", seeds, f"minus {first}, 95 % interval", "", f"{first} / this"], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -215,23 +179,20 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "learn"])
     parser.add_argument("--ways", default=WAYS, type=lambda text: text.split("; "), help="separated by '; '")
-    parser.add_argument(
-        "--seeds", default="1,2,3", type=lambda text: text.split(","), help="a run of every way for each"
-    )
+    parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
-    parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(own)
-    args.words, args.flags = words, [*(STEP if args.what == "step" else LEARN).split(), *words[len(own) + 1 :]]
+    args.flags = [*(STEP if args.what == "step" else LEARN).split(), *words[len(own) + 1 :]]
     return args
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    args.out = args.out or Path(tempfile.mkdtemp())
     make_missing_runs(args)
-    record_step(args) if args.what == "step" else print(learn_table(args))
+    print(table(args))
 
 
 if __name__ == "__main__":

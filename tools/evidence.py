@@ -4,21 +4,18 @@
     python -m tools.evidence --check            reports every table and picture that does not match the logs
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-A page has a table between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, `step` for
-the benchmark, or the NAME of a command in a code block, `python -m tools.ablate ... --out runs/NAME` or
-`python -m tools.bench learn ... --out runs/NAME`, whose logs are in results/NAME/. Each `python -m tools.plot ... --out
-results/...` in a code block makes a picture, which contains a fingerprint of its logs and flags. Left out: whether the
-code that draws the pictures has changed.
+A page has a table between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, or the NAME of
+a command in a code block of any page, `python -m tools.ablate ... --out runs/NAME` or `python -m tools.bench ... --out
+runs/NAME`, whose logs are in results/NAME/. Each `python -m tools.plot ... --out results/...` in a code block makes a
+picture, which contains a fingerprint of its logs and flags. Left out: whether the code that draws the pictures has
+changed.
 """
 
 import argparse
-import json
 import re
 import shlex
 import sys
 from pathlib import Path
-
-import numpy as np
 
 from tools import ablate, bench, plot
 
@@ -38,55 +35,24 @@ def commands(tool: str) -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    made = {"default": default_table(), "step": step_tables()}
-    grids = [(ablate.table, ablate.parse(words)) for words in commands("ablate")]
-    grids += [(bench.learn_table, bench.parse(words)) for words in commands("bench") if words[0] == "learn"]
-    for table, args in grids:
-        args.out = ROOT / "results" / args.out.name
-        if args.out.is_dir():
-            made[args.out.name] = table(args)
+    made = {"default": default_table()}
+    for name, tool in (("ablate", ablate), ("bench", bench)):
+        for args in map(tool.parse, commands(name)):
+            args.out = ROOT / "results" / args.out.name
+            if args.out.is_dir():
+                made[args.out.name] = tool.table(args)
     return made
 
 
 def default_table() -> str:
     rows = [["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]]
+    names = [("eval/accuracy", ".3f"), ("eval/pass@1", ".3f"), ("eval/completion_length", ".1f")]
     for folder in sorted((ROOT / "results" / "default").glob("seed-*")):
-        lines = plot.read_log(folder).lines
-        first, *_, last = (line for line in lines if "eval/accuracy" in line)
-        cells = [f"{end[name]:.3f}" for name in ("eval/accuracy", "eval/pass@1") for end in (first, last)]
-        cells += [f"{end['eval/completion_length']:.1f}" for end in (first, last)]
-        seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in lines if "reward" in line)
+        first, *trained = plot.read_log(folder).lines
+        cells = [f"{line[name]:{digits}}" for name, digits in names for line in (first, trained[-1])]
+        seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in trained)
         rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
     return ablate.markdown(*rows)
-
-
-def step_tables() -> str:
-    """The newest table for each shape, version of transformers, hardware (all CPUs count as one) and ways to train."""
-    newest = {}
-    for entry in map(json.loads, (ROOT / "results" / "bench.jsonl").read_text().splitlines()):
-        if re.search(r"\bbench(\.py)? step", entry["command"]):
-            table, hardware = step_table(entry), "CPU" if "CPU" in entry["hardware"] else entry["hardware"]
-            newest[table.partition(":")[0], entry["transformers"], hardware, *entry["results"]] = table
-    return "\n\n".join(newest[key] for key in sorted(newest))
-
-
-def step_table(entry: dict) -> str:
-    """Medians of the steps. A step is the rollout and the rest: scoring and the update."""
-    unit, rows, medians = "_cpu" if "CPU" in entry["hardware"] else "", [], {}
-    for way, figures in entry["results"].items():
-        rollout, step, memory = (np.median(figures[name]) for name in ("rollout" + unit, "step" + unit, "memory_gb"))
-        medians[way] = np.array([rollout, step - rollout, step, memory])
-        rows.append([way, *(f"{x:.2f}" for x in medians[way]), f"{entry['tokens'] / step:,.0f}"])
-    first, *others = medians
-    for way in others:
-        ratios = medians[first] / medians[way]
-        rows.append([f"{first} / {way}", *(f"{x:.2f}" for x in ratios), f"{1 / ratios[2]:.1f}"])
-    prompt_length = f" of {entry['prompt_tokens']} tokens" if entry.get("prompt_tokens") else ""
-    title = "**{size}, {prompts} prompts{of} × {group}, {lengths} lengths to {limit}: {tokens} tokens a step**"
-    about = "({hardware}; threads: {threads}; transformers {transformers}; commit `{short}`)"
-    short = entry["commit"][:7] + entry["commit"][40:]  # keeps "-dirty"
-    table = ablate.markdown(["", "rollout", "rest", "step", "peak GB", "tokens a second"], *rows)
-    return f"{title.format(of=prompt_length, **entry)}\n\n{table}\n\n{about.format(short=short, **entry)}"
 
 
 def pictures() -> dict[Path, tuple[plot.Figure, str]]:

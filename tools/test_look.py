@@ -26,7 +26,7 @@ slider.value = 0, slider.dispatchEvent(new Event("input", { bubbles: true })), s
 press("ArrowRight"), press("ArrowRight"), see("right")
 for (const name of ["reward", "length", "advantage", "lowest"])
   document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
-for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img"]) seen[part] = all(part)
+for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"]) seen[part] = all(part)
 seen.frames = all("#trained .card", card => card.style.borderColor)
 seen.tints = all(".token", token => token.style.background)
 document.querySelector("[name=tint][value='1']").click()
@@ -42,6 +42,9 @@ def sample(step: int, i: int, kind: str = "train") -> dict:
     line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
     line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
     line |= {"columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
+    if i == 3:  # its last token is one of a reply, and every token has an advantage
+        line["tokens"][-1][1:] = [None, None]
+        line["advantage"] = [0.5, 1.5, 0.0] if kind == "train" else None
     return line | {"reward": [0.5, None, 1.0, -1.0][i]}
 
 
@@ -60,14 +63,14 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
-    size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
-    for megabytes, steps in {1.0: [1, 2, 3], size / 2: [1, 3], size / 100: [3]}.items():
-        part = look.content(run, megabytes)
+    size = len(json.dumps(whole["trained"])) / 1e6
+    for parts, steps in {1: [1, 2, 3], 2: [1, 3], 100: [3]}.items():
+        part = look.content(run, size / parts)
         assert [line["step"] for line in part["trained"]] == [step for step in steps for _ in range(4)]
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
-    assert part["title"] == f"{run.name}: 1 of 3 steps, the others are left out (--megabytes {size / 100:g})"
+    assert part["title"] == f"{run.name}: every 100th step, counted from the last"
     (run / "samples.jsonl").unlink()
-    assert look.content(run, 1.0) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
+    assert look.content(run) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
 
 
 @pytest.mark.browser
@@ -93,4 +96,6 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
     assert len(seen["script, img"]) == 3  # two of the page, and READER
     assert re.findall(r"\w+\) \d+%", str(seen["frames"])) == ["down) 100%", "up) 50%", "down) 0%", "up) 10%"]
-    assert re.findall(r"\d+%", str(seen["tints"])) == ["20%"] * 22 + ["40%"] * 22  # log-prob -1, entropy 2
+    tints = re.findall(r"\d+%", str(seen["tints"]))  # log-prob -1, entropy 2, and in a reply neither
+    assert [sorted(part) for part in (tints[:22], tints[22:])] == [["0%"] * 3 + [f"{n}%"] * 19 for n in (20, 40)]
+    assert seen[".reply"] == [EVIL] * 3

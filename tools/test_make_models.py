@@ -5,10 +5,10 @@ import random
 import pytest
 
 from config import Config
-from tasks import task_file
+from tasks import guess, task_file
 from tasks._characters import EOS, char_tokenizer, held_out
 from tasks.test_characters import result_of
-from tools.make_models import RECIPES
+from tools.make_models import RECIPES, training_parts
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -17,6 +17,31 @@ def test_answers_are_right_and_prompts_not_held_out(name):
     tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):
         prompt, completion = RECIPES[name].line(rng)
+        assert not held_out(prompt)
+        if name == "guess":
+            continue
         answer = str(sum(map(int, prompt.removesuffix("=").split("+")))) if name == "addition" else result_of(prompt)
         ids, text = tokenizer(completion)["input_ids"], completion.removesuffix(EOS)
-        assert reward([prompt], [text], [ids], answer=[answer]) == [1.0] and not held_out(prompt)
+        assert reward([prompt], [text], [ids], answer=[answer]) == [1.0]
+
+
+def test_a_game_that_is_shown_is_a_game_and_its_replies_carry_no_label():
+    """Every guess is among the numbers that are left."""
+    rng, recipe = random.Random(0), RECIPES["guess"]
+    tokenizer = char_tokenizer(guess.ALPHABET)
+    for _ in range(300):
+        prompt, game = recipe.line(rng)
+        low, high = map(int, prompt.rstrip(":").split("-"))
+        *turns, rest = game.split(EOS)
+        replies = [turn[0] for turn in turns[1:]]
+        guesses = [int(turn.lstrip("hl")) for turn in turns]
+        assert rest == "" and len(guesses) <= guess.GUESSES and all(low <= n <= high for n in guesses)
+        left = set(range(low, high + 1))
+        for n, reply in zip(guesses, [*replies, None], strict=True):
+            assert n in left
+            left = {x for x in left if reply and (x > n) == (reply == "h") and x != n}
+    for ids, labels in training_parts(recipe._replace(batch_size=48), tokenizer, rng):
+        for row, shown in zip(ids.tolist(), labels.tolist(), strict=True):
+            text = tokenizer.decode(row, skip_special_tokens=True)
+            learned = tokenizer.decode([x for x in shown if x >= 0], skip_special_tokens=True)
+            assert learned == text.partition(":")[2].replace("h", "").replace("l", "")

@@ -11,8 +11,8 @@ from typing import Any
 
 import datasets
 import torch
-import trl
 from torch import Tensor, nn
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
 from train import Run
@@ -22,34 +22,29 @@ SAME = """num_generations max_completion_length temperature scale_rewards beta l
 LOSS_TYPES = {"sequence": "grpo", "global": "dapo", "constant": "dr_grpo"}
 
 
-class Trainer(trl.GRPOTrainer):
-    """Calls `end_step` with the metrics of every step."""
-
-    end_step: Callable[[dict], None]
-
-    def log(self, *logged: Any) -> None:
-        super().log(*logged)
-        metrics = self.state.log_history[-1]
-        if "grad_norm" in metrics:  # the summary at the end has none
-            tokens = round(metrics["completions/mean_length"] * self.args.generation_batch_size)
-            self.end_step(metrics | {"tokens": tokens})
-
-
-def trainer_of(run: Run, rows: int, end_step: Callable[[dict], None], with_plain_head: bool) -> Trainer:
+def trainer_of(run: Run, rows: int, end_step: Callable[[dict], None], with_plain_head: bool) -> GRPOTrainer:
     cfg, on_gpu = run.config, torch.cuda.is_available()
     settings = {name: getattr(cfg, name) for name in SAME} | dict(epsilon=cfg.epsilon_low, max_steps=cfg.steps)
     settings |= dict(loss_type=LOSS_TYPES[cfg.normalization], mask_truncated_completions=cfg.mask_truncated)
     settings |= dict(reward_weights=run.task.weights, lr_scheduler_type="constant", shuffle_dataset=False)
     settings |= dict(per_device_train_batch_size=rows, gradient_checkpointing=False, bf16=on_gpu, use_cpu=not on_gpu)
     settings["gradient_accumulation_steps"] = cfg.prompts_per_step * cfg.num_generations // rows
-    config = trl.GRPOConfig(tempfile.mkdtemp(), **settings, logging_steps=1, save_strategy="no", report_to="none")
+    config = GRPOConfig(tempfile.mkdtemp(), **settings, logging_steps=1, save_strategy="no", report_to="none")
     drawn = run.task.draw(0, cfg.steps * cfg.prompts_per_step, cfg.seed)
     prompts = datasets.Dataset.from_list([run.task.train[i] for i in drawn])
-    trainer = Trainer(run.model, run.task.rewards, config, prompts, processing_class=run.tokenizer)
-    trainer.end_step = end_step
+    trainer = GRPOTrainer(run.model, run.task.rewards, config, prompts, processing_class=run.tokenizer)
+    trainer.log = partial(log, trainer, end_step, trainer.log)
     if with_plain_head:
         trainer._get_per_token_logps_and_entropies = partial(plain_head, trainer.temperature)
     return trainer
+
+
+def log(trainer: GRPOTrainer, end_step: Callable[[dict], None], original: Callable, *logged: Any) -> None:
+    original(*logged)
+    metrics = trainer.state.log_history[-1]
+    if "grad_norm" in metrics:  # the summary at the end has none
+        completions = trainer.args.generation_batch_size
+        end_step(metrics | {"tokens": round(completions * metrics["completions/mean_length"])})
 
 
 def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:

@@ -96,10 +96,6 @@ def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
     return [lines[i :: len(args.variants)] for i in range(len(args.variants))]
 
 
-def finished(run: ablate.Run) -> Lines:
-    return ablate.log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
-
-
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
     """Each objective with the learning rate that is best in the figure that decides, over TUNE_SEEDS."""
     best: dict[str, tuple[float, dict]] = {}
@@ -115,7 +111,7 @@ def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
     """-> what is reported of it"""
     if name in TUNED:
         ablate.run_all(with_(args, seeds=TUNE_SEEDS))
-        args = tuned(args, finished)
+        args = tuned(args, ablate.finished)
     ablate.run_all(args)
     return args
 
@@ -199,21 +195,18 @@ def holm(comparisons: list[list[float]]) -> list[bool]:
 # ---- Tables ----
 
 
-def table(args: argparse.Namespace, runs: list[list[Lines]]) -> str:
-    """The figure that decides in rows, as in every table of a grid; the others in columns."""
-    variants, others = args.variants, args.figures[1:]
+def table(args: argparse.Namespace, runs: list[list[Lines]], describe: bool = False) -> str:
+    """A row for each variant with the figure that decides. With `describe`, the other figures follow in columns."""
+    variants, others = args.variants, args.figures[1:] if describe else []
     baseline = ", ".join(variants[0].values())
-    names = ["figure", *variants[0], f"mean ± std of {len(args.seeds)} seeds", f"minus {baseline}, 95 % interval", ""]
-    rows = ablate.paired(PASS, variants, runs)
-    digits = ablate.decimals(statistics.fmean(ablate.figure(lines, PASS) for lines in runs[0]))
-    for row, its, holds in zip(rows, runs, what_holds(runs), strict=True):
-        if row[-1] == "**differs**":
-            row[-1] = "**holds**" if holds else "not told from noise"
-        row.append(f"{min(ablate.figure(lines, PASS) for lines in its):.{digits}f}")
+    names = [*variants[0], f"pass@1, mean ± std of {len(args.seeds)} seeds", f"minus {baseline}, 95 % interval"]
+    rows = [row[1:-1] for row in ablate.paired(PASS, variants, runs)]
+    for row, lines_of_seeds, holds in zip(rows, runs, what_holds(runs), strict=True):
+        row[-1] += " **holds**" if holds else ""
         for other in others:
-            mean = statistics.fmean(ablate.figure(lines, other) for lines in its)
+            mean = statistics.fmean(ablate.figure(lines, other) for lines in lines_of_seeds)
             row.append(f"{mean:.{ablate.decimals(mean)}f}")
-    return ablate.markdown([*names, "worst", *others], *rows)
+    return ablate.markdown([*names, *others], *rows)
 
 
 # paper, claim, regime, figure, an objective, the one it is compared with, whose figure is lower
@@ -350,7 +343,7 @@ def main(words: list[str]) -> int:
         grid = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
     if args.run:
         grid = run(name, grid)
-        print(table(grid, read_all(grid, finished)))
+        print(table(grid, read_all(grid, ablate.finished), describe=True))
     elif args.keep:
         keep(name, grid)
     elif args.check:

@@ -36,12 +36,13 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
     words = f"--vary algorithm={','.join(values)} --vary learning_rate=1e-4 --out o --figures {atlas.PASS}"
     args = ablate.parse([*words.split(), "completion_length"])
     runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(its)] for its in values.values()]
-    headings, _, *rows = atlas.table(args, runs).splitlines()
-    assert headings.endswith("| minus grpo, 1e-4, 95 % interval | | worst | completion_length |") and rows == [
-        "| eval/pass@1:last | grpo | 1e-4 | 0.600 ± 0.100 | | | 0.500 | 11.00 |",
-        "| | dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 | **holds** | 0.610 | 11.00 |",
-        "| | opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | not told from noise | 0.450 | 11.00 |",
+    headings, _, *rows = atlas.table(args, runs, describe=True).splitlines()
+    assert headings.endswith("| minus grpo, 1e-4, 95 % interval | completion_length |") and rows == [
+        "| grpo | 1e-4 | 0.600 ± 0.100 | | 11.00 |",
+        "| dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 **holds** | 11.00 |",
+        "| opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | 11.00 |",
     ]
+    assert atlas.table(args, runs).splitlines()[2] == "| grpo | 1e-4 | 0.600 ± 0.100 | |"
 
 
 def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
@@ -71,7 +72,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
 
     assert atlas.main(["--keep", "chain_on", "--out", str(tmp_path / "out")]) == 0
     atlas.logged.cache_clear()
-    assert atlas.table(*atlas.logged("chain_on")) in shown
+    assert atlas.table(*atlas.logged("chain_on"), describe=True) in shown
     atlas.logged.cache_clear()
     rows = [json.loads(line) for line in (tmp_path / "chain_on.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and rows[0]["commit"] == "abc" and "out" not in rows[0]["settings"]

@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from conftest import PROCESSES
 
-WHY_NOT = None  # why there can be none here
-if not torch.__version__.startswith("2.13.") or torch.version.cuda:
-    WHY_NOT = f"leans on private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+FITS = torch.__version__.startswith("2.13.") and not torch.version.cuda
+WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}"
 
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
@@ -273,18 +273,8 @@ def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
         gpu.captured = None
 
 
-class Stream:
-    """A stream or an event. Whatever is asked of it is done already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable:
-        return Stream
+class Stream(MagicMock):
+    """A stream or an event, on which everything is done at once."""
 
 
 def empty(size, dtype=None, **_: Any) -> Pretended:
@@ -336,6 +326,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer() if callable(answer) else answer)
     torch.cuda._initialized, torch.cuda.Stream, torch.cuda.Event = True, Stream, type("Event", (Stream,), {})
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
+    torch.accelerator.current_stream = Stream
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention

@@ -1,0 +1,51 @@
+"""Guess: "23-71:" asks for a number from 23 to 71. The model guesses "40", is answered "h" (the number is higher) or
+"l" (it is lower), and guesses again. It has five guesses.
+
+The reward is 1 if the last guess is the number, and 0 otherwise. Who always halves what is left can find 31 numbers of
+a range. The model comes with the repository; tools/make_models.py made it. It has learned from a player who guesses at
+random among the numbers that are left. Columns: prompt, number.
+"""
+
+import random
+from pathlib import Path
+
+from config import Config
+from tasks import Task
+from tasks._characters import EOS_ID, ended, held_out
+
+DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=100, learning_rate=3e-4, warmup_steps=5)
+ALPHABET = "0123456789-:hl"
+GUESSES = 5
+
+
+def draw_row(rng: random.Random) -> dict:
+    size = rng.randint(10, 99)
+    low = rng.randint(1, 100 - size)
+    high = low + size - 1
+    return {"prompt": f"{low}-{high}:", "number": rng.randint(low, high)}
+
+
+def reply(row: dict, turns: list[str]) -> str | None:
+    guess = turns[-1]
+    if not guess.isdecimal() or int(guess) == row["number"] or len(turns) == GUESSES:
+        return None
+    return "h" if int(guess) < row["number"] else "l"
+
+
+def found(prompts, completions, completion_ids, turns: list[list[str]], number: list[int], **columns) -> list[float]:
+    """1 if the last guess is the number."""
+    played = zip(completion_ids, turns, number, strict=True)
+    return [float(ended(ids) and guesses[-1] == str(right)) for ids, guesses, right in played]
+
+
+def load(config: Config) -> Task:
+    """A range is either trained on or held out, whatever the number."""
+    rng = random.Random(0)
+    rows = [draw_row(rng) for _ in range(10_000)]
+    train = [row for row in rows if not held_out(row["prompt"])]
+    evaluation = [row for row in rows if held_out(row["prompt"])]
+    return Task(train, evaluation, [found], [1.0], correct="found", eos_id=EOS_ID, reply=reply)
+
+
+def model(config: Config) -> str:
+    return str(Path(__file__).parent.parent / "models" / "guess")
