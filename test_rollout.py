@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
+import rollout as rollout_module
 from config import UserError
 from conftest import VOCAB, rounding, tiny_model
+from fast.growing_cache import GrowingLayer
 from logprob import token_logprobs
 from rollout import Completion, KeptSets, Sampling, rollout, sample, uniforms
 
@@ -118,6 +121,43 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     assert max(live for _, live in seen) <= rows
     assert sum(t == 1 for t, _ in seen) == -(-len(PROMPTS) // rows)
     assert rollout(model, [], streams([]), sampling) == []
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window
+def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
+    """Bit for bit, while it grows and rows leave."""
+    model = build(kind, sliding_window=5)
+    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # room for 64 tokens is added at a time
+    u = uniforms(0, 3, SAMPLES, 150)
+    grown, types, make_room = [], [], rollout_module.make_room
+
+    def see(cache, most):
+        make_room(cache, most)
+        types.append([type(layer) for layer in cache.layers])
+
+    monkeypatch.setattr(rollout_module, "make_room", see)
+    monkeypatch.setattr(GrowingLayer, "_move", lambda *args, move=GrowingLayer._move: (grown.append(1), move(*args)))
+    in_place = rollout(model, PROMPTS, u, sampling)
+    own = DynamicLayer if kind == "qwen2" else DynamicSlidingWindowLayer
+    assert types == [[GrowingLayer if i % 2 or own is DynamicLayer else own for i in range(len(types[0]))]]
+    assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
+    monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
+    assert in_place == rollout(model, PROMPTS, u, sampling)
+    assert GrowingLayer not in DYNAMIC_LAYER_TYPE_MAPPING.values()
+
+
+@pytest.mark.parametrize("kind, pieces", [("qwen2", 2), ("gemma2", 2), ("mamba", 1)])
+def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
+    """Of 3 prompts of 7 tokens, with padding. The state of a mamba is not joined."""
+    model, seen = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
+    whole = rollout(model, PROMPTS, streams(), SAMPLING)
+    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", 14)
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    in_pieces = rollout(model, PROMPTS, streams(), SAMPLING)
+    assert [rows for rows, width in seen if width > 1] == ([1, 2] if pieces == 2 else [3])
+    assert [c.ids for c in in_pieces] == [c.ids for c in whole]
+    for a, b in zip(in_pieces, whole):
+        close(torch.tensor(a.logp), torch.tensor(b.logp))
 
 
 PIECES = ["a", "bc", " ", "\ufffd", "</", "x>y", "cd", "  "]  # token i is the i-th one, modulo 8
@@ -240,6 +280,11 @@ def test_kept_sets(vocabulary):
     sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
     for ids in sets:
         kept.append(ids, vocabulary)
+    at_once = KeptSets()
+    for few in (sets[:1], sets[1:]):
+        if few:
+            at_once.extend(np.concatenate(few), np.array([*map(len, few)]), vocabulary)
+    assert at_once == kept
     padded = pickle.loads(pickle.dumps(kept.padded(2, 1)))
     assert all(map(np.array_equal, [None, None, *kept, None], padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]

@@ -72,13 +72,16 @@ def save(
         if not comes_back:
             raise UserError("run.state would not come back as it is: it takes JSON, tensors, arrays and Groups")
     with whole_folder(folder) as partial_folder:
-        for name, part in parts.items():
-            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
-            dcp.save(part, storage_writer=writer)
         if first:
             save_file(tensors, partial_folder / "state.safetensors")
             write_text(partial_folder / "state.json", text)
-            write_text(partial_folder / "SHA256SUMS", "\n".join([*checksums(partial_folder), ""]))
+        for name, part in parts.items():
+            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
+            dcp.save(part, storage_writer=writer)
+        # Each rank reads what it has written. For one rank, that would take minutes for a large model.
+        sums = ranks.gather(checksums(partial_folder, f"shard-{ranks.rank() + 1:05}-*", rest=first))
+        if first:
+            write_text(partial_folder / "SHA256SUMS", "\n".join([*sums, ""]))
             for lines in out.glob("*.jsonl"):  # the lines up to this step must survive a crash, too
                 flush(lines)
     if first:
@@ -145,10 +148,11 @@ def files_of(part: dict[str, Tensor]) -> dict[str, int]:
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(part, before)}
 
 
-def checksums(folder: Path) -> list[str]:
-    """A line for each file, in the format of sha256sum."""
+def checksums(folder: Path, shards: str = "shard-*", rest: bool = True) -> list[str]:
+    """A line for each file, in the format of sha256sum: for those of these shards, and for the rest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    return [f"{sha256_of(path)}  {path.relative_to(folder)}" for path in files]
+    chosen = [path for path in files if path.match(shards) or (rest and not path.match("shard-*"))]
+    return [f"{sha256_of(path)}  {path.relative_to(folder)}" for path in chosen]
 
 
 def check(folder: Path) -> None:

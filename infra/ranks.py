@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
+from infra.shard import TIMEOUT
 
 
 def start(shard: bool = False) -> torch.device:
@@ -42,10 +42,10 @@ def start(shard: bool = False) -> torch.device:
             socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would try again for two hours
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
-        store, number, count = next(dist.rendezvous("env://", timeout=timedelta(hours=2)))
+        store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)
+        dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
         dist.all_reduce(torch.zeros(1, device=device))  # connects the ranks now, so that it fails or takes memory now
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)

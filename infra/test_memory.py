@@ -41,6 +41,7 @@ QWEN = {  # 2.5
                 num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
 }  # fmt: skip
 PARAMETERS = 7_615_616_512  # of 7B
+QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=4)
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -72,7 +73,9 @@ def test_what_is_counted_is_what_a_model_has(dtype):
     model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    assert cost.row == held + 500 * (dtype.itemsize + 4 + 4 + 8), "and the distribution"
+    repeated = 2 * held / 3  # for one layer the keys, which four heads share in pairs
+    distribution = 500 * (dtype.itemsize + 4 + 4 + 4)
+    assert cost.row == held + max(repeated + 4 * 500, distribution)
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
 
 
@@ -179,7 +182,7 @@ def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
 
 # ---- What steps of real shapes hold ----
 
-PROMPT, LENGTH, SAMPLED = 256, 1024, 3  # tokens; only so many are sampled, the others are added for the update
+LENGTH, SAMPLED = 1024, 3  # tokens; only so many are sampled, the others are added for the update
 CONTEXT = 0.6e9  # bytes that CUDA itself takes
 CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at least
     "0.5B": ("0.5B", 24, "--prompts_per_step 1"),
@@ -189,6 +192,9 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B": ("1.5B", 80, "--prompts_per_step 1"),
     "1.5B, checkpointing": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
+    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 16 --gradient_checkpointing --top_p 0.9"),
+    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 64 --micro_batch_size 1"),  # of 1024 tokens, not of 256
+    "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 64 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
     "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
@@ -226,6 +232,7 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
     """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
+    prompt = 1024 if "long prompts" in name else 256
     world = 8 if "--shard" in flags else 1
     if world > 1:
         one_of_eight()
@@ -243,29 +250,37 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     conftest.replace("train.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
-        flags += f" --model {model} --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
+        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [prompt // 2] + [prompt] * 63))
+        flags += f" --model Qwen --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
         flags += f" --num_generations 8 --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0"
         run, *_ = train.set_up(ready(parse(flags.split(), True), True), torch.device("cuda"))
-    cost = memory.costs(shape, run.config, world, PROMPT)
+    cost = memory.costs(shape, run.config, world, prompt)
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
     rows = run.config.rollout_tokens // cost.length
-    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (PROMPT + SAMPLED))
+    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (prompt + SAMPLED))
     run.sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=short.rollout_tokens)
-    short_need = memory.needed(short, memory.costs(shape, short, world, PROMPT))["rollout"]
+    short_need = memory.needed(short, memory.costs(shape, short, world, prompt))["rollout"]
     planned, held = {"rollout": stays + short_need, "update": stays + need["update"]}, {}
 
     def lengthened(rollout):
         def sampling(model, prompts, uniform, *rest, **settings):
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
-            held["rollout"], gpu.peak = gpu.peak, gpu.held
+            held["rollout"] = gpu.peak
             ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
-            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more) for i, one in enumerate(made)]
+            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
         return sampling
 
+    def collating(collate):
+        def collated(*given):
+            gpu.peak = gpu.held  # from here on the weights that the rollout had gathered are gone
+            return collate(*given)
+
+        return collated
+
     conftest.replace("train.rollout", lengthened)
+    conftest.replace("train.collate", collating)
     gpu.capacity = math.inf
     for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
@@ -276,8 +291,17 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     return {part: (planned[part], held[part]) for part in planned}
 
 
-KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
-KINDS += ["7B, adapters, checkpointing", "7B on 8, adapters"]
+KINDS = [
+    "1.5B, top-p",
+    "0.5B, long prompts",
+    "0.5B, windows",
+    "0.5B, fp32",
+    "1.5B, checkpointing",
+    "1.5B, reference, two updates",
+    "7B on 8, checkpointing, reference",
+    "7B, adapters, checkpointing",
+    "7B on 8, adapters",
+]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
@@ -297,7 +321,9 @@ def budgets_with_adapters() -> list[str]:
         resolve(Config(**given), {}, True),
     )
     for name, shape in QWEN.items():
-        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, PROMPT), []
+        if "windows" in name:
+            continue
+        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, longest_prompt=256), []
         for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
             config = memory.fitting(open_config, cost, free)
             fits = memory.peak(config, replace(cost, sampled=10**6, trained=10**6)) <= free

@@ -105,3 +105,15 @@ def test_what_is_learned(tmp_path):
     assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
     add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
     assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)
+
+
+def test_long_completions(tmp_path):
+    """Four times the limit costs no more for each token where a token is sent or written."""
+    asked = bench.parse(["long", "--ways", "40; 160", "--out", str(tmp_path)])
+    bench.make_missing_runs(asked)
+    (short,), (long,) = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in asked.ways)
+    assert 3 < long.pop("tokens") / short.pop("tokens") < 5
+    assert {*long} == {"rollout", "gather", "collate", "update", "samples", "checkpoint"}
+    assert all(microseconds > 0 for microseconds, _ in long.values())
+    assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))
+    assert bench.table(asked).count("\n") == 3
