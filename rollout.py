@@ -321,9 +321,10 @@ def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it."""
+    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. That of a greedy
+    token is, like its log-prob, the one at temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+    return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:

@@ -191,7 +191,8 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(stop):
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
-    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0, top_k=3))
+    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0, top_k=3, with_entropy=True))
+    assert_scored_as_sampled(model, DISTINCT, completions, temperature=1.0)
     for prompt, completion in zip(DISTINCT, completions, strict=True):
         assert completion.kept is None
         assert prompt + completion.ids == model.generate(torch.tensor([prompt]), generation_config=config)[0].tolist()

@@ -313,8 +313,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
         mask, entropy = batch.mask.bool(), batch.sampler_entropy
-        A = torch.tensor([[advantages[i]] for i in part]) * (entropy >= np.quantile(entropy[mask], 0.5))
-        assert torch.equal(batch.advantages[mask], A[mask])
+        A, kept = torch.tensor([[advantages[i]] for i in part]).expand_as(mask)[mask], torch.zeros(int(mask.sum()))
+        kept[np.argsort(-entropy[mask], kind="stable")[: math.ceil(len(kept) / 2)]] = 1.0  # several are equal
+        assert torch.equal(batch.advantages[mask], A * kept)
 
     loss, sums, tokens = 0.0, np.zeros(len(train.STATS)), 0
     entropies = [entropy for _, more, (_, entropy) in scored if more]  # not where old policy or reference is scored
@@ -516,6 +517,14 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
     expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": rounds * 3}
     assert all(line | expected == line for line in metrics(out))
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
+
+
+def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
+    """And a group says which row it is of."""
+    steps = watch(train, "training_step")
+    out = go(algorithm="dapo")
+    assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
+    assert all(run.task.train[group.index] is group.row for (run, _), _, (_, groups) in steps for group in groups)
 
 
 # ---- Evaluation ----

@@ -82,6 +82,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
+    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
@@ -129,7 +130,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.not_finite(step, loss, grad_norm)
+        report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))
     if batch.mask.any():  # otherwise there is nothing to learn from, and only momentum would move the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -274,8 +275,8 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         if cfg.combine_rewards != "sum":
             group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
-        group.has_signal = has_signal(group, cfg.mask_truncated)
-    run.logged += ranks.gather(logged)
+        group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
+    run.logged += logged  # of this rank, until the step gathers it
     return groups
 
 
@@ -299,7 +300,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, run_folder.common(cfg, task.train + task.eval))
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)

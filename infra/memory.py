@@ -51,9 +51,10 @@ class Costs:
     checkpoints: float  # on disk, for all ranks; a new one is written before an old one is deleted
 
 
-def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
-    """-> settings with budgets of tokens that fit, the same on all ranks, and a line for the screen"""
-    free = min(ranks.gather([free_memory()]))
+def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, same: dict) -> tuple[Config, str]:
+    """-> settings with budgets of tokens that fit, the same on all ranks, and a line for the screen. `same` is what all
+    ranks must have been started with."""
+    free = min(ranks.gather([free_memory()], same))
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
         config = fitting(config, cost, free)

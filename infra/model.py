@@ -123,6 +123,8 @@ def load(
         with ranks.fail_together():
             model = opened.load()
         model = model.to(device)
+        checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
+        ranks.gather([], {"the weights": checksums})
         reference = [copy.deepcopy(model)] if has_copy else []
     if opened.adapt is not None:
         with ranks.fail_together():

@@ -6,6 +6,7 @@ the model (shard.py).
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,10 @@ def start(shard: bool = False) -> torch.device:
         # shape. While decoding, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
+        try:
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would try again for two hours
+        except OSError as error:
+            raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
         store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -65,12 +70,17 @@ def share(n: int) -> range:
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
-def gather(made: list) -> list:
-    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list."""
-    parts = [made] * world()
+def gather(made: list, same: dict[str, Any] | None = None) -> list:
+    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list. All ranks fail if one has
+    another value in `same` than the first rank has."""
+    parts = [(made, same or {})] * world()
     if dist.is_initialized():
-        dist.all_gather_object(parts, made)
-    return [item for part in parts for item in part]
+        dist.all_gather_object(parts, parts[0])
+    for other, (_, theirs) in enumerate(parts):
+        if differing := [name for name, x in theirs.items() if x != parts[0][1].get(name)]:
+            error = UserError if rank() == 0 else faults.FailedElsewhere  # one rank reports it
+            raise error(f"rank {other} differs from rank 0 in {', '.join(differing)}")
+    return [item for part, _ in parts for item in part]
 
 
 def on_first(call: Callable, *args: Any) -> Any:

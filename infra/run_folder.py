@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import time
+import zlib
 from dataclasses import fields
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -151,6 +152,8 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         out.mkdir()
         lock(out)
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
+    for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # folders that a kill has left
+        shutil.rmtree(torn, ignore_errors=True)
     by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     now = provenance() | {"digests": digests(config)}
     if made_steps(out) is not None:
@@ -186,6 +189,15 @@ def digests(config: Config) -> dict[str, str]:
         files = [file for file in sorted(path.glob("*")) or [path] if file.is_file()]
         found[f"digest of {path}"] = sha256("".join(map(sha256_of, files)).encode()).hexdigest()[:16]
     return found
+
+
+def common(config: Config, rows: list[dict]) -> dict:
+    """What all ranks must have been started with. Only the first one reads and writes `out`."""
+    root, own = Path(__file__).parents[1], [path for path in inputs(config) if path.suffix == ".py"]
+    code = [sha256_of(file) for file in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py")), *own]]
+    texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
+    settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
+    return settings | {"the code": code, "the rows": sum(zlib.crc32(text.encode()) for text in texts)}
 
 
 def sha256_of(file: Path) -> str:

@@ -145,11 +145,19 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     assert f"checkpoints up to {disk} on disk" in memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
         memory.plan_line(config, cost, least - 1)
+    assert small(beta=0.1)[1].checkpoints * 12 == small()[1].checkpoints * 16, "with the weights of the reference"
     config, cost = small(shard=True, micro_batch_size=9)
     most = memory.peak(config, cost)
     memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
         memory.plan_line(config, cost, most - 1)
+
+
+@pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
+def test_completions_are_read_together_where_prompt_and_completion_fit_into_the_models_window(prompt, together):
+    model = conftest.tiny_model("mistral", sliding_window=30)
+    limits = memory.limits(small(max_completion_length=20)[0], model, prompt)
+    assert limits.hidden_size == (32 if together else None)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
@@ -200,7 +208,7 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
 def one_of_eight() -> None:
     """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    conftest.replace("infra.ranks.gather", lambda _: lambda made: made * 8)
+    conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
     dist.all_gather_object = lambda out, own: out.__setitem__(slice(None), [own] * 8)
 

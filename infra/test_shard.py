@@ -141,6 +141,14 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     assert kinds == {".safetensors", ".json", "SHA256SUMS"}, "nothing that would be unpickled"
 
 
+def test_a_checkpoint_is_evaluated_sharded(small, tmp_path):
+    run(small | dict(steps=1), tmp_path / "made")
+    settings = small | dict(steps=0, eval_every=1, eval_prompts=4, model=tmp_path / "made" / "checkpoint" / "000001")
+    run(settings, tmp_path / "one")
+    run(settings | dict(shard=True), tmp_path / "out", world=2)
+    assert metrics(tmp_path / "out") == metrics(tmp_path / "one")
+
+
 WRONG = [  # ranks, settings, the line
     (2, dict(model="tied"), "has a head of its own: set tie_word_embeddings to false in its config.json"),
     (3, {}, "machines of [1, 2] ranks; give a --shard_size"),

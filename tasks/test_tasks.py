@@ -95,6 +95,7 @@ def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, 
     given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
+    assert task.graded == (task.correct_at == 0.0), "tldr's own"
     with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
         load_task(Config(**given, correct="better"))
 
