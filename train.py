@@ -11,12 +11,16 @@ are split, and gradients are summed.
 """
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)  # the imports take seconds
 
 import torch
 from torch import Tensor
