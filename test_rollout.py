@@ -200,7 +200,7 @@ def test_greedy_is_the_librarys_own():
 
 def replied(turn: list[int]) -> list[int] | None:
     """Whether there is a reply, and how long, depends on what was sampled. An end token in it ends nothing."""
-    return None if sum(turn) % 5 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
+    return None if sum(turn) % 3 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
 
 
 def is_over(turn: list[int], sampling: Sampling) -> bool:
