@@ -4,7 +4,7 @@
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
     out/checkpoint/000040/    checkpoint.py
-    out/model/                the trained model
+    out/model/                the trained model, in fp32
 
 Nothing is written before everything is ready to start. The same command continues a run. Other settings are refused;
 another commit, other versions, and other contents of what the run reads are recorded and told in a note. A finished run
