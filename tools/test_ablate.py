@@ -117,7 +117,6 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
         with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code") if is_other else nullcontext():
             ablate.main(words)
         ablate.main(["--keep", *words])
-        ablate.main(["--table", *words])
     (out / "0.0-1" / "config.json").unlink()
     (out / "0.0-1" / "metrics.jsonl").unlink()
     with pytest.raises(TypeError):  # a new run starts
