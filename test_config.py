@@ -268,7 +268,8 @@ def test_the_loss_gets_every_setting_that_it_takes():
     assert {*train.LOSS_SWITCHES} <= vars(Config()).keys()
 
 
-def test_every_setting_has_its_line():
-    assert {line.partition(",")[0] for line in DIFFERS} == {each.name for each in fields(Config)}
+def test_each_line_is_of_a_setting_or_names_its_test():
+    """A setting without a line is tested in infra/test_command_line.py, by what config.py says of it."""
+    assert {line.partition(",")[0] for line in DIFFERS} <= {each.name for each in fields(Config)}
     for file, test in (line.split(": ") for line in DIFFERS.values() if isinstance(line, str)):
         assert f"\ndef {test}(" in (ROOT / file).read_text()

@@ -470,6 +470,25 @@ def test_learning_rate():
         assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
 
 
+@pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1)], ids=str)
+def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
+    """If one token is left, all samples of a prompt are alike. Over the set that was left it has probability 1."""
+    for keep_set in (True, False):
+        rows = samples(go(str(keep_set), **cut, keep_set=str(keep_set), steps=1))
+        assert len({(row["prompt"], row["completion"]) for row in rows}) == len({row["prompt"] for row in rows}) == 3
+        assert all(logp == 0.0 for row in rows for _, logp in row["tokens"]) == keep_set
+
+
+def test_what_is_chosen_by_entropy_and_by_length_is_given_both(go, watch):
+    """The rollout records entropies, and completions that were cut off have no length where they are not trained on."""
+    updated, compared = watch(train, "update"), watch(train, "group_advantages")
+    rows = samples(go(top_entropy=0.5, mask_truncated=True, steps=1, max_completion_length=8))
+    ((_, batch, _), *_), ((_, how, _),) = updated[0], compared
+    assert (batch.sampler_entropy[batch.mask.bool()] > 0).all() and batch.mask.any()
+    expected = [0 if row["truncated"] else row["length"] for row in rows]
+    assert how["lengths"].flatten().tolist() == expected and 0 < expected.count(0) < len(expected)
+
+
 @pytest.fixture
 def draws(watch):
     """-> a function: which prompts were drawn, and which streams (step, prompt, sample) were sampled from"""

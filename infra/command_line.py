@@ -167,7 +167,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:
         yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
-    if config.num_generations == 1 and compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards):
+    compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
+    if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline and scale"
     if config.minibatches > config.prompts_per_step * config.num_generations:
         yield f"--minibatches {config.minibatches}: more than a step has completions"
@@ -175,10 +176,15 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--steps 0 with --eval_every 0: nothing to do"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
-    only_with = dict(kl_importance="beta", ref_sync_every="beta", shard_size="shard", lora_alpha="lora_rank")
+    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
+    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
+    if not (config.keep_set or config.truncates):
+        yield "--keep_set: is not read without --top_p, --top_k or --min_p"
+    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
+        yield "--lr_schedule: is not read without --steps after the --warmup_steps"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
 

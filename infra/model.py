@@ -47,6 +47,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         for p in model.parameters():
             p.data = p.data.to(weights_dtype(config))
         return Opened(model.config, tokenizer, model.eval)  # -> the model
+    if source.count("/") > 1 and not Path(source).exists():  # a name on the hub has one at most
+        raise UserError(f"--model {source}: there is no such folder")
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():

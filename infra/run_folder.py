@@ -214,7 +214,15 @@ def provenance() -> dict:
     cpuinfo = Path("/proc/cpuinfo")  # Linux
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
-    return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
+    commit = (git and git.stdout.strip()) or None
+    return {"commit": commit, "code": digest_of_code(), "versions": versions, "hardware": hardware}
+
+
+def digest_of_code() -> str:
+    """A digest of all files that decide what a run computes, whether or not they are committed."""
+    root = Path(__file__).parents[1]
+    files = [file for kind in ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py") for file in sorted(root.glob(kind))]
+    return sha256("".join(sha256_of(file) for file in files if "test" not in file.name).encode()).hexdigest()[:16]
 
 
 # ---- One writer at a time; files that appear whole or not at all ----

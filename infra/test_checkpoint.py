@@ -305,6 +305,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (made, dict(steps=3), "--steps 3: the run in .* has made 4, and no checkpoint leads there"),
     (made, dict(beta=0.5, seed=1), "only --overwrite starts over: --beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
+    (made, dict(top_k=3, keep_set=False), "--top_k 0 there, 3 here; --keep_set True there, False here$"),
     (made, dict(beta=0.5, overwrite=True), 0),
     (made, dict(overwrite=True, model="out/model"), MOVED),
     (without_checkpoint, {}, None),
