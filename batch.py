@@ -57,6 +57,7 @@ class Batch:
     ref_logp: Tensor | None = None  # (N, T)
     weights: Tensor | None = None  # (N, T), computed from the whole update that these rows are a part of
     steps: Tensor | None = None  # (N,), the step in which each row was sampled
+    samples: Tensor | None = None  # (N,), the number of each row among the completions of its prompt
     kept: list[KeptSets] | None = None  # for each row and position, the ids that log-probs are normalized over
     together: list[int] | None = None  # how many consecutive rows the model reads as one (fast/shared_prompts.py)
 
@@ -104,10 +105,11 @@ def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
     return torch.tensor([[sum(mask) for mask in trained_tokens(group, mask_truncated)] for group in groups])
 
 
-def has_signal(group: Group, mask_truncated: bool) -> bool:
+def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool:
     """Whether the group tells better completions from worse ones: some but not all are right (or, if nothing says what
-    is right, their rewards differ), and at least two are trained on."""
-    values = group.rewards if group.right is None else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
+    is right or the reward is graded, their rewards differ), and at least two are trained on."""
+    by_reward = graded or group.right is None
+    values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(any(mask) for mask in trained_tokens(group, mask_truncated))
     return trained >= 2 and not bool(all_equal(values[None]))
 
@@ -147,6 +149,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         sampler_logp=sampler_logp.to(device),
         sampler_entropy=sampler_entropy.to(device),
         steps=torch.tensor([group.step for _, group, *_ in completions], device=device),
+        samples=torch.tensor([i for group in groups for i in range(len(group.completions))], device=device),
         kept=kept if something_cut else None,
     )
 

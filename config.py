@@ -93,6 +93,8 @@ class Config:
     reply: str | None = setting(None, "file.py:function that answers the model's turns; some tasks have one")
     max_turns: int = setting(0, "most turns of a completion, if there are replies; 0: any number", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
+    lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
+    lora_alpha: int = setting(32, "what an adapter adds is multiplied by lora_alpha / lora_rank", at_least=1)
 
     heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)

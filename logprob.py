@@ -52,8 +52,10 @@ def token_logprobs(
     scored = (completion_mask.bool() & real).gather(1, order)
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
-    inputs, places = model_inputs(ids, real.sum(1), together)
-    predictors = places[:, :-1][scored[:, 1:]]  # (n,): each scored token is predicted one position before its own
+    # Each scored token is predicted one position before its own, so the model need not read the last token of a row.
+    T = ids.shape[1]
+    inputs, places = model_inputs(ids[:, : max(1, T - 1)], (real.sum(1) - 1).clamp(min=1), together)
+    predictors = places[:, : T - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:

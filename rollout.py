@@ -22,6 +22,7 @@ samples, finished rows leave the batch while the others go on, and sampling is o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,15 +30,22 @@ from itertools import groupby
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from config import UserError
 from fast.compact_list import CompactList
-from fast.kept_sets import KeptSets
+from fast.growing_cache import make_room
+from fast.kept_sets import KeptSets, SetsOfBatch
 
 Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
 Reply = Callable[[list[int]], list[int] | None]  # the ids of a turn -> those of the reply; None: the completion is over
+BLOCK = 512  # tokens of the vocabulary
+PROMPT_TOKENS = 1 << 14  # read at once, with padding: enough to keep a GPU busy
+OF_ROWS = "attention_mask", "position_ids"
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # the layers of a cache that can be joined
 
 
 @dataclass
@@ -173,19 +181,19 @@ def _decode(
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     replied = torch.full((N, L), -1, device=rows.device)  # the ids of replies at their places, elsewhere -1
     starts = [0] * N  # where the current turn of each completion starts
-    kept = [KeptSets() for _ in range(N)]
+    kept = SetsOfBatch(N)
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
     has_stop = stop_search(sampling)
 
     # Each prompt is read once. Then its cache is repeated for all its samples.
-    out = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
-    kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-    logits = out.logits[rows, -1]
+    logits, kwargs = _read(model, input_ids, kwargs)
+    logits = logits[rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
+    make_room(kwargs.get("past_key_values"), most=input_ids.shape[1] + L)
 
     live = torch.arange(N, device=rows.device)  # which completion each row of the batch is
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -195,10 +203,7 @@ def _decode(
         token = torch.where(in_reply, replied[live, t], token)
         tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
         if left is not None:
-            columns = live.tolist(), done.tolist(), in_reply.tolist(), left
-            for row, was_done, given, ids in zip(*columns, strict=True):
-                if not was_done:
-                    kept[row].append(ids[:0] if given else ids, logits.shape[1])
+            kept.append(left & ~(done | in_reply)[:, None], live)
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
         ended = torch.isin(token, eos_ids)
@@ -223,6 +228,7 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
+            kept.to_host(live)
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -231,7 +237,8 @@ def _decode(
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
     truncated[live] |= ~done
-    return tokens, logps, entropies, kept, None if replies is None else replied < 0, lengths, truncated
+    kept.to_host(live)
+    return tokens, logps, entropies, kept.sets, None if replies is None else replied < 0, lengths, truncated
 
 
 def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
@@ -250,9 +257,30 @@ def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
     return has_stop
 
 
-def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, list[np.ndarray] | None]:
+def _read(model: PreTrainedModel, input_ids: Tensor, kwargs: dict) -> tuple[Tensor, dict]:
+    """Read the prompts (P, T). If they have too many tokens for the memory, one half is read after the other, and then
+    their caches are joined. -> the logits of the next tokens (P, V), and kwargs with the cache"""
+    past, P = kwargs.get("past_key_values"), len(input_ids)
+    can_be_joined = past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers)
+    if input_ids.numel() <= PROMPT_TOKENS or P == 1 or not can_be_joined:
+        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
+        out = model(**inputs, return_dict=True)
+        return out.logits[:, -1], model._update_model_kwargs_for_generation(out, kwargs)
+    halves = []
+    for rows, empty in ((slice(P // 2), past), (slice(P // 2, P), copy.deepcopy(past))):
+        of_rows = {name: kwargs[name][rows] for name in OF_ROWS if kwargs.get(name) is not None}
+        halves.append(_read(model, input_ids[rows], kwargs | of_rows | {"past_key_values": empty}))
+    (logits, kwargs), (more_logits, more) = halves
+    for layer, other in zip(kwargs["past_key_values"].layers, more["past_key_values"].layers):
+        layer.keys, other.keys = torch.cat([layer.keys, other.keys]), None
+        layer.values, other.values = torch.cat([layer.values, other.values]), None
+    of_rows = {name: torch.cat([kwargs[name], more[name]]) for name in OF_ROWS if kwargs.get(name) is not None}
+    return torch.cat([logits, more_logits]), kwargs | of_rows
+
+
+def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pick the next token of each row: logits (B, V), uniform numbers (B,) -> tokens (B,), their log-probs (B,) and, if
-    log-probs are normalized over the ids that were left, these ids for each row."""
+    log-probs are normalized over the ids that were left, which ids these are (B, V)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         whole = p = logits.softmax(-1)  # (B, V)
@@ -260,25 +288,43 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     else:
         whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
         p = _truncated(whole, sampling)
-        # On a GPU the sum is computed in parallel parts, and in fp32 it might not be increasing.
-        cdf = p.cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
-        total = cdf[:, -1:]  # not exactly 1, because of rounding
-        # u may round up to 1, so the target is kept strictly below the total. With right=True, u = 0 does not pick a
-        # first token of probability 0.
-        target = torch.minimum(u[:, None].to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-        token = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+        token = (_pick_in_blocks if logits.is_cuda else _pick)(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
     if p is whole or not sampling.keep_set:  # `_truncated` returns the very same tensor if it cuts nothing
         return token.squeeze(1), logp, None
-    left = p > 0.0
-    ids = left.nonzero()[:, 1].int().cpu().numpy()
-    return token.squeeze(1), logp - p.sum(-1).log(), np.split(ids, left.sum(1).cumsum(0)[:-1].tolist())
+    return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0
+
+
+def _pick(p: Tensor, u: Tensor) -> Tensor:
+    """p (B, V), u (B, 1) -> (B, 1), the first token whose cumulative probability exceeds u."""
+    cdf = p.cumsum(-1)
+    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # the last sum is not exactly 1, because of rounding
+
+
+def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
+    """The same on a GPU. There a sum is computed in parallel parts, and in fp32 it might not be increasing. Sums along
+    whole rows would keep only a small part of the GPU busy, so first the block is found and then the token in it."""
+    blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
+    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
+    target = u.double() * cdf[:, -1:]
+    block = _first_above(cdf, target)
+    inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)  # (B, BLOCK)
+    return block * BLOCK + _first_above(inside, target - F.pad(cdf, (1, 0)).gather(1, block))
+
+
+def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
+    total = cdf[:, -1:]
+    # u may round up to 1, so the target is kept strictly below the total. With right=True, a target of 0 does not pick
+    # a first token of probability 0.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it."""
+    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. That of a greedy
+    token is, like its log-prob, the one at temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+    return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
@@ -288,9 +334,10 @@ def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
         p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1.0:
         high, order = p.sort(descending=True)
-        mass_before = high.cumsum(-1) - high
+        mass_before = high.cumsum(-1).sub_(high)
         high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True), 0.0)
-        p = torch.zeros_like(p).scatter(1, order, high)
+        del mass_before
+        p = torch.zeros_like(p).scatter_(1, order, high)
     if sampling.min_p > 0.0:
         p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0.0)
     return p
@@ -301,7 +348,7 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
     for name in ("past_key_values", "cache_params"):  # models like Mamba use the second name
         if kwargs.get(name) is not None:
             kwargs[name].reorder_cache(rows)
-    for name in ("attention_mask", "position_ids"):
+    for name in OF_ROWS:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
 
@@ -328,7 +375,7 @@ def _completions(
             logp=logp[i, :n],
             truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=kept[i] or None,
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # after the end they are empty
             written=None if written is None else written[i, :n].cpu(),
         )
         for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))

@@ -146,6 +146,9 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
         assert (on_high_entropy(torch.tensor([2.0, -1.0]), entropy, mask, share) * mask).tolist() == expected
         of_tokens = torch.tensor([[2.0], [-1.0]]).expand(mask.shape)
         assert (on_high_entropy(of_tokens, entropy, mask, share) * mask).tolist() == expected
+    for share, tokens in ((0.07, 7), (0.2, 20), (0.205, 21)):  # the authors' code rounds up
+        kept = on_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
+        assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "of equal ones the first"
     assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()
 
 

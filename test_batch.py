@@ -91,6 +91,14 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
 
+def test_the_spread_of_a_graded_reward_makes_a_signal_where_no_answer_is_right():
+    made = Completion([7], [0.0], truncated=False)
+    group = Group([3], completions=2 * [made], rewards=torch.tensor([0.2, 0.5]), right=torch.tensor([False, False]))
+    assert has_signal(group, False, graded=True) and not has_signal(group, False)
+    group.rewards = torch.tensor([0.2, 0.2])
+    assert not has_signal(group, False, graded=True)
+
+
 # ---- Which rows are in which piece ----
 
 

@@ -4,14 +4,18 @@ import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
+import rollout as rollout_module
 from config import UserError
 from conftest import VOCAB, rounding, tiny_model
+from fast.growing_cache import GrowingLayer
 from logprob import token_logprobs
 from rollout import Completion, KeptSets, Sampling, rollout, sample, uniforms
 
@@ -120,6 +124,43 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     assert rollout(model, [], streams([]), sampling) == []
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window
+def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
+    """Bit for bit, while it grows and rows leave."""
+    model = build(kind, sliding_window=5)
+    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # room for 64 tokens is added at a time
+    u = uniforms(0, 3, SAMPLES, 150)
+    grown, types, make_room = [], [], rollout_module.make_room
+
+    def see(cache, most):
+        make_room(cache, most)
+        types.append([type(layer) for layer in cache.layers])
+
+    monkeypatch.setattr(rollout_module, "make_room", see)
+    monkeypatch.setattr(GrowingLayer, "_move", lambda *args, move=GrowingLayer._move: (grown.append(1), move(*args)))
+    in_place = rollout(model, PROMPTS, u, sampling)
+    own = DynamicLayer if kind == "qwen2" else DynamicSlidingWindowLayer
+    assert types == [[GrowingLayer if i % 2 or own is DynamicLayer else own for i in range(len(types[0]))]]
+    assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
+    monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
+    assert in_place == rollout(model, PROMPTS, u, sampling)
+    assert GrowingLayer not in DYNAMIC_LAYER_TYPE_MAPPING.values()
+
+
+@pytest.mark.parametrize("kind, pieces", [("qwen2", 2), ("gemma2", 2), ("mamba", 1)])
+def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
+    """Of 3 prompts of 7 tokens, with padding. The state of a mamba is not joined."""
+    model, seen = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
+    whole = rollout(model, PROMPTS, streams(), SAMPLING)
+    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", 14)
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    in_pieces = rollout(model, PROMPTS, streams(), SAMPLING)
+    assert [rows for rows, width in seen if width > 1] == ([1, 2] if pieces == 2 else [3])
+    assert [c.ids for c in in_pieces] == [c.ids for c in whole]
+    for a, b in zip(in_pieces, whole):
+        close(torch.tensor(a.logp), torch.tensor(b.logp))
+
+
 PIECES = ["a", "bc", " ", "\ufffd", "</", "x>y", "cd", "  "]  # token i is the i-th one, modulo 8
 
 
@@ -150,7 +191,8 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(stop):
 def test_greedy_is_the_librarys_own():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
-    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0, top_k=3))
+    completions = rollout(model, DISTINCT, None, Sampling(12, [2], temperature=0.0, top_k=3, with_entropy=True))
+    assert_scored_as_sampled(model, DISTINCT, completions, temperature=1.0)
     for prompt, completion in zip(DISTINCT, completions, strict=True):
         assert completion.kept is None
         assert prompt + completion.ids == model.generate(torch.tensor([prompt]), generation_config=config)[0].tolist()
@@ -159,6 +201,10 @@ def test_greedy_is_the_librarys_own():
 def replied(turn: list[int]) -> list[int] | None:
     """Whether there is a reply, and how long, depends on what was sampled. An end token in it ends nothing."""
     return None if sum(turn) % 3 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
+
+
+def is_over(turn: list[int], sampling: Sampling) -> bool:
+    return turn[-1] in sampling.eos_ids or any(stop in sampling.to_text(turn) for stop in sampling.stop)
 
 
 def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut: dict) -> tuple:
@@ -172,7 +218,7 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
         token = left[(p[left].cumsum(0) <= numbers[t] * p[left].sum()).sum()]
         ids, written = [*ids, token], [*written, True]
         turns[-1].append(token)
-        if token in sampling.eos_ids:
+        if is_over(turns[-1], sampling):
             reply = replied(turns[-1])
             if reply is None or t + 1 + len(reply) >= sampling.max_completion_length:
                 return ids, written, reply is not None, turns
@@ -181,22 +227,26 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
     return ids, written, True, turns
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9)])
+CONVERSATIONS = [*product(KINDS, [{}, dict(top_k=9, top_p=0.9)], [[]]), ("qwen2", {}, ["d", "ab"])]
+
+
+@pytest.mark.parametrize("kind, cut, stop", CONVERSATIONS, ids=str)
 @torch.no_grad()
-def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut):
-    """However the rows are divided among batches, and whenever finished ones are dropped."""
+def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop):
+    """However the rows are divided among batches, and whenever finished ones are dropped. A stop string ends a turn if
+    all of it is in that turn."""
     model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
     samples = [(p, i) for p in range(3) for i in range(4)]
     prompts, u = [DISTINCT[p] for p, _ in samples], uniforms(0, 3, samples, 20)
-    sampling = Sampling(20, SAMPLING.eos_ids, temperature=0.9, with_entropy=True, **cut)
+    sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, with_entropy=True, stop=stop, **cut)
+    sampling.to_text = lambda ids: "".join("abcde"[i % 5] for i in ids)
     expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
-    assert any(len(turns) > 2 for *_, turns in expected) and {cut_off for _, _, cut_off, _ in expected} == {False, True}
+    assert any(len(turns) > 2 for *_, turns in expected) and any(cut_off for _, _, cut_off, _ in expected)
     for how in (dict(drop_share=0.01), dict(tokens_at_once=60), dict(drop_share=1.0)):
         heard = [[] for _ in prompts]
         replies = [lambda turn, heard=heard: heard.append(turn) or replied(turn) for heard in heard]
         completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
-        ended = [[turn for turn in turns if turn and turn[-1] in sampling.eos_ids] for *_, turns in expected]
+        ended = [[turn for turn in turns if turn and is_over(turn, sampling)] for *_, turns in expected]
         assert heard == ended, "each turn is replied to once"
         for completion, (ids, written, cut_off, turns) in zip(completions, expected, strict=True):
             assert (completion.ids, completion.written, completion.truncated) == (ids, written, cut_off)
@@ -239,6 +289,11 @@ def test_kept_sets(vocabulary):
     sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
     for ids in sets:
         kept.append(ids, vocabulary)
+    at_once = KeptSets()
+    for few in (sets[:1], sets[1:]):
+        if few:
+            at_once.extend(np.concatenate(few), np.array([*map(len, few)]), vocabulary)
+    assert at_once == kept
     padded = pickle.loads(pickle.dumps(kept.padded(2, 1)))
     assert all(map(np.array_equal, [None, None, *kept, None], padded))
     assert [ids is None for ids in padded] == [True, True, *[False] * len(sets), True]

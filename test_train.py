@@ -313,8 +313,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
         mask, entropy = batch.mask.bool(), batch.sampler_entropy
-        A = torch.tensor([[advantages[i]] for i in part]) * (entropy >= np.quantile(entropy[mask], 0.5))
-        assert torch.equal(batch.advantages[mask], A[mask])
+        A, kept = torch.tensor([[advantages[i]] for i in part]).expand_as(mask)[mask], torch.zeros(int(mask.sum()))
+        kept[np.argsort(-entropy[mask], kind="stable")[: math.ceil(len(kept) / 2)]] = 1.0  # several are equal
+        assert torch.equal(batch.advantages[mask], A * kept)
 
     loss, sums, tokens = 0.0, np.zeros(len(train.STATS)), 0
     entropies = [entropy for _, more, (_, entropy) in scored if more]  # not where old policy or reference is scored
@@ -469,6 +470,25 @@ def test_learning_rate():
         assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
 
 
+@pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1)], ids=str)
+def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
+    """If one token is left, all samples of a prompt are alike. Over the set that was left it has probability 1."""
+    for keep_set in (True, False):
+        rows = samples(go(str(keep_set), **cut, keep_set=str(keep_set), steps=1))
+        assert len({(row["prompt"], row["completion"]) for row in rows}) == len({row["prompt"] for row in rows}) == 3
+        assert all(logp == 0.0 for row in rows for _, logp in row["tokens"]) == keep_set
+
+
+def test_what_is_chosen_by_entropy_and_by_length_is_given_both(go, watch):
+    """The rollout records entropies, and completions that were cut off have no length where they are not trained on."""
+    updated, compared = watch(train, "update"), watch(train, "group_advantages")
+    rows = samples(go(top_entropy=0.5, mask_truncated=True, steps=1, max_completion_length=8))
+    ((_, batch, _), *_), ((_, how, _),) = updated[0], compared
+    assert (batch.sampler_entropy[batch.mask.bool()] > 0).all() and batch.mask.any()
+    expected = [0 if row["truncated"] else row["length"] for row in rows]
+    assert how["lengths"].flatten().tolist() == expected and 0 < expected.count(0) < len(expected)
+
+
 @pytest.fixture
 def draws(watch):
     """-> a function: which prompts were drawn, and which streams (step, prompt, sample) were sampled from"""
@@ -516,6 +536,14 @@ def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, 
     expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": rounds * 3}
     assert all(line | expected == line for line in metrics(out))
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
+
+
+def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
+    """And a group says which row it is of."""
+    steps = watch(train, "training_step")
+    out = go(algorithm="dapo")
+    assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
+    assert all(run.task.train[group.index] is group.row for (run, _), _, (_, groups) in steps for group in groups)
 
 
 # ---- Evaluation ----

@@ -11,12 +11,16 @@ are split, and gradients are summed.
 """
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)  # the imports take seconds
 
 import torch
 from torch import Tensor
@@ -25,7 +29,7 @@ from transformers import PreTrainedModel
 from advantage import combine_rewards, group_advantages, on_high_entropy
 from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
 from config import Config, UserError
-from infra import checkpoint, command_line, faults, memory, ranks, report, run_folder, seeds
+from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import load, open_model
 from logprob import token_logprobs
@@ -50,7 +54,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # only if there is a KL term
+    reference: PreTrainedModel | None  # of the KL term; None with LoRA, where it is the model without adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # of a micro-batch
@@ -82,6 +86,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
+    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
@@ -95,8 +100,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None:
-        batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.reference)
+    if run.reference is not None or cfg.beta:
+        reference = run.reference or run.model
+        with lora.without_adapters(reference):
+            batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
@@ -127,7 +134,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.not_finite(step, loss, grad_norm)
+        report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))
     if batch.mask.any():  # otherwise there is nothing to learn from, and only momentum would move the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -272,8 +279,8 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         if cfg.combine_rewards != "sum":
             group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
-        group.has_signal = has_signal(group, cfg.mask_truncated)
-    run.logged += ranks.gather(logged)
+        group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
+    run.logged += logged  # of this rank, until the step gathers it
     return groups
 
 
@@ -297,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, run_folder.common(cfg, task.train + task.eval))
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
@@ -316,7 +323,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     )
     limits = memory.limits(cfg, model, longest_prompt)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg)]
+    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
 @faults.handlers_put_back()

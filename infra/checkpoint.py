@@ -14,7 +14,7 @@ import shutil
 import warnings
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -34,6 +34,7 @@ from batch import Group
 from config import UserError
 from fast.kept_sets import KeptSets
 from infra import ranks
+from infra.lora import adapted_layers, save_adapters, trained
 from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
 from infra.shard import is_sharded, whole_weights
 from rollout import Completion
@@ -55,7 +56,7 @@ def save(
     """Save everything that step + 1 needs. All ranks must call this. Each writes a part: its own part, if the model is
     sharded."""
     folder, first, tensors = checkpoint_of(out, step), ranks.rank() == 0, {}
-    parts = {name: dict(model.named_parameters()) for name, model in models.items()}
+    parts = {name: trained(model) for name, model in models.items()}
     if optimizer.state:  # otherwise PyTorch would make an update to find out what the optimizer keeps
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
@@ -64,17 +65,23 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
         about = {"cursor": cursor, "optimizer": type(optimizer).__name__, "state": state}
-        text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors))
-        if repr(_from_text(text, tensors)) != repr(about):  # JSON has no tuples, for instance
+        comes_back = False
+        with suppress(RuntimeError, TypeError, ValueError):  # a sparse tensor, an odd key, a cycle
+            text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors))
+            comes_back = repr(_from_text(text, tensors)) == repr(about)  # JSON has no tuples, for instance
+        if not comes_back:
             raise UserError("run.state would not come back as it is: it takes JSON, tensors, arrays and Groups")
     with whole_folder(folder) as partial_folder:
-        for name, part in parts.items():
-            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
-            dcp.save(part, storage_writer=writer)
         if first:
             save_file(tensors, partial_folder / "state.safetensors")
             write_text(partial_folder / "state.json", text)
-            write_text(partial_folder / "SHA256SUMS", "\n".join([*checksums(partial_folder), ""]))
+        for name, part in parts.items():
+            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
+            dcp.save(part, storage_writer=writer)
+        # Each rank reads what it has written. For one rank, that would take minutes for a large model.
+        sums = ranks.gather(checksums(partial_folder, f"shard-{ranks.rank() + 1:05}-*", rest=first))
+        if first:
+            write_text(partial_folder / "SHA256SUMS", "\n".join([*sums, ""]))
             for lines in out.glob("*.jsonl"):  # the lines up to this step must survive a crash, too
                 flush(lines)
     if first:
@@ -89,19 +96,21 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     """Restore what `save` saved, on any number of ranks, sharded or not. -> cursor, state"""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    tensors = load_file(folder / "state.safetensors")
-    about = _from_text((folder / "state.json").read_text(), tensors)
-    parts, flat = {name: dict(model.named_parameters()) for name, model in models.items()}, {}
+    parts, flat = {name: trained(model) for name, model in models.items()}, {}
     if (folder / "optimizer").exists():
         # PyTorch makes an update at a learning rate of 0, so that the optimizer has all of its state to load into.
         flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
         parts["optimizer"] = as_tensors(flat)
     with ranks.fail_together():
+        try:
+            about = _from_text((folder / "state.json").read_text(), load_file(folder / "state.safetensors"))
+        except (KeyError, TypeError) as error:  # a class that is not in GROUPS, a field that one of them does not have
+            raise UserError(f"the checkpoint {folder} does not fit the model or code: run.state: {error}") from None
         if about["optimizer"] != (kind := type(optimizer).__name__):
             raise UserError(f"the checkpoint {folder} is of a run with {about['optimizer']}, not {kind}")
-        known = {f"{name} of the {part}" for part, named in parts.items() for name in named}
-        if differing := names_in(folder) ^ known:
-            raise UserError(f"the checkpoint {folder} does not fit this code: {', '.join(sorted(differing)[:3])}")
+        known = {f"{name} of the {part} {[*x.shape]}" for part, named in parts.items() for name, x in named.items()}
+        if differing := shapes_in(folder) ^ known:
+            raise UserError(f"the checkpoint {folder} does not fit the model or code: {sorted(differing)[:3]}")
     for name, part in parts.items():
         dcp.load(part, storage_reader=HuggingFaceStorageReader(folder / name))
     if flat:
@@ -113,7 +122,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Load only the weights of the policy. A rank can call this by itself."""
     check(folder)
-    dcp.load(dict(model.named_parameters()), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
+    dcp.load(trained(model), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
     return model
 
 
@@ -126,10 +135,11 @@ def _as_tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
 
 
-def names_in(folder: Path) -> set[str]:
-    """The names of all tensors that a checkpoint holds in folders, each with its folder."""
-    readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
-    return {f"{name} of the {part}" for part, x in readers.items() for name in x.read_metadata().state_dict_metadata}
+def shapes_in(folder: Path) -> set[str]:
+    """The names of all tensors that a checkpoint holds in folders, each with its folder and its shape."""
+    parts = {path.name: HuggingFaceStorageReader(path).read_metadata() for path in folder.iterdir() if path.is_dir()}
+    tensors = [(part, *item) for part, about in parts.items() for item in about.state_dict_metadata.items()]
+    return {f"{name} of the {part} {[*x.size]}" for part, name, x in tensors}
 
 
 def files_of(part: dict[str, Tensor]) -> dict[str, int]:
@@ -138,10 +148,11 @@ def files_of(part: dict[str, Tensor]) -> dict[str, int]:
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(part, before)}
 
 
-def checksums(folder: Path) -> list[str]:
-    """A line for each file, in the format of sha256sum."""
+def checksums(folder: Path, shards: str = "shard-*", rest: bool = True) -> list[str]:
+    """A line for each file, in the format of sha256sum: for those of these shards, and for the rest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    return [f"{sha256_of(path)}  {path.relative_to(folder)}" for path in files]
+    chosen = [path for path in files if path.match(shards) or (rest and not path.match("shard-*"))]
+    return [f"{sha256_of(path)}  {path.relative_to(folder)}" for path in chosen]
 
 
 def check(folder: Path) -> None:
@@ -149,8 +160,8 @@ def check(folder: Path) -> None:
     sums = folder / "SHA256SUMS"
     written = sums.read_text(errors="replace").split("\n") if sums.exists() else []
     if differing := {*written} ^ {*checksums(folder), ""}:
-        advice = "delete that folder, and the same command goes on from the one before, or from the first step"
-        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): {advice}")
+        advice = "without it the run goes on from the one before or, if it is not finished, from the first step"
+        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): restore it, or move it away: {advice}")
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
@@ -177,9 +188,12 @@ def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """All ranks must call this. The first one writes."""
-    weights = whole_weights(model) if is_sharded(model) else None
+    weights = whole_weights(model) if is_sharded(model) and not adapted_layers(model) else None
     with whole_folder(folder) as partial_folder:
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and adapted_layers(model):
+            save_adapters(partial_folder, model)
+            tokenizer.save_pretrained(partial_folder)
+        elif ranks.rank() == 0:
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
             model.generation_config = own
@@ -194,11 +208,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """The ranks write into the temporary folder that this yields. At the end it is flushed to disk and renamed to
-    `folder` in one call. If anything fails, `folder` stays as it was, and the next call deletes what is left."""
+    `folder` in one call. If anything fails, `folder` stays as it was, and the next start deletes what is left."""
     partial_folder, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     if first:
-        for torn in folder.parent.glob("*.partial"):
-            shutil.rmtree(torn, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
     ranks.barrier()  # it is there
     yield partial_folder

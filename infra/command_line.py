@@ -23,7 +23,6 @@ from infra import run_folder
 from loss import SWITCHES_READ
 from tasks import task_defaults, task_file, task_names
 
-NO_MODE = "geometric_mask: is not a mode any more; give --gate_low and --gate_high in place of its floor and cap"
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -68,19 +67,12 @@ def flags() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": {bool: string_to_bool, str: word}.get(kind, kind)}
-            how |= {"nargs": "?", "const": True} if kind is bool else {}
+            how = {"nargs": "?", "const": True, "type": string_to_bool} if kind is bool else {"type": kind}
             how |= {"nargs": "+"} if is_list(setting) else {"choices": setting.metadata["names"]}
             default = getattr(Config(), setting.name)
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {default})".replace("%", "%%")
             group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text, **how)
     return parser
-
-
-def word(text: str) -> str:
-    if text == "geometric_mask":
-        raise argparse.ArgumentTypeError(NO_MODE)
-    return text
 
 
 def kind_of(setting: Field) -> type:
@@ -158,7 +150,7 @@ def contradictions(config: Config) -> Iterator[str]:
     given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
     if config.tis_mode == "geometric_mask":  # of a run of an earlier version
-        yield f"--tis_mode {NO_MODE}"
+        yield "--tis_mode geometric_mask: is now --gate_low and --gate_high, in place of --tis_floor and --tis_cap"
     if config.tis_mode != Config.tis_mode and not bounded:
         yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
     if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):
@@ -175,7 +167,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
     if config.normalization == "prompt" and config.minibatches > 1:
         yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
-    if config.num_generations == 1 and compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards):
+    compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
+    if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline and scale"
     if config.minibatches > config.prompts_per_step * config.num_generations:
         yield f"--minibatches {config.minibatches}: more than a step has completions"
@@ -183,13 +176,23 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--steps 0 with --eval_every 0: nothing to do"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
-    for name, other in (("kl_importance", "beta"), ("ref_sync_every", "beta"), ("shard_size", "shard")):
-        if getattr(config, name) and not getattr(config, other):
+    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
+    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
+    for name, other in only_with.items():
+        if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: is not read without --{other}"
+    if not (config.keep_set or config.truncates):
+        yield "--keep_set: is not read without --top_p, --top_k or --min_p"
+    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
+        yield "--lr_schedule: is not read without --steps after the --warmup_steps"
+    if config.ref_sync_every and config.lora_rank:
+        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
 
 
 def warnings(config: Config) -> Iterator[str]:
     """What is allowed but worth a line."""
+    if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
+        yield f"learning_rate {config.learning_rate:g} suits all weights; adapters learn best at about ten times that"
     if config.truncates and not config.keep_set:
         yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
     chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))

@@ -4,25 +4,27 @@ where Python would otherwise launch a thousand kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache, partial, update_wrapper
+from functools import partial, update_wrapper
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from fast.output_head import forward_replaced, head_returns_logits, linear_in_fp32
 from infra import faults
-from infra.shard import is_sharded, unsharded
+from infra.shard import unsharded
 from rollout import Sampling, rollout
 
+FIRST_ROOM = 256  # tokens
+_can_be_graphs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # is missing without CUDA
 
 
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
-    weights_at_hand = unsharded(model) if is_sharded(model) else weights_in(model, dtype)
-    with weights_at_hand, logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
+    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
         steps = forward_replaced(model, Steps(model.forward, max_tokens))
         with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
             yield
@@ -39,7 +41,7 @@ def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hold the weights in another dtype for a while: in bf16, decoding reads half the bytes. The fp32 weights come back
     unchanged. Buffers, such as rotary frequencies, keep their precision."""
-    weights = {p: p.data for p in model.parameters()}
+    weights = {p: p.data for p in model.parameters() if p.dtype != dtype}
     try:
         for p, weight in weights.items():
             p.data = weight.to(dtype)
@@ -52,7 +54,8 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 class Steps:
     """Replaces the forward of a model. It reads prompts as usual. After that, all that changes from token to token is
     copied into tensors whose addresses stay the same, so that the step of the second token can be captured as a CUDA
-    graph and replayed for the others, until the rows of the batch change."""
+    graph and replayed for the others, until the rows of the batch change or the cache is full. The cache then doubles,
+    because attention reads all of it at every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens
@@ -62,25 +65,32 @@ class Steps:
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):
             self.keys = self.graph = self.out = None  # frees the memory of earlier prompts
+            self.tokens, self.most = input_ids.shape[1], input_ids.shape[1] + self.max_tokens
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
             for i, layer in enumerate(layers):
                 if type(layer) is not DynamicLayer:
                     raise TypeError(f"its cache has a {type(layer).__name__}")
-                layers[i] = StaticLayer(input_ids.shape[1] + self.max_tokens)
-                layers[i].update(layer.keys, layer.values)
+                layers[i] = static_layer(layer, min(self.most, self.tokens + FIRST_ROOM))
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
         if self.keys is not layers[0].keys:  # the rows of the batch have changed
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
-        call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
-        if self.out is None or not input_ids.is_cuda:
+        self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
+        self.tokens += 1
+        if self.tokens == layers[0].max_cache_len < self.most:
+            for i, layer in enumerate(layers):
+                layers[i] = static_layer(layer, min(self.most, 2 * self.tokens))
+        return self.out
+
+    def _step(self, call: Callable, layers: list[StaticLayer]) -> None:
+        if self.out is None or not self.ids.is_cuda:
             with ExitStack() as afterwards:
                 afterwards.callback(sync_debug_mode, 0)
                 sync_debug_mode(2)  # raises if the host waits for the GPU, which a graph cannot do
                 self.out = call()
-            return self.out
+            return
         if self.graph is None:
             self.graph, tokens = torch.cuda.CUDAGraph(), layers[0].cumulative_length.clone()
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # the thread of NCCL goes on
@@ -88,12 +98,23 @@ class Steps:
             for layer in layers:
                 layer.cumulative_length.copy_(tokens)  # capturing computed nothing
         self.graph.replay()
-        return self.out
 
 
-@lru_cache(maxsize=1)
+def static_layer(layer: CacheLayerMixin, length: int) -> StaticLayer:
+    """The same keys and values in a layer of this length."""
+    longer = StaticLayer(length)
+    longer.update(layer.keys, layer.values)
+    return longer
+
+
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether the model gives the same log-probs this way. It is tried once, on two short prompts."""
+    """Whether the model gives the same log-probs this way. Each model is tried once, on two short prompts."""
+    if model not in _can_be_graphs:
+        _can_be_graphs[model] = _try_steps(model, dtype)
+    return _can_be_graphs[model]
+
+
+def _try_steps(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
     try:
         plain = [completion.logp for completion in sample()]

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,10 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
             dist.barrier()  # a rank that left earlier would look like one that failed
             dist.destroy_process_group()
         return code
+    except KeyboardInterrupt as stopped:  # before the first step
+        if os.environ.get("RANK", "0") == "0":
+            say("stopped before a step was made; the same command starts again")
+        return 128 + (stopped.args or [signal.SIGINT])[0]
     except FailedElsewhere:
         return stand_by(2)
     except (UserError, torch.OutOfMemoryError) as error:
@@ -66,7 +70,8 @@ def stand_by(code: int) -> int:
 def leave(code: int) -> None:
     """End the process. With shards PyTorch has threads that may abort a process which ends in the ordinary way."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
     os._exit(code)
 
 
@@ -89,9 +94,14 @@ def end_with_torchrun() -> None:
 
 @contextmanager
 def handlers_put_back() -> Iterator[None]:
-    """Restore the handlers of a notebook, which goes on after the run. With several ranks the process ends, and until
-    then torchrun may send it further copies of a signal."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Until `stop_requests` is called, a signal ends the run at once. At its end, restore the handlers of a notebook,
+    which goes on. With several ranks the process ends, and until then torchrun may send it further copies of a signal.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

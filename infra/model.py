@@ -19,8 +19,11 @@ from config import Config, UserError
 from fast.output_head import forward_replaced
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
+from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
+
+NO_BASE = "can only be evaluated; training starts from a folder of whole weights, so merge adapters first"
 
 
 @dataclass
@@ -29,18 +32,27 @@ class Opened:
 
     config: PretrainedConfig
     tokenizer: Any
-    load: Callable[[], PreTrainedModel]  # loads the weights, in fp32
+    load: Callable[[], PreTrainedModel]  # loads the weights
+    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, once the model is on its device
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """`source` is a folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
+    """`source` is a folder, a name on the hub, a checkpoint of a run, saved adapters, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
+        if config.lora_rank:
+            raise UserError("--lora_rank: needs a --model, because adapters are saved with the name of their base")
+        for p in model.parameters():
+            p.data = p.data.to(weights_dtype(config))
         return Opened(model.config, tokenizer, model.eval)  # -> the model
+    if source.count("/") > 1 and not Path(source).exists():  # a name on the hub has one at most
+        raise UserError(f"--model {source}: there is no such folder")
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
+    if (Path(source) / "adapter_config.json").is_file():
+        return _open_adapters(Path(source), config)
     with _named(source, "configuration"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     with _named(source, "tokenizer"):
@@ -58,7 +70,9 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
-    return Opened(model_config, tokenizer, lambda: _load_weights(source, model_config, tokenizer, config))
+    load = functools.partial(_load_weights, source, model_config, tokenizer, config)
+    adapt = functools.partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
+    return Opened(model_config, tokenizer, load, adapt if config.lora_rank else None)
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
@@ -66,8 +80,29 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
-    opened = open_model(settings.model or task_file(settings.task).model(settings), config)
+    if config.steps and (settings.lora_rank or config.lora_rank):
+        raise UserError(f"--model {folder}: {NO_BASE}")
+    of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
+    opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
+    if opened.adapt is not None:
+        return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
+
+
+def _open_adapters(folder: Path, config: Config) -> Opened:
+    """The base model of saved adapters, and these adapters."""
+    if config.steps:
+        raise UserError(f"--model {folder}: {NO_BASE}")
+    with _named(str(folder), "adapters"):
+        about, tensors = read_adapters(folder)
+        lora = dict(lora_rank=int(about["r"]), lora_alpha=about["lora_alpha"])
+        opened = open_model(str(about["base_model_name_or_path"]), replace(config, **lora))
+    return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
+
+
+def weights_dtype(config: Config) -> torch.dtype:
+    """Weights that are trained must be in fp32, because bf16 would round small updates away."""
+    return getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
 
 
 def load(
@@ -75,6 +110,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
     """-> the model, the reference (if there is a KL term), and the ids that end a completion. If the model is sharded,
     the first rank loads the weights for all."""
+    has_copy = config.beta != 0.0 and opened.adapt is None
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
@@ -82,15 +118,19 @@ def load(
         with ranks.fail_together():
             whole = opened.load() if ranks.rank() == 0 else None
         model, *reference = [
-            shard(empty_model(opened.config, config), whole, mesh, dtype, device)
-            for _ in range(2 if config.beta else 1)
+            shard(empty_model(opened.config, config), whole, mesh, dtype, device) for _ in range(1 + has_copy)
         ]
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
             model = opened.load()
         model = model.to(device)
-        reference = [copy.deepcopy(model)] if config.beta else []
+        checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
+        ranks.gather([], {"the weights": checksums})
+        reference = [copy.deepcopy(model)] if has_copy else []
+    if opened.adapt is not None:
+        with ranks.fail_together():
+            opened.adapt(model)
     if config.dtype == "bfloat16":
         compute_experts_in_bf16()
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -110,7 +150,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
         model, loaded = AutoModelForCausalLM.from_pretrained(
             name,
             config=model_config,
-            dtype=torch.float32,
+            dtype=weights_dtype(config),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -134,7 +174,7 @@ def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedMod
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config,
-            dtype=torch.float32,
+            dtype=weights_dtype(config),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
@@ -159,7 +199,7 @@ def _named(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
-        meant = [f"; did you mean {folder}?" for folder in models if (folder / "config.json").is_file()]
+        meant = [f"; did you mean {folder}?" for folder in models if [*folder.glob("*config.json")]]
         raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
 
 

@@ -48,6 +48,7 @@ gpu = SimpleNamespace(
     held=0,  # bytes; and at most since torch.cuda.reset_peak_memory_stats()
     peak=0,
     waits=collections.Counter(),  # by the name of the operation
+    set_to=None,  # what torch.cuda.set_device was called with
     captured=None,  # the calls of the CUDA graph that is being captured
 )
 
@@ -106,6 +107,9 @@ class Pretended(torch.Tensor):
 
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.inner!r} on {DEVICE}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
@@ -171,6 +175,9 @@ class Pretended(torch.Tensor):
             if isinstance(out, torch.Tensor) and id(out) not in outer and args and args[0] is out:
                 return out  # copied to the CPU
         return each(wrap, out)
+
+
+Pretended.__name__ = "Tensor"  # as the class of a tensor on a real GPU
 
 
 def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
@@ -313,7 +320,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     answers = dict(
         is_available=True, is_initialized=True, is_bf16_supported=True, device_count=gpus, current_device=0,
         get_device_name="pretended GPU", get_device_capability=(9, 0), _is_in_bad_fork=False, _lazy_init=None,
-        set_device=None, empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
+        empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
         set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
         get_device_properties=SimpleNamespace(name="pretended GPU", major=9, minor=0, multi_processor_count=132),
         mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
@@ -324,8 +331,11 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     )  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer() if callable(answer) else answer)
+    torch.cuda.set_device = partial(setattr, gpu, "set_to")
+    torch.Tensor.pin_memory = lambda x, *_: x
     torch.cuda._initialized, torch.cuda.Stream, torch.cuda.Event = True, Stream, type("Event", (Stream,), {})
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
+    torch.accelerator.current_stream = Stream
     torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention

@@ -6,18 +6,19 @@ the model (shard.py).
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
-from infra.shard import is_sharded
+from infra.shard import TIMEOUT
 
 
 def start(shard: bool = False) -> torch.device:
@@ -37,10 +38,14 @@ def start(shard: bool = False) -> torch.device:
         # shape. While decoding, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
-        store, number, count = next(dist.rendezvous("env://", timeout=timedelta(hours=2)))
+        try:
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would try again for two hours
+        except OSError as error:
+            raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
+        store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend(device), timeout=timedelta(hours=2), store=store, rank=number, world_size=count)
+        dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
         dist.all_reduce(torch.zeros(1, device=device))  # connects the ranks now, so that it fails or takes memory now
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -65,12 +70,17 @@ def share(n: int) -> range:
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
-def gather(made: list) -> list:
-    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list."""
-    parts = [made] * world()
+def gather(made: list, same: dict[str, Any] | None = None) -> list:
+    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list. All ranks fail if one has
+    another value in `same` than the first rank has."""
+    parts = [(made, same or {})] * world()
     if dist.is_initialized():
-        dist.all_gather_object(parts, made)
-    return [item for part in parts for item in part]
+        dist.all_gather_object(parts, parts[0])
+    for other, (_, theirs) in enumerate(parts):
+        if differing := [name for name, x in theirs.items() if x != parts[0][1].get(name)]:
+            error = UserError if rank() == 0 else faults.FailedElsewhere  # one rank reports it
+            raise error(f"rank {other} differs from rank 0 in {', '.join(differing)}")
+    return [item for part, _ in parts for item in part]
 
 
 def on_first(call: Callable, *args: Any) -> Any:
@@ -109,11 +119,11 @@ def sum_gradients(model: nn.Module) -> None:
     does not depend on the parameter. It counts as zero."""
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if not is_sharded(model):  # sharded gradients are already summed in the backward pass
+        if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
             sum_(p.grad)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients to this norm. -> the norm of the whole model before clipping"""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if is_sharded(model) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -5,13 +5,16 @@ without a value is null, for instance if no completion was wrong or there is no 
 """
 
 import atexit
+import functools
 import importlib
 import json
 import math
 import resource
 import statistics
 import sys
+import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from batch import Group
+from batch import Batch, Group
 from config import Config, UserError
 from infra import ranks, run_folder
+from loss import kl_divergence
 from tasks import columns_of
 
 # ---- Figures ----
@@ -112,6 +116,13 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     return figures
 
 
+def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
+    """All ranks compute these from the same values. They differ where a fork draws random numbers of its own, reads a
+    clock, or keeps something in `run.state` that depends on the rank."""
+    given = {"completions": completions, "rewards": rewards, "advantages": advantages}
+    return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in given.items()}
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The chance that k of these n samples, drawn without replacement, include a right one. It is an unbiased estimate
     of the chance for k new samples. 2107.03374"""
@@ -137,6 +148,7 @@ class RunLog:
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
+        self.say_once = functools.cache(self.say)
         self.bar = tqdm(disable=True)
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
@@ -175,6 +187,14 @@ class RunLog:
             self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
         if groups:
             self.show_step(metrics)
+            # What may keep the run from learning is said the first time that it is so.
+            trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
+            if 2 * trained_on < self.config.prompts_per_step:
+                self.say_once("note: fewer than half of a step's groups are trained on: see rejected_groups")
+            if metrics["truncated"] >= 0.9:
+                self.say_once("note: nine of ten completions are cut off: see --max_completion_length")
+            if metrics["dead_groups"] == 1.0 and metrics["step"] <= 3:
+                self.say_once("note: in one of the first steps no reward differs from the others of its group")
         if figures := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
             self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
 
@@ -228,9 +248,10 @@ class RunLog:
         return 128 + signal_number
 
     def say(self, line: str) -> None:
-        if not self.quiet:
-            tqdm.write(line, file=sys.stdout)  # does not break the line of a bar
-            sys.stdout.flush()
+        with suppress(OSError):  # the run goes on if nobody reads this any more, or its disk is full
+            if not self.quiet:
+                tqdm.write(line, file=sys.stdout)  # does not break the line of a bar
+                sys.stdout.flush()
 
 
 def as_json(lines: list[dict]) -> str:
@@ -255,11 +276,21 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     return lambda figures, step: [writer.add_scalar(name, value, step) for name, value in figures.items()]
 
 
-def not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
-    """Stop the run. All ranks call this, and one of them reports it."""
+def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
+    """Stop the run, and name the first token with a figure that is not finite, or too large for products of it to be.
+    All ranks call this, and one of them reports it."""
+    old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
+    ratio = (logp - (logp if old_logp is None else old_logp)).exp()
+    kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
+    figures = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
+    cause = "no advantage, log-prob, ratio or KL is out of range; lower --learning_rate, or try --dtype float32"
+    for i, n, t in (~(figures.abs() < 1e30) & batch.mask.bool()).nonzero()[:1].tolist():
+        where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
+        name, token = ("advantage", "log-prob", "ratio", "KL")[i], t - batch.prompt_lengths[n]
+        cause = f"the {name} is {figures[i, n, t]:g} at token {token} of the completion of {where}"
     with ranks.fail_together():
         figures = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
-        raise UserError(f"{figures}. Check the rewards, lower --learning_rate, or try --dtype float32")
+        raise UserError(f"{figures}: {cause}")
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
@@ -271,17 +302,19 @@ def finished(out: Path, notes: Iterable[str] | None = None) -> int:
     lines = [line for line in lines if held_out(line)] or lines
     ends = lines[:1] + lines[1:][-1:]
     steps, names = [line["step"] for line in ends], held_out(ends[-1])
-    if notes is not None:
-        print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
-    print(f"{'held out (± 95 %)' if names else 'trained on':24}", *(f"{f'step {step}':>18}" for step in steps))
-    for name in names or ["reward", "completion_length", "entropy"]:
-        cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
-        print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
-    for line in run_folder.read_lines(out / "samples.jsonl"):
-        if line["kind"] == "eval" and line["step"] in steps:
-            print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {line['prompt']}")
-            print(line["completion"])
-    print(f"\nall of it is in {out}/; its picture: python -m tools.plot {out}; look at it: python -m tools.look {out}")
+    with suppress(OSError):
+        if notes is not None:
+            print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
+        print(f"{'held out (± 95 %)' if names else 'trained on':24}", *(f"{f'step {step}':>18}" for step in steps))
+        for name in names or ["reward", "completion_length", "entropy"]:
+            cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
+            print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
+        for line in run_folder.read_lines(out / "samples.jsonl"):
+            if line["kind"] == "eval" and line["step"] in steps:
+                print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {line['prompt']}")
+                print(line["completion"])
+        plot, look = (f"python -m tools.{tool} {out}" for tool in ("plot", "look"))
+        print(f"\nall of it is in {out}/; its picture: {plot}; look at it: {look}")
     return 0
 
 

@@ -4,7 +4,7 @@
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
     out/checkpoint/000040/    checkpoint.py
-    out/model/                the trained model
+    out/model/                the trained model, in fp32
 
 Nothing is written before everything is ready to start. The same command continues a run. Other settings are refused;
 another commit, other versions, and other contents of what the run reads are recorded and told in a note. A finished run
@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import time
+import zlib
 from dataclasses import fields
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -151,6 +152,8 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         out.mkdir()
         lock(out)
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
+    for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # folders that a kill has left
+        shutil.rmtree(torn, ignore_errors=True)
     by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     now = provenance() | {"digests": digests(config)}
     if made_steps(out) is not None:
@@ -188,6 +191,15 @@ def digests(config: Config) -> dict[str, str]:
     return found
 
 
+def common(config: Config, rows: list[dict]) -> dict:
+    """What all ranks must have been started with. Only the first one reads and writes `out`."""
+    root, own = Path(__file__).parents[1], [path for path in inputs(config) if path.suffix == ".py"]
+    code = [sha256_of(file) for file in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py")), *own]]
+    texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
+    settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
+    return settings | {"the code": code, "the rows": sum(zlib.crc32(text.encode()) for text in texts)}
+
+
 def sha256_of(file: Path) -> str:
     with file.open("rb") as opened:
         return file_digest(opened, "sha256").hexdigest()
@@ -202,7 +214,15 @@ def provenance() -> dict:
     cpuinfo = Path("/proc/cpuinfo")  # Linux
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
-    return {"commit": (git and git.stdout.strip()) or None, "versions": versions, "hardware": hardware}
+    commit = (git and git.stdout.strip()) or None
+    return {"commit": commit, "code": digest_of_code(), "versions": versions, "hardware": hardware}
+
+
+def digest_of_code() -> str:
+    """A digest of all files that decide what a run computes, whether or not they are committed."""
+    root = Path(__file__).parents[1]
+    files = [file for kind in ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py") for file in sorted(root.glob(kind))]
+    return sha256("".join(sha256_of(file) for file in files if "test" not in file.name).encode()).hexdigest()[:16]
 
 
 # ---- One writer at a time; files that appear whole or not at all ----

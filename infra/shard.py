@@ -16,6 +16,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from config import UserError
+
+TIMEOUT = timedelta(hours=2)  # a rank may wait that long for the rollout or the rewards of another
 
 
 def ranks_of_a_copy(shard_size: int, world: int) -> int:
@@ -44,7 +47,10 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
         raise UserError(f"--shard_size {size}: does not divide the {world} ranks")
     if size == world:
         return init_device_mesh(device.type, (world,))
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    # `init_device_mesh` would give these groups NCCL's timeout of 10 minutes.
+    mesh = torch.arange(world).view(-1, size)
+    groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=TIMEOUT)[0] for peers in (mesh.T, mesh)]
+    return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(

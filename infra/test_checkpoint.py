@@ -11,7 +11,7 @@ import signal
 import time
 from array import array
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -76,6 +76,7 @@ ENDS = {  # of one run, one after the other: what happens there, the exit code
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
     "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
+    "while the last old one is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
     "between writing the model and renaming it": (partial(at, RENAME, 1, die, of="model.partial"), -signal.SIGKILL),
 }
 
@@ -110,7 +111,18 @@ GROUP.completions[0].kept = KeptSets(array("i", [3, 5]), array("q", [0, 2]))
 GROUP.completions[0].written, GROUP.completions[0].replies = [True], [[{"role": "tool", "content": "7"}]]
 GROUP.advantages = [torch.tensor([0.5])]
 STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "mean": 0.1 + 0.2, "buffer": [GROUP, GROUP]}
-NO_STATE = [(1, 2), {1: 2}, {1}, np.float64(1), torch.ones(1, requires_grad=True)]
+DEEP, CYCLE = reduce(lambda nested, _: [nested], range(9999), []), []
+CYCLE.append(CYCLE)
+NO_STATE = [
+    (1, 2),
+    {1: 2},
+    {(1, 2): 3},
+    {1},
+    np.float64(1),
+    torch.ones(1, requires_grad=True),
+    torch.eye(2).to_sparse(),
+]
+NO_STATE += [DEEP, CYCLE]
 STATE["nested"] = {"": [[], {}, None, True, 2**70, math.inf, "\u4f60\n", {"step": torch.tensor(3)}, np.ones(2)]}
 
 
@@ -152,10 +164,29 @@ def test_what_this_code_does_not_know_is_refused_by_name(tmp_path):
     optimizer.state[models["model"].bias]["ema"] = torch.zeros(2)
     checkpoint.save(tmp_path, 7, models, optimizer, 5, {})
     others, again = a_model(updates=0)
+    told = "000007 does not fit the model or code: "
     with pytest.raises(
-        UserError, match=r"does not fit this code: bias of the critic, state\.bias\.ema of the optimizer"
+        UserError, match=rf"{told}\['bias of the critic \[1\]', 'state.bias.ema of the optimizer \[2\]'"
     ):
         checkpoint.load(tmp_path, 7, others, again)
+
+
+def test_a_checkpoint_of_another_model_or_class_is_not_called_damaged(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 7, *a_model(), 5, STATE)
+    (models, optimizer), told = a_model(updates=0), "000007 does not fit the model or code: "
+    with monkeypatch.context() as patched:
+        patched.setitem(checkpoint.GROUPS, "Group", lambda prompt_ids: None)
+        with pytest.raises(UserError, match=f"{told}run.state: .* unexpected keyword argument 'row'"):
+            checkpoint.load(tmp_path, 7, models, optimizer)
+    models["model"] = nn.Linear(3, 4)  # a wider layer
+    optimizer = torch.optim.AdamW(models["model"].parameters())
+    with pytest.raises(UserError, match=rf"{told}\['bias of the model \[2\]', 'bias of the model \[4\]'"):
+        checkpoint.load(tmp_path, 7, models, optimizer)
+
+
+def test_tensors_of_the_state_come_back_to_their_device():
+    text, tensors = json.dumps({"<class>": "Tensor", "name": "0", "device": "meta"}), {"0": torch.ones(2)}
+    assert checkpoint._from_text(text, tensors).device.type == "meta"
 
 
 def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -189,12 +220,14 @@ def test_what_is_not_finite_or_would_not_come_back_is_never_saved(tmp_path, spoi
     assert contents(tmp_path) == before
 
 
-def test_a_damaged_checkpoint_is_named_with_what_to_delete(tmp_path):
+def test_a_damaged_checkpoint_is_named_with_what_goes_on_without_it(tmp_path):
     """Whatever file of it is empty, longer, or has another byte."""
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 4, models, optimizer, 0, {})
     folder = tmp_path / "checkpoint" / "000004"
-    told = "is damaged .*: delete that folder, and the same command goes on from the one before"
+    told = (
+        "is damaged .*: restore it, or move it away: .* the one before or, if it is not finished, from the first step"
+    )
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         whole = file.read_bytes()
         for damaged in (b"", whole + b" ", whole[:-1] + bytes([whole[-1] ^ 1])):
@@ -272,6 +305,7 @@ FOLDERS = [  # its state, the command's settings -> the step to go on after, Non
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (made, dict(steps=3), "--steps 3: the run in .* has made 4, and no checkpoint leads there"),
     (made, dict(beta=0.5, seed=1), "only --overwrite starts over: --beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
+    (made, dict(top_k=3, keep_set=False), "--top_k 0 there, 3 here; --keep_set True there, False here$"),
     (made, dict(beta=0.5, overwrite=True), 0),
     (made, dict(overwrite=True, model="out/model"), MOVED),
     (without_checkpoint, {}, None),

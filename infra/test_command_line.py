@@ -1,17 +1,19 @@
 """The command line: flags -> settings, --help, and every mistake told at once, in a line that says what to change."""
 
+import dataclasses
 import json
 import math
 import re
+from dataclasses import Field
 
 import numpy as np
 import pytest
 import torch
 
-from config import Config, UserError
+from config import ALGORITHMS, Config, UserError
 from infra import command_line, run_folder
-from infra.command_line import SETTINGS, allowed, kind_of, parse, ready, warnings, wrong_values
-from tasks import task_names
+from infra.command_line import SETTINGS, allowed, flags, is_list, kind_of, parse, ready, warnings, wrong_values
+from tasks import REAL_MODEL_DEFAULTS, task_names
 
 
 def read(line: str) -> Config:
@@ -50,7 +52,9 @@ RESOLVED = [
     ("--micro_batch_size 3 --task addition --model m", dict(micro_batch_tokens=None, learning_rate=1e-6)),
     ("--num_generations 1 --baseline none --scale_rewards none --prompts_per_step 7", {}),  # this and the rest are fine
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
-    ("--epsilon_high inf --ratio sequence --num_iterations 2 --minibatches 128 --tis_cap 2 --keep_set no", {}),
+    ("--epsilon_high inf --ratio sequence --num_iterations 2 --minibatches 128 --tis_cap 2", {}),
+    ("--lr_schedule cosine --warmup_steps 9 --steps 10 --algorithm reinforce++ --num_generations 1", {}),
+    ("--lr_schedule cosine --warmup_steps 9 --steps 0 --eval_k 8", {}),
     ("--algorithm cispo --num_iterations 4 --eval_every 0 --warmup_steps 1000 --steps 5", {}),
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # not read, but as the preset has it
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
@@ -74,10 +78,8 @@ def test_what_is_left_open_is_the_tasks_the_algorithms_or_the_machines(line, set
 @pytest.mark.parametrize("task", task_names())
 def test_nothing_stays_open_and_what_is_resolved_can_be_given_as_flags(task):
     config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"], algorithm="dapo", seed=7), False)
-    may_be_none = {"attn_implementation", "delta", "micro_batch_size", "report_to"}
-    may_be_none |= {"chat_template_kwargs", "eval_data", "correct", "tis_cap", "tis_floor", "off_policy_mask"}
-    may_be_none |= {"gate_low", "gate_high"}
-    assert {name for name, value in vars(config).items() if value is None} == may_be_none
+    filled_in = {"task", "out", "rollout_tokens", "micro_batch_tokens", *ALGORITHMS["dapo"], *REAL_MODEL_DEFAULTS}
+    assert [name for name in filled_in if getattr(config, name) is None] == []
     given = {name: x if isinstance(x, list) else [x] for name, x in vars(config).items() if x not in (None, [])}
     words = [word for name, values in given.items() for word in (f"--{name}", *map(str, values))]
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
@@ -108,7 +110,7 @@ def test_settings_of_ones_own_file_and_of_an_earlier_run(tmp_path, capsys):
     file.write_text(file.read_text().replace("token_truncate", "geometric_mask"))
     with pytest.raises(SystemExit):
         read(f"--out {out}")
-    assert "--tis_mode geometric_mask: is not a mode any more; give --gate_low and --gate" in capsys.readouterr().err
+    assert "--tis_mode geometric_mask: is now --gate_low and --gate_high" in capsys.readouterr().err
 
 
 MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends at the first one that it finds
@@ -128,7 +130,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--objective cispo --tis_mode sequence_mask", "0.2: is the cap itself | mask: corrects nothing without --tis"),
     (
         "--tis_mode geometric_mask --tis_cap 1.1",
-        "--tis_mode: geometric_mask ... give --gate_low and --gate_high in place",
+        "--tis_mode: invalid choice: 'geometric_mask'",
     ),
     ("--gate_low 1.1 --gate_high 1", "--gate_low 1.1: ... above --gate_high 1"),
     ("--stop=", "--stop ['']: must be list of str"),
@@ -137,7 +139,12 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
     *[(f"--{x} 1 --top_k 9 --keep_set no", "kept") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "made 0 | prompt with"),
+    ("--lora_alpha 8", "--lora_alpha: is not read without --lora_rank"),
+    ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--num_generations 1 --minibatches 17", "a group of one | --minibatches 17: more than"),
+    ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "a group of one"),
+    ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
+    ("--lr_schedule linear --warmup_steps 9 --steps 9 --keep_set no", "--lr_schedule: | --keep_set: ... --top_p"),
     ("--delta 1.2 --tis_cap 2 --tis_floor 3", "--delta 1.2: ... 1 | above --tis_cap 2"),
     ("--old_policy sampler --tis_floor 0.5", "--tis_floor with --old_policy sampler: ... always 1"),
     ("--beta 1 --kl_importance --kl_estimator k2", "not k2"),
@@ -146,7 +153,7 @@ MISTAKES = [  # a line -> what each of its mistakes is told with; argparse ends 
 ]
 IN_FILES = [  # what a file holds, flags beside it, what each mistake is told with
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
-    ({"given": {"tis_mode": "geometric_mask", "tis_floor": 0.9}}, "", "--tis_mode: geometric_mask ... give --gate_low"),
+    ({"given": {"tis_mode": "geometric_mask", "tis_floor": 0.9}}, "", "--tis_mode: invalid choice: 'geometric_mask'"),
     (
         {"settings": {"algorithm": "rloo"}},
         "--algorithm dapo",
@@ -176,10 +183,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 
 BOUNDS = [  # a value that is refused, one that is taken, by these numbers
     (0, 1, "prompts_per_step num_generations max_completion_length num_iterations minibatches eval_prompts eval_k"),
-    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints"),
+    (0, 1, "micro_batch_size micro_batch_tokens rollout_tokens keep_checkpoints lora_alpha"),
     (0, 1e-9, "reward_timeout temperature tis_cap tis_floor delta max_grad_norm learning_rate top_p top_entropy"),
     (0, 1e-9, "sapo_tau_pos sapo_tau_neg gate_low gate_high"),
     (-1, 0, "steps top_k ref_sync_every dynamic_sampling warmup_steps eval_every save_every shard_size seed"),
+    (-1, 0, "lora_rank"),
     (-1e-9, 0, "min_p sampler_coef off_policy_mask beta weight_decay epsilon_low epsilon_high adam_beta1 adam_beta2"),
     (-2, -1, "samples_per_step"),
     (1, 0.999, "adam_beta1 adam_beta2"),
@@ -191,12 +199,41 @@ BOUNDS = [  # a value that is refused, one that is taken, by these numbers
 ]
 
 
-def test_every_number_has_bounds():
+def test_numbers_have_their_bounds():
     for refused, taken, names in BOUNDS:
         assert len([*wrong_values(Config(**dict.fromkeys(names.split(), refused)))]) == len(names.split())
         assert [*wrong_values(Config(**dict.fromkeys(names.split(), taken)))] == []
-    numbers = {name for name, setting in SETTINGS.items() if kind_of(setting) in (int, float)}
-    assert len(numbers) > 30 and numbers == set(" ".join(names for *_, names in BOUNDS).split())
+
+
+def values_of(setting: Field) -> tuple[list, list]:
+    """Values that the line of this setting in config.py allows, and values that it refuses."""
+    kind, names, bounds = kind_of(setting), setting.metadata["names"], setting.metadata["bounds"]
+    if kind is bool:
+        return [True, False], []
+    if kind is str:
+        return [*(names or ["a_word"])], ["", "?"] if names else [""]
+    fine, wrong = [], [math.nan, -math.inf] if kind is float else []
+    for bound, x in bounds.items():
+        step = (1 if kind is int else 1e-6 * max(1.0, abs(x))) * (1 if bound in ("above", "at_least") else -1)
+        inside, outside = (x + step, x) if bound in ("above", "below") else (x, x - step)
+        fine, wrong = [*fine, inside], [*wrong, outside] if math.isfinite(x) else wrong
+    return fine or [kind(1)], wrong
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_what_its_line_says(capsys, name):
+    """Its flag, its type, its default, its names or bounds: of every setting there is, a new one, too."""
+    setting, default = SETTINGS[name], getattr(Config(), name)
+    fine, wrong = values_of(setting)
+    assert {*map(type, default if is_list(setting) else [default])} <= {kind_of(setting), type(None)}
+    for x in fine:
+        given = vars(flags().parse_args([f"--{name}={x}"]))
+        assert given[name] == ([x] if is_list(setting) else x)
+        assert [*wrong_values(dataclasses.replace(Config(), **{name: given[name]}))] == []
+    for x in wrong:
+        assert_refused(capsys, f"--{name}={x}", [f"--{name}"])
+    if kind_of(setting) is not str:
+        assert_refused(capsys, f"--{name} many", [f"--{name}: "])
 
 
 def test_what_is_allowed_but_worth_a_line():
@@ -207,6 +244,8 @@ def test_what_is_allowed_but_worth_a_line():
         (dict(beta=0.1, kl_estimator="k1"), "adds noise"),
         (dict(ratio="sequence", beta=0.1, tis_cap=2.0, top_p=0.9),),
         (dict(top_entropy=0.5, scale_rewards="mean"),),
+        (dict(lora_rank=8), "learning_rate 0.0002 suits all weights"),
+        (dict(lora_rank=8, learning_rate=1e-3),),
     ):
         assert_told([*warnings(ready(Config(**settings), on_gpu=False))], notes)
 

@@ -1,21 +1,28 @@
 """Faults in a run, in processes of its own: memory that runs out, ranks that fail, rewards that hang, NaN."""
 
+import dataclasses
+import itertools
 import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from config import UserError
+from batch import Group, collate
+from config import Config, UserError
 from conftest import assert_same_run, at, die, errors, metrics, replace, run, run_supervised, screen
-from infra import faults
+from infra import faults, ranks, report
 from infra.run_folder import saved_steps
+from rollout import Completion
 
 
 def answered(row, turns):
@@ -60,7 +67,7 @@ def oom_above(rows: int, name: str, rank: int | None = None) -> None:
 
 UPDATE, ROLLOUT = r"going on with micro-batches of up to (\d+) padded tokens", r"at most (\d+) completions are sampled"
 OUT_OF_MEMORY = {  # on the last of so many ranks: what happens, settings, what is told
-    "second micro-batch of one rank": (2, partial(at, LOSS, 2, oom, rank=1), dict(micro_batch_tokens=28), UPDATE),
+    "second micro-batch of one rank": (2, partial(at, LOSS, 2, oom, rank=1), dict(micro_batch_size=2), UPDATE),
     "two rows": (1, partial(oom_above, 1, LOGPROBS), {}, UPDATE),
     "three sampled on one rank": (2, partial(oom_above, 2, SAMPLES, 1), {}, ROLLOUT),
 }
@@ -89,6 +96,7 @@ FAULTS = {  # what happens, the exit code, how the line that tells begins
 }
 FAILING = [  # at which call, on which rank of how many; the first one alone saves, and the others wait for it
     ("exception", "train.rollout", 4, 1, 3),
+    ("mistake", "train.rollout", 4, 1, 2),
     ("exception", f"{__name__}.answered", 3, 1, 2),
     ("mistake", "train.score", 4, 1, 2),
     ("memory", OPTIMIZER, 2, 1, 2),
@@ -103,7 +111,8 @@ FAILING = [  # at which call, on which rank of how many; the first one alone sav
 @pytest.mark.parametrize("fault, point, n, rank, world", FAILING)
 def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, world):
     action, code, message = FAULTS[fault]
-    together = (fault, point) == ("mistake", "train.score")  # all are told of it, and the others say nothing
+    # All are told of it, and the others say nothing.
+    together = fault == "mistake" and point in ("train.score", "train.rollout")
     codes = [code if i == rank else 2 if together else 1 for i in range(world)]
     settings, before = small | dict(shard=fault == "memory of shards"), partial(at, point, n, action, rank=rank)
     shown = run(settings, tmp_path / "out", before, code=codes, world=world)
@@ -152,6 +161,104 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch):
         handlers[signal.SIGTERM](signal.SIGTERM, None)
         assert len(raised) == n
     assert asked == 3 * [signal.SIGTERM] and handlers[signal.SIGTERM] is signal.SIG_DFL
+
+
+AT_ONCE = [("train.open_model", signal.SIGTERM), ("infra.model.copy.deepcopy", signal.SIGINT)]
+AT_ONCE += [("train.evaluate", signal.SIGINT)]
+
+
+@pytest.mark.parametrize("point, number", AT_ONCE)
+def test_a_signal_before_the_first_step_ends_the_run_at_once_with_one_line(small, tmp_path, point, number):
+    shown = run(small, tmp_path / "out", partial(at, point, 1, partial(signal.raise_signal, number)), code=128 + number)
+    told = "stopped before a step was made; the same command starts again"
+    assert shown.count(told) == 1 and "Traceback" not in shown, shown
+    assert point == "train.evaluate" or shown.strip().splitlines()[-1] == told
+
+
+def no_screen(kind: str) -> None:
+    """Its disk is full, or its reader has left."""
+    if kind == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+
+
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_run_goes_on_without_a_screen(small, whole, tmp_path, kind):
+    assert "Traceback" not in run(small, tmp_path / "out", partial(no_screen, kind))
+    assert metrics(tmp_path / "out") == metrics(whole)
+
+
+def beta_of_its_own(set_up: Callable) -> Callable:
+    return lambda config, device: set_up(dataclasses.replace(config, beta=0.5), device)
+
+
+def names_for_digests(sha256_of: Callable) -> Callable:
+    return lambda file: file.name
+
+
+def rows_of_its_own(load_task: Callable) -> Callable:
+    def load(config):
+        task = load_task(config)
+        task.train[3]["answer"] = "another"
+        return task
+
+    return load
+
+
+def weights_of_its_own(model: Callable) -> Callable:
+    return lambda config: model(dataclasses.replace(config, seed=7))
+
+
+def rows_from_step_2(pick_rows: Callable) -> Callable:
+    return lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)]
+
+
+def advantages_from_the_second(group_advantages: Callable) -> Callable:
+    calls = itertools.count()
+    return lambda *args, **how: group_advantages(*args, **how) * (1 + 1e-4 * next(calls))
+
+
+UNLIKE = [  # what rank 1 has of its own, in what it differs
+    ("train.set_up", beta_of_its_own, "--beta"),
+    ("infra.run_folder.sha256_of", names_for_digests, "the code"),
+    ("train.load_task", rows_of_its_own, "the rows"),
+    ("tasks.sorting.model", weights_of_its_own, "the weights"),
+    ("train.pick_rows", rows_from_step_2, "the completions of step 2"),
+    ("train.group_advantages", advantages_from_the_second, "the advantages of step 2"),
+]
+
+
+@pytest.mark.parametrize("name, own, told", UNLIKE)
+def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, name, own, told):
+    shown = run(small, tmp_path / "out", partial(replace, name, own, rank=1), code=2, world=2)
+    (error,) = errors(shown)
+    assert error.startswith(f"error: rank 1 differs from rank 0 in {told}"), shown
+    assert saved_steps(tmp_path / "out") == ([1] if "step 2" in told else [])
+
+
+def test_an_unknown_master_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **settings: pytest.fail("it would wait for hours"))
+    address = dict(MASTER_ADDR="nobody.invalid", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")
+    monkeypatch.setattr(os, "environ", os.environ | address)
+    with pytest.raises(UserError, match=r"^MASTER_ADDR nobody\.invalid: "):
+        ranks.start()
+
+
+@pytest.mark.parametrize("raised", [None, ValueError])
+def test_the_time_limit_of_a_reward_ends_with_its_call(monkeypatch, raised):
+    events = []
+    for owner, name in ((threading.Timer, "start"), (threading.Timer, "cancel")):
+        monkeypatch.setattr(owner, name, lambda timer, name=name: events.append((name, timer.interval)))
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faults.faulthandler, name, lambda *args, name=name, **how: events.append((name, *args)))
+    with pytest.raises(raised) if raised else nullcontext(), faults.time_limit(9.0, "mine"):
+        assert events == [("start", 9.0), ("dump_traceback_later", 10.0)]
+        if raised:
+            raise raised
+    assert sorted(events[2:]) == [("cancel", 9.0), ("cancel_dump_traceback_later",)]
 
 
 def loops(prompts, **columns):
@@ -207,3 +314,26 @@ def test_not_finite(small, tmp_path, monkeypatch, what, world):
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
     assert "updated" not in shown and ("loss nan" in error or "loss inf" in error) == (what == "loss")
+    cause = "the advantage is inf at token 0 of the completion of prompt 0, step 2, sample 0"
+    assert error.endswith(cause if what == "loss" else "lower --learning_rate, or try --dtype float32")
+
+
+CAUSES = [  # what is spoiled, from where on -> the cause that is named
+    ("logp", math.nan, "the log-prob is nan at token 1 of the completion of prompt 1, step 5, sample 0"),
+    ("old_logp", -99.0, "the ratio is inf at token 1 of the completion of prompt 1, step 5, sample 0"),
+    ("ref_logp", 99.0, "the KL is inf at token 1 of the completion of prompt 1, step 5, sample 0"),
+]
+
+
+@pytest.mark.parametrize("name, value, cause", CAUSES)
+def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, cause):
+    groups = [Group([3, 4], {}, [Completion([5, 6, 7], [0.0] * 3, False)] * 2, torch.ones(2), step=5) for _ in range(2)]
+    for group in groups:
+        group.advantages = torch.ones(2)
+    batch = collate(groups, False, torch.device("cpu"))
+    tensors = {name: torch.zeros(4, 5) for name in ("logp", "old_logp", "ref_logp")}
+    tensors[name][2, 3:] = value
+    tensors[name][0, :2] = math.nan  # of the prompt: masked
+    batch.old_logp, batch.ref_logp = tensors["old_logp"], tensors["ref_logp"]
+    with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: {cause}$"):
+        report.not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])

@@ -88,7 +88,10 @@ GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags beside the good ones -> the line they get; ... stands for what is between
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
-    ("--model {0}/none", "--model {0}/none: its configuration cannot be loaded: "),
+    ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
+    ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
+    ("--data {0}", "{0}: the package datasets cannot read it: "),
+    ("--data word", "word: the package datasets cannot read it: "),
     ("--model {0}/checkpoint", "--model {0}/checkpoint: must stand in its run's folder, beside config.json"),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 of its config's weights: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),

@@ -23,6 +23,8 @@ import train
 from config import Config, UserError, resolve
 from infra import memory, pretend_gpu
 from infra.command_line import parse, ready
+from infra.lora import add_adapters
+from infra.model import Opened, weights_dtype
 
 SMALL = Qwen2Config(
     vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
@@ -35,7 +37,11 @@ QWEN = {  # 2.5
                  num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
     "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
                num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
+    "14B": dict(vocab_size=152_064, hidden_size=5120, intermediate_size=13_824, num_hidden_layers=48,
+                num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
 }  # fmt: skip
+PARAMETERS = 7_615_616_512  # of 7B
+QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=4)
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -67,14 +73,16 @@ def test_what_is_counted_is_what_a_model_has(dtype):
     model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    assert cost.row == held + 500 * (dtype.itemsize + 4 + 4 + 8), "and the distribution"
+    repeated = 2 * held / 3  # for one layer the keys, which four heads share in pairs
+    distribution = 500 * (dtype.itemsize + 4 + 4 + 4)
+    assert cost.row == held + max(repeated + 4 * 500, distribution)
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
 
 
 def test_an_update_of_a_real_model_by_hand(monkeypatch):
     """7B in bf16 on one GPU, which has a copy of the weights, and on 8, which gather the head and two layers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    P, V, h = 7_615_616_512, 152_064, 3584  # parameters, vocabulary, hidden size
+    P, V, h = PARAMETERS, 152_064, 3584  # the last two are the vocabulary and the hidden size
     for ranks, gathered in ((1, 2 * P), (8, 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4))):  # layers with their gradients
         _, cost = large(ranks, prompts_per_step=16, num_generations=ranks, shard=ranks > 1)
         completions = 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # as tensors
@@ -89,9 +97,19 @@ def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
     settings = dict(rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
     config, cost = large(steps=0, **settings)
     needed = memory.needed(config, cost)
-    in_training = memory.needed(*large(steps=1, **settings))
     assert {name for name, amount in needed.items() if amount} == {"weights", "rollout"}
-    assert needed["rollout"] == in_training["rollout"] == cost.rollout + 28 * cost.row
+    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 28 * cost.row, "in bf16, without a copy"
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_those_of_their_dtype(ranks):
+    """7B in bf16, in one piece or sharded, with a KL term."""
+    _, cost = large(ranks, shard=ranks > 1, beta=0.1, lora_rank=16)
+    h, i = 3584, 18_944
+    adapters = 16 * 28 * (2 * (h + h) + 2 * (h + 512) + 3 * (h + i))
+    assert cost.stays == {"weights": 2 * PARAMETERS / ranks + 4 * adapters, "Adam": 8 * adapters, "reference": 0}
+    assert cost.rollout == (0 if ranks == 1 else 2 * PARAMETERS) + 2 * adapters, "what is copied"
+    assert cost.checkpoints == 2 * 12 * adapters
 
 
 MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
@@ -127,11 +145,19 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     assert f"checkpoints up to {disk} on disk" in memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
         memory.plan_line(config, cost, least - 1)
+    assert small(beta=0.1)[1].checkpoints * 12 == small()[1].checkpoints * 16, "with the weights of the reference"
     config, cost = small(shard=True, micro_batch_size=9)
     most = memory.peak(config, cost)
     memory.plan_line(config, cost, most)
     with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
         memory.plan_line(config, cost, most - 1)
+
+
+@pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
+def test_completions_are_read_together_where_prompt_and_completion_fit_into_the_models_window(prompt, together):
+    model = conftest.tiny_model("mistral", sliding_window=30)
+    limits = memory.limits(small(max_completion_length=20)[0], model, prompt)
+    assert limits.hidden_size == (32 if together else None)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
@@ -156,7 +182,7 @@ def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
 
 # ---- What steps of real shapes hold ----
 
-PROMPT, LENGTH, SAMPLED = 256, 1024, 3  # tokens; only so many are sampled, the others are added for the update
+LENGTH, SAMPLED = 1024, 3  # tokens; only so many are sampled, the others are added for the update
 CONTEXT = 0.6e9  # bytes that CUDA itself takes
 CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at least
     "0.5B": ("0.5B", 24, "--prompts_per_step 1"),
@@ -166,8 +192,15 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
     "1.5B": ("1.5B", 80, "--prompts_per_step 1"),
     "1.5B, checkpointing": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
+    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 16 --gradient_checkpointing --top_p 0.9"),
+    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 64 --micro_batch_size 1"),  # of 1024 tokens, not of 256
+    "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 64 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
+    "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
+    "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
 }
 
@@ -175,7 +208,7 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
 def one_of_eight() -> None:
     """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    conftest.replace("infra.ranks.gather", lambda _: lambda made: made * 8)
+    conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
     dist.all_gather_object = lambda out, own: out.__setitem__(slice(None), [own] * 8)
 
@@ -199,6 +232,7 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
     """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
+    prompt = 1024 if "long prompts" in name else 256
     world = 8 if "--shard" in flags else 1
     if world > 1:
         one_of_eight()
@@ -208,35 +242,47 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # of which nothing could be copied
     gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
-    loaded = whole, Counting()
-    conftest.replace("train.open_model", lambda open_model: lambda _, config: open_model(loaded, config))
+
+    def opened(_: str, config: Config) -> Opened:
+        adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
+        return Opened(shape, Counting(), lambda: whole.to(weights_dtype(config)).eval(), adapt)
+
+    conftest.replace("train.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [PROMPT // 2] + [PROMPT] * 63))
-        flags += f" --model {model} --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
+        prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [prompt // 2] + [prompt] * 63))
+        flags += f" --model Qwen --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
         flags += f" --num_generations 8 --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0"
         run, *_ = train.set_up(ready(parse(flags.split(), True), True), torch.device("cuda"))
-    cost = memory.costs(shape, run.config, world, PROMPT)
+    cost = memory.costs(shape, run.config, world, prompt)
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
     rows = run.config.rollout_tokens // cost.length
-    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (PROMPT + SAMPLED))
+    short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (prompt + SAMPLED))
     run.sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=short.rollout_tokens)
-    short_need = memory.needed(short, memory.costs(shape, short, world, PROMPT))["rollout"]
+    short_need = memory.needed(short, memory.costs(shape, short, world, prompt))["rollout"]
     planned, held = {"rollout": stays + short_need, "update": stays + need["update"]}, {}
 
     def lengthened(rollout):
         def sampling(model, prompts, uniform, *rest, **settings):
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
-            held["rollout"], gpu.peak = gpu.peak, gpu.held
+            held["rollout"] = gpu.peak
             ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
-            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more) for i, one in enumerate(made)]
+            return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
         return sampling
 
+    def collating(collate):
+        def collated(*given):
+            gpu.peak = gpu.held  # from here on the weights that the rollout had gathered are gone
+            return collate(*given)
+
+        return collated
+
     conftest.replace("train.rollout", lengthened)
+    conftest.replace("train.collate", collating)
     gpu.capacity = math.inf
-    for p in run.model.parameters():
+    for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
     run.optimizer.step()  # Adam's moments, as in every step but the first
     run.optimizer.zero_grad()
@@ -245,7 +291,17 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     return {part: (planned[part], held[part]) for part in planned}
 
 
-KINDS = ["0.5B, fp32", "1.5B, checkpointing", "1.5B, reference, two updates", "7B on 8, checkpointing, reference"]
+KINDS = [
+    "1.5B, top-p",
+    "0.5B, long prompts",
+    "0.5B, windows",
+    "0.5B, fp32",
+    "1.5B, checkpointing",
+    "1.5B, reference, two updates",
+    "7B on 8, checkpointing, reference",
+    "7B, adapters, checkpointing",
+    "7B on 8, adapters",
+]
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
@@ -257,10 +313,29 @@ def test_what_is_planned_is_held(name):
         assert held <= planned <= 1.25 * held
 
 
+def budgets_with_adapters() -> list[str]:
+    """Of rank 16, with checkpointing: tokens of a rollout and of a micro-batch in thousands, for each size and GPU."""
+    given = dict(lora_rank=16, gradient_checkpointing=True, max_completion_length=LENGTH, steps=1, num_generations=8)
+    rows, open_config = (
+        ["| | 16 GB | 24 GB | 48 GB | 80 GB |", "|---|---|---|---|---|"],
+        resolve(Config(**given), {}, True),
+    )
+    for name, shape in QWEN.items():
+        if "windows" in name:
+            continue
+        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, longest_prompt=256), []
+        for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
+            config = memory.fitting(open_config, cost, free)
+            fits = memory.peak(config, replace(cost, sampled=10**6, trained=10**6)) <= free
+            cells.append(f"{config.rollout_tokens / 1e3:.0f}, {config.micro_batch_tokens / 1e3:.0f}" if fits else "no")
+        rows.append(f"| {' | '.join([name, *cells])} |")
+    return rows
+
+
 if __name__ == "__main__":
     table = ["| | GB | rollout planned | held | update planned | held |", "|---|---|---|---|---|---|"]
     for name, (_, gigabytes, _) in CASES.items():
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
         table.append(f"| {' | '.join([name, str(gigabytes), *figures])} |")
-    print("\n".join(table))
+    print("\n".join([*table, "", *budgets_with_adapters()]))

@@ -13,7 +13,9 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 import conftest
+from batch import micro_batches
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
+from fast.output_head import linear_in_fp32
 from infra import pretend_gpu
 
 GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
@@ -45,6 +47,93 @@ def without_reserved(out: Path) -> Path:
     assert name in lines and f"{name}null" not in lines
     (out / "metrics.jsonl").write_text(re.sub(f"({name})[^,}}]+", r"\1null", lines))
     return out
+
+
+def look_at_devices() -> None:
+    """Print the device of each rank, and where a tensor in Run.state is after it was stored in a checkpoint."""
+
+    def start(original: Callable) -> Callable:
+        def started(*given):
+            device = original(*given)
+            print(f"on {device}, set to {pretend_gpu.gpu.set_to}")
+            return device
+
+        return started
+
+    def pick_rows(original: Callable) -> Callable:
+        def picked(run, *rest):
+            print("in the state:", run.state.setdefault("seen", torch.arange(3.0, device=run.device)).device.type)
+            return original(run, *rest)
+
+        return picked
+
+    conftest.replace("infra.ranks.start", start)
+    conftest.replace("train.pick_rows", pick_rows)
+
+
+@LACKING
+def test_each_rank_sets_its_device_and_what_is_remembered_comes_back_to_it(small, tmp_path):
+    for steps in (1, 2):
+        settings = small | dict(steps=steps, minibatches=1, beta=0.0, ref_sync_every=0, eval_every=0)
+        shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), look_at_devices, world=2)
+        assert sorted(re.findall("^on cuda.*", shown, re.M)) == ["on cuda:0, set to cuda:0", "on cuda:1, set to cuda:1"]
+        assert {*re.findall("in the state: (.*)", shown)} == {"cuda"}
+
+
+def in_fp32() -> torch.Tensor:
+    x = torch.linspace(-2, 3, 24).view(4, 6).bfloat16()
+    return linear_in_fp32(x.pin_memory().to("cuda", non_blocking=True), x.to("cuda")).cpu()
+
+
+@LACKING
+def test_the_heads_product_is_not_rounded_to_bfloat16():
+    y, x = pretend_gpu.on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
+    torch.testing.assert_close(y, x @ x.T)
+    assert not torch.equal(y, y.bfloat16().float())
+
+
+def compare_buffers() -> None:
+    def shard(original: Callable) -> Callable:
+        def sharded(empty, whole, *rest):
+            model, expected = original(empty, whole, *rest), dict(whole.named_buffers())
+            assert all(torch.equal(buffer.cpu(), expected[name]) for name, buffer in model.named_buffers())
+            print("equal buffers:", len(expected))
+            return model
+
+        return sharded
+
+    conftest.replace("infra.model.shard", shard)
+
+
+def count_waits() -> None:
+    """Print how often the host waits for the GPU in a micro-batch of an update."""
+
+    def accumulate(original: Callable) -> Callable:
+        def accumulated(run, batch):
+            counted = []
+            for rows in (4, 2):
+                run.limits = replace(run.limits, rows=rows, tokens=None, hidden_size=None)
+                pieces = len([*micro_batches(batch, run.limits)])
+                pretend_gpu.gpu.waits.clear()
+                result = original(run, batch)
+                counted.append((pieces, pretend_gpu.gpu.waits.total()))
+            (few, its), (more, theirs) = counted
+            print("waits:", (theirs - its) / (more - few))
+            return result
+
+        return accumulated
+
+    conftest.replace("train.accumulate", accumulate)
+
+
+@LACKING
+@pytest.mark.parametrize("cut, expected", [({}, 16), (dict(top_p=0.9), 22)])
+def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
+    """Each wait has its reason: how long the longest row is, which tokens are scored, whether there is a gradient ...
+    Another one, for a figure of the micro-batch, say, must not be added without noticing."""
+    settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | cut
+    shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), count_waits)
+    assert [float(x) for x in re.findall("waits: (.*)", shown)] == [expected]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +178,9 @@ def emulated() -> None:
 @pytest.mark.parametrize("given", [{}, dict(shard=True)])
 def test_in_bfloat16_it_goes_through(small, tmp_path, kind, given):
     settings = small | given | dict(dtype="auto", steps=1)
-    shown = run(settings, tmp_path / "out", partial(on_a_gpu, kind), emulated if given else compare_gradients)
+    looks = [emulated, compare_buffers] if given else [compare_gradients]
+    shown = run(settings, tmp_path / "out", partial(on_a_gpu, kind), *looks)
+    assert not given or int(re.search("equal buffers: (.*)", shown)[1]) > 0
     assert ("emulates bfloat16" in shown) == bool(given)
     assert '"bfloat16"' in (tmp_path / "out/config.json").read_text()
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])

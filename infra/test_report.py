@@ -50,6 +50,33 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert alone["eval/accuracy"] is alone["eval/pass@1"] is alone["eval/accuracy_ci"] is None
 
 
+def test_a_spread_is_none_only_where_all_rewards_are_equal():
+    assert report.std([0.5, 0.5]) == 0.0 and report.std([0.5, math.nan]) is None
+    assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
+
+
+LEARNING = dict(dead_groups=0.5, truncated=0.5, reward=0.0, completion_length=1.0, entropy=0.0, tokens_per_second=1.0)
+NOTES = [  # figures, advantages of the four groups, what is said once
+    ({}, [0, 0, 1, 1], None),
+    ({}, [0, 0, 0, 1], "fewer than half of a step's groups are trained on"),
+    (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
+    (dict(dead_groups=1.0), [1] * 4, "in one of the first steps no reward differs"),
+]
+
+
+@pytest.mark.parametrize("figures, advantages, note", NOTES)
+def test_what_keeps_a_run_from_learning_is_said_once(tmp_path, capsys, figures, advantages, note):
+    groups = [group([0.0, 1.0], 1) for _ in advantages]
+    for made, A in zip(groups, advantages):
+        made.advantages = torch.tensor([-A, A])
+    log = RunLog(Config(out=str(tmp_path), steps=9, prompts_per_step=4, samples_per_step=0), str, NAMES)
+    log.open(0)
+    for step in (1, 2):
+        log.step(LEARNING | figures | {"step": step}, groups, [])
+    shown = capsys.readouterr().out
+    assert shown.count("note: ") == bool(note) and (note or "") in shown
+
+
 def test_replies_have_no_figures_and_are_seen_apart():
     """A completion of two turns with a reply of two tokens between them, and one of a turn only."""
     written = [True, True, False, False, True]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from functools import partial
@@ -57,6 +58,22 @@ def one_way_for_each_device() -> None:
     replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")
 
 
+def timeouts_and_hashes() -> None:
+    """Print how long the groups of the mesh wait, and which rank hashes which file of a checkpoint."""
+
+    def make_mesh(original):
+        def made(*args):
+            mesh = original(*args)
+            for group in mesh.get_all_groups():
+                print(f"timeout {group._get_backend(torch.device('cpu')).options._timeout}")
+            return mesh
+
+        return made
+
+    replace("infra.model.make_mesh", make_mesh)
+    replace("infra.checkpoint.sha256_of", lambda hashed: lambda path: print(ranks.rank(), path.name) or hashed(path))
+
+
 CASES = {  # ranks; settings; those of the sharded run alone, which change no number
     "two copies of two shards": (4, {}, dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True)),
     "ranks without a completion": (3, dict(prompts_per_step=1, num_generations=2, minibatches=1), {}),
@@ -72,7 +89,10 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
     one, out, settings = tmp_path / "one", tmp_path / "out", small | given
     run(settings, one)
     before = [machines_of_unequal_size, one_way_for_each_device] if world == 4 else []
-    run(settings | sharded | dict(shard=True), out, *before, world=world)
+    shown = run(settings | sharded | dict(shard=True), out, timeouts_and_hashes, *before, world=world)
+    assert shown.count("timeout 2:00:00") == shown.count("timeout") > 0
+    hashed = re.findall(r"(\d) shard-0000(\d)-", shown)
+    assert hashed and all(int(rank) + 1 == int(shard) for rank, shard in hashed)
     assert_same_run(out, one)
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
 
@@ -119,6 +139,14 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     assert_same_run(out, one)
     kinds = {path.suffix or path.name for path in (out / "checkpoint").rglob("*") if path.is_file()}
     assert kinds == {".safetensors", ".json", "SHA256SUMS"}, "nothing that would be unpickled"
+
+
+def test_a_checkpoint_is_evaluated_sharded(small, tmp_path):
+    run(small | dict(steps=1), tmp_path / "made")
+    settings = small | dict(steps=0, eval_every=1, eval_prompts=4, model=tmp_path / "made" / "checkpoint" / "000001")
+    run(settings, tmp_path / "one")
+    run(settings | dict(shard=True), tmp_path / "out", world=2)
+    assert metrics(tmp_path / "out") == metrics(tmp_path / "one")
 
 
 WRONG = [  # ranks, settings, the line

@@ -51,6 +51,7 @@ class Task:
     weights: list[float]  # one for each reward
     correct: str | None = None  # the reward that says whether an answer is right; None: nothing does
     correct_at: float = 1.0  # its value, or more, for a right answer
+    graded: bool = False  # right answers are rare at first: dynamic sampling keeps each group whose rewards differ
     to_row: Callable[[dict], dict] = dict  # of a row of --data, which others have made
     eos_id: int | None = None  # what the rewards take for the end of a completion; None: any
     notes: list[str] = field(default_factory=list)  # to be told
@@ -88,9 +89,9 @@ def task_file(name: str) -> ModuleType:
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    free = {setting.name for setting in fields(Config) if setting.default is None}
+    free = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
     if fixed := getattr(file, "DEFAULTS", {}).keys() - free:
-        raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}, whose default is not None")
+        raise UserError(f"tasks/{name}.py: DEFAULTS cannot hold {', '.join(sorted(fixed))}, which no task decides")
     return file
 
 
@@ -116,13 +117,13 @@ def load_task(config: Config) -> Task:
         task.rewards = [load_reward(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
         if task.correct not in config.reward:
-            task.correct, task.correct_at = None, 1.0
+            task.correct, task.correct_at, task.graded = None, 1.0, False
     if config.reply:
         task.reply = load_reward(config.reply, {}, "--reply")
     if config.max_turns and task.reply is None:
         raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     if config.correct not in (None, task.correct):
-        task.correct, task.correct_at = config.correct, 1.0
+        task.correct, task.correct_at, task.graded = config.correct, 1.0, False
     if task.correct is not None and task.correct not in task.reward_names:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     return task

@@ -47,9 +47,13 @@ def is_prompt(prompt: Any) -> bool:
 
 
 def load_hub(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
-    import datasets  # only needed here
+    try:
+        import datasets  # only needed here
 
-    return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
+        return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
+    except Exception as error:  # of many kinds
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{data_files or name}: the package datasets cannot read it: {why:.300}") from None
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:

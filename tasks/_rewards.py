@@ -8,20 +8,25 @@ import importlib.util
 import inspect
 import logging
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
+from transformers import set_seed
 
 from config import UserError
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 event_loop = functools.cache(asyncio.Runner)  # one for all calls, so that a client which is made once stays usable
 thread = ThreadPoolExecutor(1)  # of that loop, because in a notebook the main thread runs another one
-folders: list[Path] = []  # those that files of rewards are in
+loaded_from: dict[tuple[str, ...], dict[str, ModuleType]] = {}  # folders -> modules whose names others have as well
 LARGEST = 1e100  # finite even when it is weighted, squared and summed
 IMMUTABLE = (str, int, float, bool, bytes, type(None))  # not copied, which would be slow
 
@@ -34,30 +39,53 @@ def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") 
     if not path:
         known = ", ".join([*own, "file.py:function or package.module:function"])
         raise UserError(f"{setting} {name}: must be {known}")
-    found = getattr(_run_file(Path(path)) if path.endswith(".py") else importlib.import_module(path), function)
-    if not hasattr(found, "__name__"):  # an object that can be called
-        found.__name__ = function
-    return found
+    module, folders = _run_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
+    found = getattr(module, function)
+    reward = functools.update_wrapper(functools.partial(found), found)  # takes attributes, whatever was found
+    reward.__name__, reward.folders = getattr(found, "__name__", function), folders
+    return reward
 
 
-def _run_file(path: Path) -> ModuleType:
+def _run_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
     """Run the file as a module of the packages that it is in, so that it can import its neighbours, by relative imports
-    too. Modules of this program come before neighbours of the same name."""
+    too. -> the module, and the folders that it imports from"""
     names, folder = [path.stem], path.resolve().parent
-    sys.path.insert(1, str(folder))
+    folders = [str(folder)]
     while (folder / "__init__.py").exists():
         names, folder = [folder.name, *names], folder.parent
-        sys.path.insert(1, str(folder))
-    for neighbour in path.resolve().parent.glob("*.py"):  # another file's neighbour may have the same name
-        other = Path(getattr(sys.modules.get(neighbour.stem), "__file__", None) or "")
-        if other.parent in folders and other != neighbour:
-            del sys.modules[neighbour.stem]
-    folders.append(path.resolve().parent)
-    spec = importlib.util.spec_from_file_location(".".join(names), path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+        folders.append(str(folder))
+    with surroundings(tuple(folders)):
+        spec = importlib.util.spec_from_file_location(".".join(names), path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(spec.name, module)
+        spec.loader.exec_module(module)
+    return module, tuple(folders)
+
+
+@contextmanager
+def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
+    """Import or call a reward from these folders. Meanwhile their modules come before modules of the same name in this
+    program or in the folders of other rewards. Afterwards the settings of PyTorch are what they were, and random
+    numbers do not depend on what the reward did with them."""
+    dtype, threads, seed, others = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32), {}
+    for name in {path.stem for folder in folders for path in Path(folder).iterdir()} - sys.stdlib_module_names:
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        own = PathFinder.find_spec(name, folders) if loaded else None
+        if own and own.origin and Path(loaded).resolve() != Path(own.origin).resolve():
+            for part in [part for part in sys.modules if part.partition(".")[0] == name]:
+                others[part] = sys.modules.pop(part)
+    sys.modules.update(loaded_from.get(folders, {}))
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # puts it back
+            yield
+    finally:
+        loaded_from[folders] = {name: sys.modules[name] for name in others.keys() & sys.modules.keys()}
+        sys.modules.update(others)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        set_seed(seed)
 
 
 def call_rewards(
@@ -69,11 +97,12 @@ def call_rewards(
     for reward in rewards:
         taken = room_for(reward, columns | run_arguments)
         given = {name: x if name in run_arguments else [copied(value) for value in x] for name, x in taken.items()}
-        with time_limit(reward.__name__):
+        with time_limit(reward.__name__), surroundings(getattr(reward, "folders", ())):
             results.append(as_list(reward(**given)))
     awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if awaited:
-        with time_limit(", ".join(rewards[i].__name__ for i in awaited)):
+        folders = getattr(rewards[awaited[0]], "folders", ())
+        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
             together = _all_of([results[i] for i in awaited])
             for i, result in zip(awaited, thread.submit(lambda: event_loop().run(together)).result(), strict=True):
                 results[i] = as_list(result)

@@ -27,9 +27,9 @@ def load(config: Config) -> Task:
         from reasoning_gym import create_dataset, utils
 
         data_set = create_dataset(name, **dict(size=2048, seed=0) | json.loads(settings or "{}"))
-    except (ImportError, TypeError, ValueError, AssertionError) as error:
+        entries = list({entry["question"]: entry for entry in data_set}.values())
+    except Exception as error:  # a data set may raise anything where an option has the wrong type
         raise UserError(f"--task {config.task}: gym:NAME or gym:NAME:JSON of Reasoning Gym: {error}") from error
-    entries = list({entry["question"]: entry for entry in data_set}.values())
 
     def gym_score(prompts, completions, completion_ids, number: list[int], **columns) -> list[float]:
         return [score(utils.extract_answer(text_of(x)), entries[n]) for x, n in zip(completions, number, strict=True)]

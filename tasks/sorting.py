@@ -37,7 +37,7 @@ def sorted_share(prompts, completions, completion_ids, answer: list[str], **colu
 
 def load(config: Config) -> Task:
     train, evaluation = split(draw_row)
-    return Task(train, evaluation, [sorted_share], [1.0], correct="sorted_share", eos_id=EOS_ID)
+    return Task(train, evaluation, [sorted_share], [1.0], correct="sorted_share", graded=True, eos_id=EOS_ID)
 
 
 def model(config: Config) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

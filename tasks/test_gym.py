@@ -42,6 +42,9 @@ CANNOT = [  # a task, what is message
     ("gym:nothing", "gym:NAME"),
     ('gym:chain_sum:{"no_such": 1}', "no_such"),
     ('gym:chain_sum:{"min_terms": -1}', "min_terms must be positive"),
+    ('gym:chain_sum:{"size": "many"}', "gym:NAME:JSON"),
+    ('gym:chain_sum:{"seed": "x"}', "gym:NAME:JSON"),  # this and the next one only when a row is made
+    ('gym:chain_sum:{"max_digits": 2.5}', "gym:NAME:JSON"),
     ("addition:chain_sum", "must be one of"),
 ]
 

@@ -14,7 +14,8 @@ BOXES = [  # an answer, completions that are right, and wrong ones
     ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
     ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
     ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
-    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}"]),
+    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),  # the second, other than the next line's,
+    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),  # is refused: which one is the answer matters
     ("x^2+1", ["\\boxed{1+x^2}"], ["\\boxed{x^2}"]),
     ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
     ("10\\%", ["\\boxed{0.1}"], ["\\boxed{10.1}"]),

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import math
+import random
 import re
 import sys
 from decimal import Decimal
@@ -12,6 +13,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from transformers import set_seed
 
 from config import UserError
 from tasks._rewards import call_rewards, event_loop, load_reward, warn_once
@@ -37,9 +39,8 @@ WRONG = [  # a return value, and the error
 ]
 FILES = {
     "nearby.py": "FACTOR = 3.0\n",
-    "config.py": "1 / 0  # there is one of this name already\n",
     "afar.py": """
-import config, functools
+import functools
 def mine(completions):
     import nearby
     return [nearby.FACTOR] * len(completions)
@@ -180,6 +181,79 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
+
+
+NEIGHBOURS = """
+import config, functools, tasks.helper
+import train
+def mine(completions):
+    import loss
+    return [config.N + tasks.helper.N + loss.N + train.N] * len(completions)
+async def awaited(completions):
+    import batch
+    return [batch.N] * len(completions)
+bound = functools.partial(mine)
+"""
+
+
+def test_neighbours_come_before_modules_of_this_program(folder):
+    """Of two projects, while their rewards are imported and called, and never for the program itself."""
+    ours = {name: sys.modules[name] for name in ("config", "loss", "batch", "tasks", "tasks._rewards")}
+    rewards = []
+    for place, n in (("x", 1), ("y", 2)):
+        (folder / place / "tasks").mkdir(parents=True)
+        for name in ("config", "train", "loss", "batch", "tasks/__init__", "tasks/helper"):
+            (folder / place / f"{name}.py").write_text(f"N = {n}\n")
+        (folder / place / "rewards.py").write_text(NEIGHBOURS)
+        rewards += [load_reward(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
+    for _ in range(2):
+        assert call_rewards(rewards[:3], COLUMNS, {}) == [[4.0] * 3, [4.0] * 3, [1.0] * 3]
+        assert call_rewards(rewards[3:], COLUMNS, {}) == [[8.0] * 3, [8.0] * 3, [2.0] * 3]
+        assert {name: sys.modules[name] for name in ours} == ours
+        assert call(load_reward(f"{__name__}:words", {})) == [2.0] * 3, "not a neighbour: of this program"
+
+
+def words(completions):
+    import config
+
+    return [2.0 * (config.UserError is UserError)] * len(completions)
+
+
+MEDDLES = """
+import random, torch
+import numpy as np
+def meddle():
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+meddle()
+def mine(completions):
+    meddle()
+    return [1.0] * len(completions)
+async def awaited(completions):
+    return mine(completions)
+"""
+
+
+def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
+    """What is drawn after it does not depend on it, and is not the same each time."""
+    (folder / "meddles.py").write_text(MEDDLES)
+    fine = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    drawn = []
+
+    def draw(completions):
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
+        return [0.0] * len(completions)
+
+    rewards = [load_reward(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
+    assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()) == fine
+    for harmless in (False, True):
+        set_seed(1)
+        for reward in rewards:
+            call_rewards([draw if harmless else reward, draw], COLUMNS, {})
+            assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()) == fine
+    assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
 
 
 def test_each_file_finds_its_own_neighbours(folder):

@@ -88,6 +88,20 @@ def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
         read_rows(source)
 
 
+@pytest.mark.parametrize("source", ["folder", "word", "them/theirs", "torn.csv"])
+def test_what_datasets_cannot_read_is_named_in_one_line(tmp_path, monkeypatch, source):
+    def load_dataset(*args, **kwargs):
+        raise FileNotFoundError("Couldn't find\nany data file")  # one of many kinds, over several lines
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "torn.csv").touch()
+    for library in SimpleNamespace(load_dataset=load_dataset), None:
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        with pytest.raises(UserError, match=f"^{source}: the package datasets cannot read it: [^\n]+$"):
+            read_rows(source)
+
+
 def test_hold_out_depends_on_the_prompts_alone():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
     train, held = hold_out(rows, 6)

@@ -63,11 +63,11 @@ def test_the_tasks_that_are_there():
 def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, steps=1)")
+    (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, delta=3, baseline='none', steps=1)")
     task = load_task(Config(task="mine", steps=7))
     assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
-    with pytest.raises(UserError, match=r"DEFAULTS cannot hold step, temperature, whose default is not None$"):
+    with pytest.raises(UserError, match=r"cannot hold baseline, delta, step, temperature, which no task decides$"):
         task_file("other")
 
 
@@ -95,6 +95,7 @@ def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, 
     given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
+    assert task.graded == (task.correct_at == 0.0), "tldr's own"
     with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
         load_task(Config(**given, correct="better"))
 

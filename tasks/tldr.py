@@ -17,4 +17,4 @@ def near_20(prompts, completions, completion_ids, **columns) -> list[float]:
 
 def load(config: Config) -> Task:
     train, test = ([{"prompt": row["prompt"]} for row in rows] for rows in hub_splits(config, "trl-lib/tldr"))
-    return Task(train, test, [near_20], [1.0], correct="near_20", correct_at=0.0)
+    return Task(train, test, [near_20], [1.0], correct="near_20", correct_at=0.0, graded=True)

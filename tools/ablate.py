@@ -4,17 +4,19 @@
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --out runs/clip --figures entropy:last -- --num_iterations 4
 
 Each run is a `train.py` with its own folder. It gets the flags after `--` and its own settings from the grid, which
-take precedence. Repeating a command continues the runs that were stopped and makes no finished run again. A figure is
-a metric's mean over the second half of a run (`entropy`), its mean over some steps (`entropy:21-40`), or its last value
-(`entropy:last`). Every variant is compared with the first one, seed by seed: the table shows the mean of the paired
-differences and its 95 % interval (Student's t). One comparison in twenty "differs" by chance, so decide before the runs
-which figure counts. Left out: values that contain a comma, runs of several processes, choosing a GPU for each run.
+take precedence. Repeating a command continues the runs that were stopped and makes no finished run again. Runs that
+other code has made are used with --keep only. A figure is a metric's mean over the second half of a run (`entropy`),
+its mean over some steps (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first
+one, seed by seed: the table shows the mean of the paired differences and its 95 % interval (Student's t). One
+comparison in twenty "differs" by chance, so decide before the runs which figure counts. Left out: values that contain a
+comma, runs of several processes, choosing a GPU for each run.
 """
 
 import argparse
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -40,7 +42,9 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         given = command_line.parse(words, on_gpu=False)
         config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
         name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
-        runs.append(Run(args.out / f"{name}-{seed}", words, config))
+        runs.append(Run(args.out / f"{name}-{config.seed}", words, config))
+    if len({run.folder for run in runs}) < len(runs):
+        sys.exit("error: --vary and --seeds name a run twice")
     return runs
 
 
@@ -66,6 +70,10 @@ def finished(run: Run) -> Lines:
 def run_all(args: argparse.Namespace) -> None:
     """No run starts if the settings of any run are wrong. When a run fails, the others continue."""
     unfinished = [run for run in runs_of(args) if not log_if_finished(run)]
+    for run in runs_of(args) if not args.keep else ():
+        about = run_folder.content_of(run.folder / "config.json")
+        if about and about.get("code") != run_folder.digest_of_code():
+            sys.exit(f"error: {run.folder} was made by other code: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         for run, code in zip(unfinished, pool.map(run_one, unfinished), strict=True):
@@ -152,7 +160,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
+    parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
     args = parser.parse_args(own)
+    for name in args.figures:
+        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
+        if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
+            parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]
     args.flags = words[len(own) + 1 :]

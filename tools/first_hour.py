@@ -1,46 +1,79 @@
-"""The first run on a GPU: does it work, how much memory does it use compared with the plan, and how fast is it? Paste
-the output into an issue.
+"""The first hour on a GPU: does it work, does it use the memory that was planned, how fast is it, and does it learn?
+Paste the file that it writes into an issue. docs/distributed.md says how to read it.
 
     python -m tools.first_hour                                  a small model from this repository
-    python -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k      or any settings of train.py
+    torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k     any settings
+
+It writes first_hour.json, and first_hour.txt with the same figures, into the current directory.
 """
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 
 import train
-from infra import ranks, run_folder
+from infra import memory, ranks, run_folder
 from infra.command_line import parse, ready
 
-STEPS = 3  # only the last one is reported
+KINDS = {  # the settings that are measured, and in how many steps; only the last one is timed
+    "plain": ("--decode plain", 20),
+    "graph": ("--decode graph", 3),
+    "sharded": ("--decode plain --shard", 3),
+}
 
 
-def figures(words: list[str]) -> dict:
+def figures(words: list[str], steps: int, device: torch.device) -> dict:
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, ranks.start(config.shard))  # prints the memory plan
+    run, *_ = train.set_up(config, device)  # prints the memory plan
+    longest = max(len(row["prompt_ids"]) for row in [*run.task.train, *run.task.eval])
+    cost = memory.costs(run.model.config, run.config, ranks.world(), longest)
     decoded: list[int] = []
     run.progress = lambda tokens, rows: decoded.append(tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    for step in range(1, STEPS + 1):
+    rewards = []
+    for step in range(1, steps + 1):
         decoded.clear()
         metrics, _ = train.training_step(run, step)
-    names = "tokens", "peak_memory_gb", "peak_memory_reserved_gb", "sampler_gap", "seconds_rollout", "seconds_update"
-    found = {name: metrics[name] for name in names} | {"dtype": config.dtype}
-    found["ms_a_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decoded)
+        rewards.append(round(metrics["reward"], 3))
+    names = "tokens completion_length seconds_rollout seconds_update sampler_gap peak_memory_reserved_gb peak_memory_gb"
+    found = {name: metrics[name] for name in names.split()}
+    found |= {"planned_memory_gb": memory.peak(run.config, cost) / 1e9, "dtype": run.config.dtype}
+    found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decoded)
     for part in ("rollout", "update"):
         found[f"tokens_per_second_{part}"] = metrics["tokens"] / metrics[f"seconds_{part}"]
-    return found
+    return found | {"rewards": rewards}
+
+
+def gpu_tests() -> str:
+    """The last line of `pytest -m gpu`, which starts its own ranks."""
+    env = {name: x for name, x in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+    shown = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    return (shown.stdout.strip().splitlines() or [shown.stderr[-300:]])[-1]
 
 
 def main(words: list[str]) -> None:
-    print(json.dumps(run_folder.provenance(), indent=1))
-    for decode in ("plain", "graph"):
+    device = ranks.start(shard=True)
+    found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
+    found["pytest -m gpu"] = ranks.on_first(gpu_tests)
+    for kind, (flags, steps) in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            print(decode, json.dumps(figures([*words, "--decode", decode, "--out", f"{folder}/out"]), indent=1))
+            try:
+                found[kind] = figures([*words, *flags.split(), "--out", f"{folder}/out"], steps, device)
+            except Exception as error:  # the others are still worth having
+                found[kind] = {"failed": f"{type(error).__name__}: {error}"}
+    if ranks.rank() == 0:
+        text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
+        text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]
+        run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
+        run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
+        print(*text, "all of it is in first_hour.json and first_hour.txt", sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from infra import run_folder
+
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for the colour-blind
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # 5 and 7 have no common divisor, so 35 styles differ
@@ -32,7 +34,7 @@ Log = namedtuple("Log", "settings lines")
 
 def read_log(folder: Path) -> Log:
     settings = json.loads((folder / "config.json").read_text())["settings"]
-    return Log(settings, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:

@@ -4,9 +4,12 @@ import json
 import math
 import statistics
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
+from infra import run_folder
 from infra.command_line import parse, ready
 from tools import ablate
 
@@ -19,6 +22,8 @@ WRONG = [  # flags of the grid, part of the message; the runs of GRID were made 
     (GRID, "0.0-1 was made with --learning_rate 0.001, not "),
     (f"{GRID} -- --learning-rate 1e-3 --steps 1 --weight_decay 0.1", "made with --weight_decay 0.0, not 0.1"),
     (f"{GRID} -- --learning-rate 1e-3 --steps 0", "made with --steps 1, not 0"),
+    *((f"--vary beta=0 --figures a {name}", f"--figures {name}: ") for name in ("b:lastt", "b:2-1", "b:2", ":2-1")),
+    *((f"--vary beta={values} --seeds {seeds}", "a run twice") for values, seeds in (("0", "1,1,1"), ("0,0", "1"))),
 ]
 
 
@@ -91,7 +96,7 @@ def out(tmp_path, monkeypatch):
         folder.mkdir()
         flags = f"--steps 1 --out {folder} --beta {beta} --seed 1 --learning_rate 1e-3"
         settings = vars(ready(parse(flags.split(), on_gpu=False), on_gpu=False)) | {"dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps({"settings": settings}))
+        (folder / "config.json").write_text(json.dumps({"settings": settings, "code": run_folder.digest_of_code()}))
         (folder / "metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path
 
@@ -101,6 +106,21 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
     with pytest.raises(SystemExit) as stop:
         ablate.main(["--out", str(out), *words.split()])
     assert message in capsys.readouterr().err + str(stop.value)
+
+
+def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
+    """Other code is another text of a file that a run is made with. Tests, pages and tools may change."""
+    words, of_file = f"--out {out} {GRID} -- --learning_rate 1e-3 --steps 1".split(), run_folder.sha256_of
+    for name, is_other in (("loss.py", True), ("shard.py", True), ("ablate.py", False), ("test_loss.py", False)):
+        edited = lambda file, name=name: "edited" if Path(file).name == name else of_file(file)  # noqa: E731
+        monkeypatch.setattr(run_folder, "sha256_of", edited)
+        with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code") if is_other else nullcontext():
+            ablate.main(words)
+        ablate.main(["--keep", *words])
+    (out / "0.0-1" / "config.json").unlink()
+    (out / "0.0-1" / "metrics.jsonl").unlink()
+    with pytest.raises(TypeError):  # a new run starts
+        ablate.main(words)
 
 
 def test_settings_may_come_from_a_file_and_a_dtype_from_a_gpu(out, capsys):

@@ -58,17 +58,8 @@ def test_our_steps_have_the_planned_completions(planned):
         assert [len(group.row["prompt_ids"]) for group in groups] == [17] * 3
 
 
-def test_generate_returns_the_planned_completions(planned):
-    """When called as TRL does: sampling, with all rows at once, padded on the left."""
-    run, tokens = planned
-    bench.wrap(run.model, "generate", bench.partial(bench.force_trl, tokens))
-    ids = torch.randint(2, 17, (12, 6))
-    settings = dict(max_new_tokens=12, do_sample=True, eos_token_id=1, pad_token_id=0)
-    made = run.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)[:, 6:]
-    assert made.equal(tokens[:, : made.shape[1]]) and not tokens[:, made.shape[1] :].any()
-
-
 def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
+    """Where TRL is installed, its steps too."""
     words, ways = STEP.format(tmp_path).split(), bench.WAYS if find_spec("trl") else ["ours"]
     bench.main([*words[:1], "--ways", "; ".join(ways), *words[1:]])
     assert "| seconds_step:2-3 | ours |" in capsys.readouterr().out
@@ -105,3 +96,15 @@ def test_what_is_learned(tmp_path):
     assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
     add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
     assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)
+
+
+def test_long_completions(tmp_path):
+    """Four times the limit costs no more for each token where a token is sent or written."""
+    asked = bench.parse(["long", "--ways", "40; 160", "--out", str(tmp_path)])
+    bench.make_missing_runs(asked)
+    (short,), (long,) = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in asked.ways)
+    assert 3 < long.pop("tokens") / short.pop("tokens") < 5
+    assert {*long} == {"rollout", "gather", "collate", "update", "samples", "checkpoint"}
+    assert all(microseconds > 0 for microseconds, _ in long.values())
+    assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))
+    assert bench.table(asked).count("\n") == 3

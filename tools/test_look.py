@@ -1,9 +1,10 @@
-"""The page of a run: what is in the file, and what a browser shows (`pytest -m browser` starts one)."""
+"""The page of a run: what is in the file, and what a browser shows."""
 
 import json
 import re
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,10 +28,6 @@ press("ArrowRight"), press("ArrowRight"), see("right")
 for (const name of ["reward", "length", "advantage", "lowest"])
   document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
 for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"]) seen[part] = all(part)
-seen.frames = all("#trained .card", card => card.style.borderColor)
-seen.tints = all(".token", token => token.style.background)
-document.querySelector("[name=tint][value='1']").click()
-seen.tints.push(...all(".token", token => token.style.background))
 document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 </script>
 """
@@ -63,25 +60,49 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
-    size = len(json.dumps(whole["trained"])) / 1e6
-    for parts, steps in {1: [1, 2, 3], 2: [1, 3], 100: [3]}.items():
-        part = look.content(run, size / parts)
-        assert [line["step"] for line in part["trained"]] == [step for step in steps for _ in range(4)]
+    size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
+    for megabytes, steps in {1.0: [1, 2, 3], size / 1.4: [1, 3], size / 4: [3], size / 100: [3]}.items():
+        part = look.content(run, megabytes)
+        assert sorted({line["step"] for line in part["trained"]}) == steps
+        assert len(json.dumps(part["trained"])) <= megabytes * 1.1e6 or len(part["trained"]) == 1
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
-    assert part["title"] == f"{run.name}: every 100th step, counted from the last"
+    assert part["title"] == f"{run.name}; 1 of 12 completions"
+    lines = [json.dumps({"step": step, "reward": step}) + "\n" for step in range(25_001)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    part = look.content(run, 1.0)
+    assert [line["step"] for line in part["metrics"]] == [*range(25_000, -1, -3)][::-1]
+    assert part["title"] == f"{run.name}; 8,334 of 25,001 points of the curves"
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))
     (run / "samples.jsonl").unlink()
-    assert look.content(run) == {"title": run.name, "metrics": whole["metrics"], "trained": [], "held_out": []}
+    part = look.content(run, 1.0)
+    assert (part["title"], len(part["metrics"]), part["trained"], part["held_out"]) == (run.name, 4, [], [])
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_browser_shows_all_text_and_executes_none_of_it(run):
+def seen_in_a_browser(run: Path, reader: str) -> str:
+    """What the page of this run is in the end, if it has this script added."""
+    if CHROMIUM is None:
+        warnings.warn("NOT TESTED, because there is no Chromium here: that no text of a run is executed", stacklevel=1)
+        pytest.skip("no Chromium here")
     look.main([str(run)])
-    (run / "read.html").write_text((run / "look.html").read_text() + READER)
+    (run / "read.html").write_text((run / "look.html").read_text() + reader)
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={run}/profile", f"file://{run}/read.html"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in shown.stderr  # no error, nothing executed
-    seen = json.loads(unquote(re.search("<body>(.*)</body>", shown.stdout)[1]))
+    return shown.stdout
+
+
+def test_a_browser_shows_very_long_runs_and_completions(run):
+    """130,001 steps, and a completion of 200,000 tokens: as many as fit, and how many do not."""
+    lines = (json.dumps({"step": step, "reward": step % 7}) + "\n" for step in range(130_001))
+    (run / "metrics.jsonl").write_text("".join(lines))
+    long = sample(130_000, 0) | {"tokens": [["a", -1.0]] * 200_000}
+    (run / "samples.jsonl").write_text(json.dumps(long) + "\n")
+    page = seen_in_a_browser(run, "")
+    assert page.count("<polyline") == 1 and page.count('class="token"') == 10_000 and "(190,000 more tokens)" in page
+
+
+def test_a_browser_shows_all_text_and_executes_none_of_it(run):
+    seen = json.loads(unquote(re.search("<body>(.*)</body>", seen_in_a_browser(run, READER))[1]))
 
     figures = ["0.5  0.2, length 12", "none  0, length 9, truncated", "1  -2, length 10", "-1  1, length 11"]
     figures = [text.replace("  ", f" ({EVIL} 0.25), advantage ") for text in figures]
@@ -95,7 +116,4 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
     assert len(seen["script, img"]) == 3  # two of the page, and READER
-    assert re.findall(r"\w+\) \d+%", str(seen["frames"])) == ["down) 100%", "up) 50%", "down) 0%", "up) 10%"]
-    tints = re.findall(r"\d+%", str(seen["tints"]))  # log-prob -1, entropy 2, and in a reply neither
-    assert [sorted(part) for part in (tints[:22], tints[22:])] == [["0%"] * 3 + [f"{n}%"] * 19 for n in (20, 40)]
     assert seen[".reply"] == [EVIL] * 3

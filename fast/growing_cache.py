@@ -1,0 +1,51 @@
+"""A cache of keys and values with room for tokens to come, so that a new token is written in place.
+
+Plainly, in every layer and for every token:
+
+    keys, values = torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
+
+That copies the whole cache for each token. Here it is copied only when its room is used up, which then grows by a
+quarter, and when rows leave the batch.
+"""
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+def make_room(cache: Cache | None, most: int) -> None:
+    """Give room to every ordinary layer of the cache, for up to `most` tokens in all. Layers of other kinds, such as a
+    sliding window, stay as they are."""
+    for i, layer in enumerate(cache.layers if cache is not None else []):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[i] = GrowingLayer(layer, most)
+
+
+class GrowingLayer(DynamicLayer):
+    def __init__(self, layer: DynamicLayer, most: int):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.most = most
+        self._move(layer.keys, layer.values)
+
+    def _move(self, keys: Tensor, values: Tensor) -> None:
+        """Copy these keys and values (B, H, T, D) into new buffers with room."""
+        n = keys.shape[-2]
+        room = min(self.most, n + max(64, n // 4))
+        self.buffers = [x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values)]
+        self._write(0, keys, values)
+
+    def _write(self, start: int, keys: Tensor, values: Tensor) -> None:
+        end = start + keys.shape[-2]
+        for buffer, x in zip(self.buffers, (keys, values)):
+            buffer[:, :, start:end] = x
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        if start + key_states.shape[-2] > self.buffers[0].shape[-2]:
+            self._move(self.keys, self.values)
+        self._write(start, key_states, value_states)
+        return self.keys, self.values
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self._move(self.keys.index_select(0, rows), self.values.index_select(0, rows))

@@ -1,0 +1,132 @@
+"""LoRA, 2106.09685: the weights of the model stay as they are, and two small matrices are trained for each layer.
+
+    y = W x + alpha / r B A x,    A (r, in) uniform in +-1 / sqrt(in), B (out, r) = 0
+
+Every linear layer but the output head gets such an adapter. The weights are in the dtype of the computation and the
+adapters in fp32. Adapters are never merged into the weights, because bf16 would round small updates away. With its
+adapters switched off, the model is the reference of the KL term. Adapters are saved in the format of the library PEFT,
+which transformers and vLLM read.
+Left out: embeddings, experts that are one tensor, dropout, training that starts from saved adapters.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Conv1D, PreTrainedModel
+
+from config import UserError
+from infra.seeds import generator
+
+PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
+# Settings of PEFT that may have any value: those that are read, and those that have no effect on plain LoRA.
+ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
+ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
+
+
+# ---- Adapters in a model ----
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """All but the output head. Conv1D is the linear layer of GPT-2, whose weight is transposed."""
+    head = model.get_output_embeddings()
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+
+
+def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
+    """Freeze the model and add adapters, the same ones on every rank. Sharded weights stay sharded, and the adapters
+    are whole on every rank."""
+    layers, numbers = linear_layers(model.requires_grad_(False)), generator("lora", seed)
+    if not layers:
+        raise UserError(f"--lora_rank: {type(model).__name__} has no linear layer but its output head")
+    for layer in layers.values():
+        n_out, n_in = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
+        A = torch.from_numpy(numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
+        like = dict(dtype=torch.promote_types(layer.weight.dtype, torch.float32), device=layer.weight.device)
+        layer.lora_A, layer.lora_B = nn.Parameter(A.to(**like)), nn.Parameter(torch.zeros(n_out, rank, **like))
+        layer.lora_scale, layer.lora_on = alpha / rank, True
+        layer.register_forward_hook(_add)
+    return model
+
+
+def _add(layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
+    """(..., out) -> (..., out). One product adds to y, so that nothing else of the size of y is made."""
+    if not layer.lora_on:
+        return y
+    low = nn.functional.linear(inputs[0], layer.lora_A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
+    return torch.addmm(y.flatten(0, -2), low, layer.lora_B.T.to(low.dtype), alpha=layer.lora_scale).view_as(y)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_scale")}
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """-> the adapters by name; all weights of a model that has none"""
+    named = dict(model.named_parameters())
+    return {name: p for name, p in named.items() if name.endswith((".lora_A", ".lora_B"))} or named
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before it got adapters. A model that has none stays as it is."""
+    layers = adapted_layers(model).values()
+    try:
+        for layer in layers:
+            layer.lora_on = False
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_on = True
+
+
+def notes(model: PreTrainedModel) -> Iterator[str]:
+    """What is not trained although one might think so. All ranks must call this."""
+    if layers := adapted_layers(model):
+        linear = sum(layer.weight.numel() for layer in layers.values())
+        if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
+            yield f"adapters reach {linear / (linear + others):.0%} of the weights, and no experts that are one tensor"
+        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+        if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
+            yield f"{len(idle)} adapters do not learn, because the model does not call their layers: {idle[0]} ..."
+        model.zero_grad()
+
+
+# ---- Adapters on disk, as PEFT has them ----
+
+
+def save_adapters(folder: Path, model: PreTrainedModel) -> None:
+    layers, base = adapted_layers(model), model.config.name_or_path
+    first = next(iter(layers.values()))
+    about = PLAIN | dict(
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        r=len(first.lora_A),
+        lora_alpha=round(first.lora_scale * len(first.lora_A)),  # PEFT and vLLM expect an integer
+        target_modules=sorted({name.rpartition(".")[2] for name in layers}),
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    tensors = {f"base_model.model.{name}.weight": p.detach().cpu() for name, p in trained(model).items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """-> what adapter_config.json says, which is refused if it says more than plain LoRA; the tensors"""
+    about = json.loads((folder / "adapter_config.json").read_text())
+    for name, value in about.items():
+        if name not in ANY and value and value != PLAIN.get(name):
+            raise UserError(f"its {name} is {value}, and only plain LoRA is read")
+    return about, load_file(folder / "adapter_model.safetensors")
+
+
+def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
+    saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
+    there, ours = ({(name, x.shape) for name, x in part.items()} for part in (saved, trained(model)))
+    if wrong := there ^ ours:
+        raise UserError(f"--model: only adapters of all linear layers but the head are read; {min(wrong)[0]} differs")
+    model.load_state_dict(saved, strict=False)
+    return model

@@ -1,0 +1,232 @@
+"""Adapters against PEFT and against full training; runs with adapters against one another; what is saved, and read."""
+
+import copy
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Conv1D
+
+import train
+from config import Config, UserError
+from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, metrics, run, tiny_model
+from infra import lora
+from infra.command_line import ready
+from infra.decoding import decoding
+from infra.model import load, open_model
+from logprob import token_logprobs
+from tasks._characters import EOS_ID, char_tokenizer
+from tasks.sorting import LETTERS
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+CPU = torch.device("cpu")
+
+
+def score(model: nn.Module) -> Tensor:
+    """The log-probs of the last four tokens of each row."""
+    return token_logprobs(model, IDS, torch.ones_like(IDS), torch.arange(6).expand_as(IDS) > 1)[0]
+
+
+def backward(model: nn.Module) -> Tensor:
+    """-> the log-probs; the gradient of a sum of them, in which each counts differently, is added to the model's"""
+    (score(model) * torch.arange(1.0, 7.0)).sum().backward()
+    return score(model).detach()
+
+
+def disturb(model: nn.Module) -> None:
+    """As if trained: B is no longer 0."""
+    torch.manual_seed(1)
+    for p in lora.trained(model).values():
+        p.data += 0.1 * torch.randn_like(p)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox"])
+def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path / "base")
+    base = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
+    ours = lora.add_adapters(base(tmp_path / "base"), rank=3, alpha=8)
+    disturb(ours)
+    lora.save_adapters(tmp_path, ours)
+    theirs = PeftModel.from_pretrained(base(tmp_path / "base"), tmp_path, is_trainable=True)
+    expected = backward(ours)
+    for model in (theirs.base_model.model, base(tmp_path)):
+        torch.testing.assert_close(score(model), expected, rtol=1e-12, atol=1e-12)  # float64
+    backward(theirs.base_model.model)
+    gradients = {n.replace(".default.weight", ""): p.grad for n, p in theirs.base_model.model.named_parameters()}
+    for name, p in lora.trained(ours).items():
+        assert distance(p.grad, gradients.pop(name)) < 1e-12, name
+    assert {*gradients.values()} == {None}
+    # PEFT's own files are read.
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert "lora_dropout" in (tmp_path / "theirs/adapter_config.json").read_text()
+    again = lora.add_adapters(base(tmp_path / "base"), rank=3, alpha=8, seed=5)
+    assert torch.equal(score(lora.set_adapters(again, lora.read_adapters(tmp_path / "theirs")[1])), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_begin_as_the_base_model_and_their_gradient_is_the_projected_one_of_its_weights(name):
+    """B = 0, so dB = s dW A^T and dA = 0. Switched off, they leave the model as it was."""
+    whole = tiny_model(name)
+    model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
+    before, weights = backward(whole), dict(whole.named_parameters())
+    assert torch.equal(backward(model), before)
+    idle = [note for note in lora.notes(copy.deepcopy(model)) if "do not learn" in note]
+    assert bool(idle) == (name == "mamba"), "whose dt_proj is a weight and never called"
+    for name, layer in lora.adapted_layers(model).items():
+        if "dt_proj" not in name:
+            dW = weights[f"{name}.weight"].grad
+            expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
+            assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
+            assert not layer.lora_A.grad.any() and layer.lora_A.abs().max() <= layer.lora_A.shape[1] ** -0.5
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained(model))
+    disturb(model)
+    assert not torch.equal(score(model), before)
+    with lora.without_adapters(model):
+        assert torch.equal(score(model), before)
+
+
+def test_what_has_no_adapter_is_told():
+    assert "reach 100%" not in str([*lora.notes(lora.add_adapters(tiny_model("llama"), 2, 4))])
+    assert "reach 33% of the weights" in next(lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4)))
+    assert [*lora.notes(tiny_model("llama"))] == []
+    bare = tiny_model("llama")
+    bare.model.layers = nn.ModuleList()
+    with pytest.raises(UserError, match="LlamaForCausalLM has no linear layer but its output head"):
+        lora.add_adapters(bare, 2, 4)
+
+
+# ---- Runs ----
+
+
+@pytest.fixture(scope="module")
+def small(sorting, tmp_path_factory) -> dict:
+    """A run that needs all that a checkpoint holds, the reference, sets of tokens and shared prompts."""
+    base = tmp_path_factory.mktemp("base") / "model"
+    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
+    tiny_model("llama", torch.float32, spread=2.0, **own).save_pretrained(base)
+    char_tokenizer(LETTERS + ">").save_pretrained(base)
+    return sorting | dict(
+        model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
+        learning_rate=1e-2, max_completion_length=6, save_every=1, eval_every=3, eval_prompts=5, eval_k=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(small, out)
+    assert all(line["kl"] > 0 and line["grad_norm"] > 0 for line in metrics(out)[2:])
+    return out
+
+
+def config_of(settings: dict, **given) -> Config:
+    settings = {name: str(x) if isinstance(x, Path) else x for name, x in (settings | given).items()}
+    return ready(Config(**settings), on_gpu=False)
+
+
+WAYS = {  # ranks, settings
+    "two ranks": (2, {}),
+    "sharded, in other micro-batches": (2, dict(shard=True, micro_batch_size=2, gradient_checkpointing=True)),
+    "other micro-batches, graphs": (1, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, way):
+    world, given = WAYS[way]
+    run(small | given, tmp_path / "out", world=world)
+    assert_same_run(tmp_path / "out", whole, tolerance=1e-6)
+
+
+def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
+    """The figures are those of a run whose reference is a copy that never had any."""
+    run, *_ = train.set_up(config_of(small, out=tmp_path), CPU)
+    run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
+    for line in metrics(whole)[1:]:
+        made, _ = train.training_step(run, line["step"])
+        assert {name: made[name] for name in ("kl", "loss", "grad_norm")}.items() <= line.items()
+
+
+def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_adapters_only(small, whole, tmp_path):
+    run(small, tmp_path / "out", partial(at, "torch.optim.AdamW.step", 7, die, after=True), code=None)
+    run(small, tmp_path / "out")
+    assert_same_files(tmp_path / "out", whole)
+    saved = {file.parent.name: load_file(file) for file in whole.glob("checkpoint/*/*/*.safetensors")}
+    adapters = load_file(whole / "model" / "adapter_model.safetensors")
+    assert saved.keys() == {"model", "optimizer"} and len(saved["model"]) == len(adapters) == 2 * 7 * 2
+    assert (whole / "model" / "tokenizer.json").exists()
+
+
+def test_what_is_left_behind_is_evaluated(small, whole, tmp_path):
+    """From the model's folder and from a checkpoint, with the figures that the run ended with."""
+    about = json.loads((whole / "model" / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (3, 6, str(small["model"]))
+    last = {name: x for name, x in metrics(whole)[-1].items() if name.startswith("eval/")}
+    of_run = {name: x for name, x in small.items() if not name.startswith("lora")}
+    for n, (folder, given) in enumerate([("model", {}), ("checkpoint/000003", dict(shard=True))]):
+        run(of_run | given | dict(model=whole / folder, steps=0), tmp_path / str(n))
+        assert {name: x for name, x in metrics(tmp_path / str(n))[-1].items() if name.startswith("eval/")} == last
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, steps):
+    """So a rollout and an update compute alike."""
+    model = small["model"] if steps else whole / "model"
+    config = config_of(small, steps=steps, model=model, dtype="bfloat16")
+    loaded, reference, _ = load(open_model(config.model, config), config, CPU)
+    adapters = lora.trained(loaded)
+    assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
+    assert {p.dtype for p in adapters.values()} == {torch.float32} and reference is None
+    assert {p.requires_grad for p in adapters.values()} == {True}
+    with decoding(loaded, torch.bfloat16):
+        assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
+    assert {p.dtype for p in adapters.values()} == {torch.float32}
+
+
+# ---- What is refused ----
+
+MORE = dict(use_rslora=True, use_dora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2}, bias="all")
+MORE |= dict(modules_to_save=["lm_head"], layers_to_transform=[0], revision="main", peft_type="IA3")
+REFUSED = [("adapter_config.json", {name: x}, f"its {name} is {x}, and only plain") for name, x in MORE.items()]
+REFUSED += [
+    ("adapter_config.json", {"r": None}, "TypeError"),
+    ("adapter_config.json", {"base_model_name_or_path": "/moved"}, "--model /moved: its configuration cannot be"),
+    ("adapter_config.json", "{", "JSONDecodeError"),
+    ("adapter_model.safetensors", "{", "SafetensorError"),
+    ("adapter_model.safetensors", None, "No such file"),
+]
+
+
+@pytest.mark.parametrize("file, change, line", REFUSED)
+def test_adapters_that_are_damaged_or_more_than_plain_get_their_line(whole, tmp_path, file, change, line):
+    file = shutil.copytree(whole / "model", tmp_path / "model") / file
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(change if change == "{" else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=f"--model {file.parent}: its adapters cannot be loaded: ") as raised:
+        open_model(str(file.parent), Config(steps=0, dtype="float32"))
+    assert line in str(raised.value)
+
+
+def test_adapters_of_other_layers_are_refused_and_nothing_is_trained_on_from_adapters(small, whole, tmp_path):
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(small["model"]), LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path)
+    evaluation = Config(steps=0, dtype="float32")
+    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
+        load(open_model(str(tmp_path), evaluation), evaluation, CPU)
+    full, adapters = (Config(lora_rank=rank, steps=1, dtype="float32") for rank in (0, 2))
+    for source in (whole / "model", whole / "checkpoint/000003"):
+        for config in (full, adapters):
+            with pytest.raises(UserError, match=f"--model {source}: can only be evaluated"):
+                open_model(str(source), config)
+    with pytest.raises(UserError, match="--lora_rank: needs a --model"):
+        open_model((tiny_model("llama"), None), adapters)
+    with pytest.raises(UserError, match=f"did you mean {whole / 'model'}"):
+        open_model(str(whole), full)
