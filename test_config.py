@@ -96,7 +96,7 @@ DIFFERS = {
     "correct": ("letters", {}, "length_correct"),
     "reward_timeout": "infra/test_faults.py: test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was",
     "reply": (f"{__name__}:again", {}, "completions turns"),
-    "max_turns": (2, dict(reply=f"{__name__}:again"), "completions turns"),
+    "max_turns": (1, dict(reply=f"{__name__}:again"), "completions turns"),
     "trust_remote_code": "infra/test_inputs.py: test_code_that_comes_with_a_model_is_run_when_asked_for",
     "lora_rank": (4, {}, "update weights"),
     "lora_alpha": (8, dict(lora_rank=4), "weights"),
