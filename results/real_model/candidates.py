@@ -123,7 +123,6 @@ def shuffled(*of: list) -> list[tuple]:
 def rows() -> dict[str, list[tuple[str, str | None]]]:
     """Name -> (what is asked, the answer)."""
     pairs = shuffled(range(1, 21), range(1, 21))
-    triples = [each for each in shuffled(*[range(1, 11)] * 3) if len({*each}) == 3][:400]
     small = [(a, b) for a in range(1, 17) for b in range(1, 17)]
     return {
         "sum": [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs],
@@ -135,15 +134,10 @@ def rows() -> dict[str, list[tuple[str, str | None]]]:
         "story": [(f"Ann has {a} apples. She gets {b} more. How many has she now?", str(a + b)) for a, b in pairs],
         "larger": [(f"Which number is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs if a != b],
         "sum_steps": [(f"What is {a} + {b}? Think step by step.", str(a + b)) for a, b in pairs],
+        "sum_sentence": [(f"What is {a} + {b}? Explain it in one sentence.", str(a + b)) for a, b in pairs],
         "sum_explained": [(f"What is {a} + {b}? Explain your answer.", str(a + b)) for a, b in pairs],
-        "story_explained": [
-            (f"Ann has {a} apples. She gets {b} more. How many has she now? Explain.", str(a + b)) for a, b in pairs
-        ],
         "larger_explained": [
             (f"Which number is larger, {a} or {b}? Give a reason.", str(max(a, b))) for a, b in pairs if a != b
-        ],
-        "largest_of_three": [
-            (f"Which number is the largest: {a}, {b} or {c}? Give a reason.", str(max(a, b, c))) for a, b, c in triples
         ],
         "lower_case": [(f"Describe {thing}. Use only lower case letters.", None) for thing in THINGS],
         "three_words": [(ask.format(thing), None) for thing, ask in shuffled(THINGS, ASKS)],
