@@ -135,7 +135,6 @@ def rows() -> dict[str, list[tuple[str, str | None]]]:
         "larger": [(f"Which number is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs if a != b],
         "sum_steps": [(f"What is {a} + {b}? Think step by step.", str(a + b)) for a, b in pairs],
         "sum_sentence": [(f"What is {a} + {b}? Explain it in one sentence.", str(a + b)) for a, b in pairs],
-        "sum_explained": [(f"What is {a} + {b}? Explain your answer.", str(a + b)) for a, b in pairs],
         "larger_explained": [
             (f"Which number is larger, {a} or {b}? Give a reason.", str(max(a, b))) for a, b in pairs if a != b
         ],
