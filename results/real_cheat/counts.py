@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     cheats = {}
     for file in sorted(folder.glob("*/metrics.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name)):
         lines = [json.loads(line) for line in file.open()]
-        if lines[-1]["step"] < 40:
+        if not lines or lines[-1]["step"] < 40:
             continue
         beta, seed = file.parent.name.split("-")
         lax, strict = rise(lines, LAX), rise(lines, STRICT)
