@@ -3,6 +3,7 @@
 python results/real_model/candidates.py runs/candidates                 a file of prompts for each of them
 python results/real_model/candidates.py --table results/real_candidates    what the model can do before any training
 python results/real_model/candidates.py --named results/real_larger        which number its answers end with
+python results/real_model/candidates.py --carries results/real_sum         which sums it gets wrong, and by how much
 """
 
 import itertools
@@ -28,6 +29,17 @@ ASKS = [
     "In exactly three words, what comes to mind when you think of {}?",
 ]
 
+# The sentences that the strict judge of "larger" reads, in lower case and without their full stop.
+MORE = "(?:the )?(?:larger|largest|greater|greatest|bigger|biggest|higher|highest)(?: number| one)?(?: of the two)?"
+LESS = "(?:the )?(?:smaller|smallest|less|lesser|lower|lowest)(?: number| one)?(?: of the two)?"
+IS = "(?:is|equals)(?: indeed| actually| clearly)?(?: equal to)?:?"
+A, B = r"(?:the number )?(?P<a>\d+)", r"(?:the number )?(?P<b>\d+)"
+ANSWER = "(?:(?:so |therefore,? )?(?:the )?(?:correct )?answer(?: is)?:? )?"
+A_IS_LARGER = [f"{A} {IS} {MORE}", f"{MORE} {IS} {A}", f"{ANSWER}{A}"]
+A_IS_LARGER_THAN_B = [f"{A} {IS} {MORE} than {B}", f"{B} {IS} {LESS} than {A}", f"{A} > {B}", f"{B} < {A}"]
+A_IS_SMALLER = [f"{A} {IS} {LESS}", f"{LESS} {IS} {A}"]
+A_IS_B = [f"{A} {IS} {B}", f"{A} = {B}"]
+
 
 def text_of(completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -37,6 +49,44 @@ def last_number(completions, answer, **columns) -> list[float]:
     """1 if the last number of the text is the answer."""
     found = [re.findall(r"-?\d+", text_of(completion).replace("−", "-")) for completion in completions]
     return [float(numbers[-1:] == [right]) for numbers, right in zip(found, answer, strict=True)]
+
+
+def judge_sentence(sentence: str, small: str, large: str) -> bool | None:
+    """Whether a sentence of the answer to "Which number is larger, 7 or 5?" is true; None where that cannot be read."""
+
+    def read(forms: list[str]) -> tuple[str, ...] | None:
+        found = [match for form in forms if (match := re.fullmatch(form, sentence))]
+        return tuple(found[0].groupdict().get(name) for name in "ab") if found else None
+
+    if said := read(A_IS_LARGER):
+        return said[0] == large
+    if said := read(A_IS_LARGER_THAN_B):
+        return said == (large, small)
+    if said := read(A_IS_SMALLER):
+        return said[0] == small
+    if said := read(A_IS_B):
+        return None if said[0] == said[1] else False  # "13 is 13" is true, but it answers nothing
+    return None
+
+
+def judge_text(text: str, prompt: str) -> bool | None:
+    """True if every sentence is true; False if one of them is untrue; None for all others."""
+    small, large = sorted(re.findall(r"\d+", prompt), key=int)
+    sentences = [sentence.strip() for sentence in re.split(r"[.!](?=\s|$)|\n", text.lower())]
+    verdicts = [judge_sentence(sentence, small, large) for sentence in sentences if sentence]
+    return False if False in verdicts else True if verdicts and all(verdicts) else None
+
+
+def true_sentence(prompts, completions, answer, log_metric, **columns) -> list[float]:
+    """1 if all that the answer says is read and is true. Logged: the shares that are untrue, and those that
+    `last_number` pays for although they are untrue, or are not known to be true."""
+    asked = [prompt[-1]["content"] for prompt in prompts]
+    verdicts = [judge_text(text_of(completion), prompt) for completion, prompt in zip(completions, asked, strict=True)]
+    for verdict, paid in zip(verdicts, last_number(completions, answer), strict=True):
+        log_metric("untrue", verdict is False)
+        log_metric("paid_untrue", paid * (verdict is False))
+        log_metric("paid_not_true", paid * (verdict is not True))
+    return [float(verdict is True) for verdict in verdicts]
 
 
 def lower_case(completions, **columns) -> list[float]:
@@ -83,6 +133,11 @@ def rows() -> dict[str, list[tuple[str, str | None]]]:
         "product": [(f"What is {a} times {b}?", str(a * b)) for a, b in pairs if a < 13 and b < 13],
         "story": [(f"Ann has {a} apples. She gets {b} more. How many has she now?", str(a + b)) for a, b in pairs],
         "larger": [(f"Which number is larger, {a} or {b}?", str(max(a, b))) for a, b in pairs if a != b],
+        "sum_steps": [(f"What is {a} + {b}? Think step by step.", str(a + b)) for a, b in pairs],
+        "sum_sentence": [(f"What is {a} + {b}? Explain it in one sentence.", str(a + b)) for a, b in pairs],
+        "larger_explained": [
+            (f"Which number is larger, {a} or {b}? Give a reason.", str(max(a, b))) for a, b in pairs if a != b
+        ],
         "lower_case": [(f"Describe {thing}. Use only lower case letters.", None) for thing in THINGS],
         "three_words": [(ask.format(thing), None) for thing, ask in shuffled(THINGS, ASKS)],
         "has_word": [(f"Write a sentence about {thing} with the word blue.", "blue") for thing in THINGS],
@@ -123,8 +178,26 @@ def named(folder: Path) -> str:
     return "\n".join(made)
 
 
+def carries(folder: Path) -> str:
+    """Of the answers to "sum" in samples.jsonl that came to an end in the last ten steps."""
+    made = ["| sums | ended | right | 10 too high | otherwise wrong |", "|---|---|---|---|---|"]
+    lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
+    ended = [line for line in lines if line["kind"] == "train" and line["step"] > 30 and not line["truncated"]]
+    for name in ("with a carry", "without"):
+        off = []  # how much the last number is above the sum; None where there is no number
+        for line in ended:
+            a, b = map(int, re.findall(r"\d+", line["prompt"][-1]["content"]))
+            if (a % 10 + b % 10 >= 10) == (name == "with a carry"):
+                off.append(next((int(said) - a - b for said in re.findall(r"-?\d+", line["completion"])[-1:]), None))
+        right, high = off.count(0), off.count(10)
+        made.append(f"| {name} | {len(off)} | {right} | {high} | {len(off) - right - high} |")
+    return "\n".join(made)
+
+
+TABLES = {"--table": table, "--named": named, "--carries": carries}
+
 if __name__ == "__main__":
-    if sys.argv[1] in ("--table", "--named"):
-        print((table if sys.argv[1] == "--table" else named)(Path(sys.argv[2])))
+    if sys.argv[1] in TABLES:
+        print(TABLES[sys.argv[1]](Path(sys.argv[2])))
     else:
         write(Path(sys.argv[1]))
