@@ -293,13 +293,11 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 KINDS = [
     "1.5B, top-p",
-    "0.5B, long prompts",
     "0.5B, windows",
     "0.5B, fp32",
     "1.5B, checkpointing",
     "1.5B, reference, two updates",
     "7B on 8, checkpointing, reference",
-    "7B, adapters, checkpointing",
     "7B on 8, adapters",
 ]
 

@@ -21,7 +21,6 @@ so that lists, tensors and files are most of what is measured.
 import argparse
 import itertools
 import json
-import pickle
 import re
 import sys
 import time
@@ -29,6 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     for part in ("rollout", "collate", "update"):
         wrap(train, part, partial(timed, part))
     metrics, groups = train.training_step(run, 1)
-    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # what each of two ranks does
-    found["gather"][1] = len(pickle.dumps(groups))
+    timed("gather", lambda: ForkingPickler.loads(ForkingPickler.dumps(groups)))  # what each of two ranks does
+    found["gather"][1] = ForkingPickler.dumps(groups).nbytes
     log.open(done=0)
     timed("samples", log.step, metrics, groups, [])
     timed("checkpoint", checkpoint.save, folder, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
