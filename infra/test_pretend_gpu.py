@@ -76,7 +76,8 @@ def test_each_rank_sets_its_device_and_what_is_remembered_comes_back_to_it(small
     for steps in (1, 2):
         settings = small | dict(steps=steps, minibatches=1, beta=0.0, ref_sync_every=0, eval_every=0)
         shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), look_at_devices, world=2)
-        assert sorted(re.findall(r"on cuda:\d, set to cuda:\d", shown)) == ["on cuda:0, set to cuda:0", "on cuda:1, set to cuda:1"]
+        devices = sorted(re.findall(r"on cuda:(\d), set to cuda:(\d)", shown))
+        assert devices == [("0", "0"), ("1", "1")]
         assert {*re.findall(r"in the state: (\w+)", shown)} == {"cuda"}
 
 
