@@ -22,10 +22,9 @@ samples, finished rows leave the batch while the others go on, and sampling is o
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -45,7 +44,7 @@ Reply = Callable[[list[int]], list[int] | None]  # the ids of a turn -> those of
 BLOCK = 512  # tokens of the vocabulary
 PROMPT_TOKENS = 1 << 14  # read at once, with padding: enough to keep a GPU busy
 OF_ROWS = "attention_mask", "position_ids"
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # the layers of a cache that can be joined
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # layers of a cache that can take a prompt in pieces
 
 
 @dataclass
@@ -185,11 +184,14 @@ def _decode(
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
-    has_stop = stop_search(sampling)
 
-    # Each prompt is read once. Then its cache is repeated for all its samples.
-    logits, kwargs = _read(model, input_ids, kwargs)
-    logits = logits[rows]
+    # Each prompt is read once, in pieces if there are many tokens. Then its cache is repeated for all its samples.
+    past = kwargs.get("past_key_values")
+    if past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
+        generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
+    out = model._prefill(input_ids, generation_config, kwargs)
+    kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+    logits = out.logits[:, -1][rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
@@ -209,7 +211,7 @@ def _decode(
         ended = torch.isin(token, eos_ids)
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
-            ended = ended | torch.tensor([has_stop(ids) for ids in turns], device=rows.device)
+            ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
         ended = ended & ~in_reply & ~done  # a turn has ended, and with it the completion, unless there is a reply
         for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
             row = int(live[b])
@@ -241,41 +243,11 @@ def _decode(
     return tokens, logps, entropies, kept.sets, None if replies is None else replied < 0, lengths, truncated
 
 
-def stop_search(sampling: Sampling) -> Callable[[list[int]], bool]:
-    """-> a function that says whether the text of these ids has a stop string. Decoding the whole text after each token
-    would take quadratic time, so it is done only if the last token may bring the last character of a stop string."""
-
-    @cache
-    def may_complete(token: int) -> bool:
-        text = sampling.to_text([token, token])  # twice, because the first token of a text may lose its space
-        return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)  # or a part of a character
-
-    def has_stop(ids: list[int]) -> bool:
-        text = sampling.to_text(ids) if ids and may_complete(ids[-1]) else ""
-        return any(stop in text for stop in sampling.stop)
-
-    return has_stop
-
-
-def _read(model: PreTrainedModel, input_ids: Tensor, kwargs: dict) -> tuple[Tensor, dict]:
-    """Read the prompts (P, T). If they have too many tokens for the memory, one half is read after the other, and then
-    their caches are joined. -> the logits of the next tokens (P, V), and kwargs with the cache"""
-    past, P = kwargs.get("past_key_values"), len(input_ids)
-    can_be_joined = past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers)
-    if input_ids.numel() <= PROMPT_TOKENS or P == 1 or not can_be_joined:
-        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
-        out = model(**inputs, return_dict=True)
-        return out.logits[:, -1], model._update_model_kwargs_for_generation(out, kwargs)
-    halves = []
-    for rows, empty in ((slice(P // 2), past), (slice(P // 2, P), copy.deepcopy(past))):
-        of_rows = {name: kwargs[name][rows] for name in OF_ROWS if kwargs.get(name) is not None}
-        halves.append(_read(model, input_ids[rows], kwargs | of_rows | {"past_key_values": empty}))
-    (logits, kwargs), (more_logits, more) = halves
-    for layer, other in zip(kwargs["past_key_values"].layers, more["past_key_values"].layers):
-        layer.keys, other.keys = torch.cat([layer.keys, other.keys]), None
-        layer.values, other.values = torch.cat([layer.values, other.values]), None
-    of_rows = {name: torch.cat([kwargs[name], more[name]]) for name in OF_ROWS if kwargs.get(name) is not None}
-    return torch.cat([logits, more_logits]), kwargs | of_rows
+def has_stop(ids: list[int], sampling: Sampling) -> bool:
+    """Return whether the text of a turn contains a stop string. Every token of the turn was checked like this, so the
+    last tokens are enough: a token has at least one byte, and a character at most four."""
+    text = sampling.to_text(ids[-4 * (1 + max(map(len, sampling.stop))) :])
+    return any(stop in text for stop in sampling.stop)
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
