@@ -149,7 +149,4 @@ def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -
     if lengths is None and (scale == "whiten" or baseline == "length"):
         raise ValueError(f"baseline={baseline!r} and scale={scale!r} need lengths (P, G)")
     if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
-        raise ValueError(
-            f"baseline={baseline!r}, scale={scale!r} compare the completions of a group, but a group has only one: "
-            "use at least 2 completions of a prompt, or the baseline and scale of the batch"
-        )
+        raise ValueError(f"baseline={baseline!r}, scale={scale!r} need at least 2 completions of a prompt")

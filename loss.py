@@ -132,10 +132,7 @@ def policy_loss(
     corrects_sampler = tis_cap is not None or tis_floor is not None
     has_gate = gate_low is not None or gate_high is not None
     if sampler_logp is None and (needs_sampler or corrects_sampler or has_gate):
-        raise ValueError(
-            "old_policy='sampler', tis_cap, tis_floor, gate_low, gate_high, off_policy_mask and sampler_coef need "
-            "sampler_logp"
-        )
+        raise ValueError("old_policy='sampler', tis_*, gate_*, off_policy_mask and sampler_coef need sampler_logp")
     mask = mask.bool()
     tokens, stats = mask.sum(), {}
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))

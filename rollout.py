@@ -84,9 +84,8 @@ class Completion:
     @property
     def turns(self) -> list[list[int]]:
         """The ids of each turn of the model."""
-        ids = self.ids
-        written = self.written or [True] * len(ids)
-        pieces = groupby(zip(written, ids, strict=True), key=lambda pair: pair[0])
+        written = self.written or [True] * self.length
+        pieces = groupby(zip(written, self.ids, strict=True), key=lambda pair: pair[0])
         return [[token for _, token in piece] for by_model, piece in pieces if by_model]
 
 
@@ -336,10 +335,7 @@ def _completions(
     sampling: Sampling,
 ) -> list[Completion]:
     if not logp.isfinite().all():
-        raise UserError(
-            "the model's logits are not finite: its weights are NaN, or have become huge because --learning_rate is "
-            "too high"
-        )
+        raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
     tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
     return [
         Completion(

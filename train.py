@@ -100,7 +100,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # and its log-probs come from the forward pass of that update.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None or cfg.beta:
+    if cfg.beta:
         reference = run.reference or run.model
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
@@ -275,9 +275,8 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = group.combined = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
-        if cfg.combine_rewards != "sum":
-            group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
+        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
+        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
     run.logged += logged  # of this rank, until the step gathers it
