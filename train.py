@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 8 train.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
     python train.py --help                                lists every setting
 
-A step goes from prompts to completions, rewards, advantages and updates: `training_step`, `update`, `accumulate`. It
-trains on prompts_per_step x num_generations completions. Ranks and micro-batches change how it is computed, not what is
-computed: every rank knows all completions (a few megabytes), the weight of each token is fixed before the completions
-are split, and gradients are summed.
+A step goes from prompts to completions, rewards, advantages and updates. Read `training_step`, `update` and
+`accumulate` in this order. A step trains on prompts_per_step x num_generations completions. Ranks and micro-batches
+change how this is computed, not what is computed: every rank has all completions (a few megabytes with the default
+settings), the weight of each token is fixed before the completions are split, and gradients are summed.
 """
 
 import math
@@ -46,22 +46,22 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 
 @dataclass
 class Run:
-    """What outlives a step. A checkpoint holds the model, the reference, the optimizer, `cursor` and `state`; all other
-    fields are made again from the settings when a run is continued."""
+    """Everything that is needed for more than one step. A checkpoint contains the model, the reference, the optimizer,
+    `cursor` and `state`. When a run is continued, the other fields are made again from its settings."""
 
     config: Config
     device: torch.device
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # of the KL term; None with LoRA, where it is the model without adapters
+    reference: PreTrainedModel | None  # for the KL term; None with LoRA, which uses the model without its adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
-    limits: Limits  # of a micro-batch
-    progress: Progress | None = None  # is called while a rollout goes on
-    cursor: int = 0  # how many prompts were drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # for forks; equal on all ranks; holds JSON, tensors and Groups
-    logged: list[tuple[str, float]] = field(default_factory=list)  # figures of this step, whose means are reported
+    limits: Limits  # the size of a micro-batch
+    progress: Progress | None = None  # called after each token of a rollout
+    cursor: int = 0  # the number of prompts drawn so far
+    state: dict[str, Any] = field(default_factory=dict)  # for forks: JSON, tensors and Groups, the same on all ranks
+    logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
         self.logged.append((f"logged/{name}", float(value)))
@@ -71,7 +71,7 @@ class Run:
 
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
-    """One rollout and all its updates. -> the metrics, and the groups that were trained on"""
+    """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
     cfg = run.config
     seeds.seed_everything(cfg.seed, step)
     start, run.logged = time.perf_counter(), []
@@ -82,7 +82,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        advantages = torch.zeros_like(advantages)  # dynamic sampling found no group to learn from
+        advantages = torch.zeros_like(advantages)  # no group has a signal, so there is nothing to learn from
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
@@ -91,13 +91,13 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
     sampled = time.perf_counter()
 
-    # The model scores tokens as it sampled them, in eval mode, without dropout. Only layers with gradient checkpointing
-    # stay in train mode, because they would not checkpoint otherwise.
+    # Score in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing are the
+    # exception: they only checkpoint in train mode.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # Log-probs that stay fixed during the updates. If there is only one update, the old policy is the policy itself,
-    # and its log-probs come from the forward pass of that update.
+    # These log-probs stay fixed during the updates. With a single update, the old policy is the current policy, and
+    # `accumulate` takes its log-probs from the forward pass of the update, which saves a pass here.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if cfg.beta:
@@ -121,11 +121,11 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """One optimizer update. -> the loss, the gradient norm, and this rank's (sum, count) of each figure"""
+    """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
-    # All completions of the update are here, those of other ranks too, so the weight of each token can be computed now.
-    # That makes the loss of a micro-batch a partial sum: however the update is split, the parts add up to its loss, and
-    # their gradients, summed (not averaged) over micro-batches and ranks, to its gradient.
+    # The batch contains the completions of all ranks, so the weight of every token can be computed before anything is
+    # split. This makes the loss of a micro-batch a partial sum. However the update is split, the partial losses add up
+    # to the same loss, and their gradients, summed (not averaged) over micro-batches and ranks, to the same gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -135,19 +135,20 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))
-    if batch.mask.any():  # otherwise there is nothing to learn from, and only momentum would move the weights
+    if batch.mask.any():  # if everything is masked, only momentum would move the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
     return loss, grad_norm, totals
 
 
 def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add up this rank's part of the gradient, one micro-batch after another. -> its part of the loss and of figures"""
+    """Add up the gradients of this rank's micro-batches. Return this rank's part of the loss and of the statistics."""
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = dict.fromkeys(STATS, torch.zeros(2, dtype=torch.float64, device=run.device))
     run.optimizer.zero_grad()
-    # Without these terms, completions of advantage 0 have no gradient. With shards, all ranks must go back together.
+    # With advantage 0, only the KL, entropy and sampler terms give a gradient, so without them the backward pass can be
+    # skipped. With sharded weights it cannot, because every rank must take part in every backward pass.
     every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), as_many_on_every_rank=cfg.shard):
         has_gradient = every_row or bool(part.has_gradient.any())
@@ -178,7 +179,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 @torch.no_grad()
 def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
-    """-> (N, T), the log-probs of all completions. Each rank computes a part, and all get the whole."""
+    """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), run.config.shard):
         logp[rows] += logprobs(run, part, model)[0]
@@ -187,7 +188,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
 
 
 def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """-> logp (B, T), entropy (B, T) or None"""
+    """Return the log-prob (B, T) and the entropy (B, T) of each token, with the settings of the run."""
     cfg = run.config
     with torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         return token_logprobs(
@@ -204,7 +205,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Linear warm-up, then the schedule, which ends at 0 after the last step."""
+    """Return the learning rate of a step: a linear warm-up, then the schedule, which reaches 0 after the last step."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -216,10 +217,10 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """-> the groups to train on, and all groups that were drawn.
+    """Return the groups to train on, and all groups that were drawn.
 
-    With dynamic_sampling (DAPO), groups without a signal are replaced by groups of further prompts, in at most that
-    many further rounds. Every rank sees all rewards, so all decide the same."""
+    With dynamic_sampling (DAPO), groups without a signal are replaced by groups of new prompts. The setting limits the
+    number of rounds that do so. Every rank has all rewards, so all ranks make the same decision."""
     cfg = run.config
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
@@ -233,8 +234,8 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
-    """Choose the rows of a round, as places in run.task.train. A curriculum would go here: what it must remember
-    belongs in run.state, and group.index says which row a group was of."""
+    """Choose the next n rows of the task, as positions in run.task.train. A curriculum goes here. What it must remember
+    belongs in run.state, and group.index is the position of a group's row."""
     run.cursor += n
     return run.task.draw(run.cursor - n, n, run.config.seed)
 
@@ -242,8 +243,8 @@ def pick_rows(run: Run, n: int, step: int) -> list[int]:
 def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
-    """Sample n completions for each picked row. Each rank samples a part, and all get all groups. `first` counts the
-    prompts that the step had before: it keeps the random numbers of its rounds apart."""
+    """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
+    the position in the step of the first of these prompts. It names their random numbers."""
     encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork added
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
@@ -268,7 +269,8 @@ def generate_groups(
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """Reward every completion, when this many steps are done. Each rank calls the rewards for a part of the groups."""
+    """Set the rewards of every group. Each rank calls the reward functions for a part of the groups. The reward
+    functions get the number of steps that are done."""
     cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
@@ -279,15 +281,15 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
-    run.logged += logged  # of this rank, until the step gathers it
+    run.logged += logged  # of this rank only; `training_step` gathers it
     return groups
 
 
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
-    """Held-out prompts: a greedy completion of each, and eval_k samples for pass@k. -> the figures, and the samples.
-    The random numbers are those of step 0, so that every evaluation has the same."""
+    """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
+    metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     rows, picked = run.task.eval, [*range(min(len(run.task.eval), run.config.eval_prompts))]
-    # The larger rollout comes first: if it runs out of memory, the other one starts with what fits.
+    # The larger rollout comes first. If it runs out of memory, the smaller one starts with a size that fits.
     sampled = judge(run, generate_groups(run, rows, picked, run.config.eval_k, step=0), step)
     greedy = judge(run, generate_groups(run, rows, picked, 1, step=0, greedy=True), step)
     return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
@@ -297,8 +299,8 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
-    """-> the run, its log, and notes for the user"""
-    with ranks.fail_together():  # everything that can be wrong before the weights are loaded
+    """Load everything that a run needs. Return the run, its log, and notes for the user."""
+    with ranks.fail_together():  # all mistakes that can be found before the weights are loaded
         task = load_task(cfg)
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
@@ -311,13 +313,13 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
-    same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the name of a field
+    same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the same name as a field
     sampling = Sampling(
         eos_ids=eos_ids,
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # a smaller batch needs a new CUDA graph
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # higher with graphs: each batch size needs a new CUDA graph
         **{name: getattr(cfg, name) for name in same},
     )
     limits = memory.limits(cfg, model, longest_prompt)
@@ -327,9 +329,10 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 
 @faults.handlers_put_back()
 def train(cfg: Config) -> int:
-    """A whole run or the rest of one, or an evaluation if `steps` is 0. -> exit code"""
+    """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code."""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
-    cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
+    # A reward function may change the working directory, so the path is made absolute.
+    cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))
     device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.step_to_continue_after, cfg)
     if done is None:
@@ -338,7 +341,7 @@ def train(cfg: Config) -> int:
     models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:
         run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
-    # Everything is ready, so from here on the run's folder is written to, and not before.
+    # Nothing is written to the run's folder before this line, so a run that cannot start leaves it as it was.
     noted += ranks.on_first(run_folder.begin, run.config, given, done)
     ranks.on_first(log.open, done)
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, done)
