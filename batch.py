@@ -1,8 +1,9 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
-A minibatch is what one optimizer update is made of. Which completions form it is a function of (seed, step, pass). A
-micro-batch is what goes through the model at once. Micro-batches depend on ranks and memory, and no result depends on
-them: the weight of every token is fixed before they are cut (loss.py), so their gradients add up to the same sum.
+One optimizer update is computed from one minibatch. Its completions are determined by (seed, step, pass). A micro-batch
+is the part of a minibatch that goes through the model at once. How large it is depends on the ranks and the memory, but
+the result does not: the weight of every token is fixed before the minibatch is cut (loss.py), so the gradients of any
+micro-batches add up to the same sum.
 """
 
 import math
@@ -21,29 +22,29 @@ from rollout import Completion
 
 @dataclass
 class Group:
-    """One prompt and its G completions. Later come their rewards, and when the step is complete their advantages."""
+    """One prompt and its G completions. Rewards and advantages are filled in later."""
 
     prompt_ids: list[int]
-    row: dict = field(default_factory=dict)  # of the task: the prompt as text, and columns for the rewards
+    row: dict = field(default_factory=dict)  # the task's row: the prompt as text, and columns for the rewards
     completions: list[Completion] = field(default_factory=list)
     # Set by `judge` in train.py:
     rewards: Tensor | None = None  # (G,), the weighted sum of the reward functions; NaN where none gave a value
-    combined: Tensor | None = None  # (G,), the rewards that advantages compare: as combine_rewards combines them
+    combined: Tensor | None = None  # (G,), what advantages are computed from; differs from `rewards` for GDPO only
     reward_parts: Tensor | None = None  # (G, K), the value of each reward function
-    right: Tensor | None = None  # (G,), bool; None if the task does not say what is right
+    right: Tensor | None = None  # (G,), bool; None if the task does not say which answers are right
     has_signal: bool = True  # whether dynamic sampling keeps this group
-    extras: list[dict] | None = None  # what the rewards logged of each completion
-    # Set by `training_step`, from all groups of the step:
-    # (G,), or a list of G tensors with a value for each token; stays None in a group that dynamic sampling replaced
+    extras: list[dict] | None = None  # for each completion, the values that reward functions logged
+    # Set by `training_step`, from all groups of the step: (G,), or a list of G tensors with one value for each token.
+    # It stays None if dynamic sampling replaced the group.
     advantages: Tensor | list[Tensor] | None = None
     # Where the group comes from:
-    index: int | None = None  # the place of the row in the task's list of rows
+    index: int | None = None  # the position of the row in the task's list of rows
     step: int = 0  # the step in which the completions were sampled
 
 
 @dataclass
 class Batch:
-    """Completions as rows of tensors: the prompt, the completion, then padding."""
+    """Tensors with one row for each completion: the prompt, the completion, then padding."""
 
     ids: Tensor  # (N, T)
     attention: Tensor  # (N, T), 0 for padding
@@ -52,14 +53,14 @@ class Batch:
     prompts: Tensor  # (N,), the number of the prompt that each row answers
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
-    sampler_entropy: Tensor  # (N, T), 0 if it was not asked for
-    old_logp: Tensor | None = None  # (N, T); None if the old policy is the current one
+    sampler_entropy: Tensor  # (N, T), 0 if it was not recorded
+    old_logp: Tensor | None = None  # (N, T); None if the old policy is the current policy
     ref_logp: Tensor | None = None  # (N, T)
-    weights: Tensor | None = None  # (N, T), computed from the whole update that these rows are a part of
-    steps: Tensor | None = None  # (N,), the step in which each row was sampled
-    samples: Tensor | None = None  # (N,), the number of each row among the completions of its prompt
-    kept: list[KeptSets] | None = None  # for each row and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # how many consecutive rows the model reads as one (fast/shared_prompts.py)
+    weights: Tensor | None = None  # (N, T), computed from the whole update
+    steps: Tensor | None = None  # (N,), the step in which each completion was sampled
+    samples: Tensor | None = None  # (N,), the number of each completion within its group
+    kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
+    together: list[int] | None = None  # how many consecutive completions share each row (fast/shared_prompts.py)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,17 +71,17 @@ class Batch:
 
     @property
     def has_gradient(self) -> Tensor:
-        """(N,): whether the policy term gives this row a gradient."""
+        """Whether the policy term gives each completion a gradient, (N,)."""
         return ((self.advantages.reshape(len(self), -1) != 0) & self.mask.bool()).any(1)
 
 
 @dataclass
 class Limits:
-    """A micro-batch is full when it reaches either limit."""
+    """The limits of a micro-batch. It is full when it reaches either of them."""
 
-    rows: int | None  # completions
-    tokens: int | None  # with padding; halved when memory runs out
-    hidden_size: int | None = None  # of a model that can read several completions as one row; None if it cannot
+    rows: int | None  # how many completions
+    tokens: int | None  # how many tokens, with padding; halved when memory runs out
+    hidden_size: int | None = None  # of the model; None if completions cannot share a row (fast/shared_prompts.py)
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -90,8 +91,8 @@ class Limits:
 
 
 def trained_tokens(group: Group, mask_truncated: bool) -> list[list[bool]]:
-    """For each completion, which of its tokens are trained on: those that the model wrote, but none at all if the
-    completion has no reward, or if it was truncated and `mask_truncated` says to leave such completions out."""
+    """Return for each completion which of its tokens are trained on. These are the tokens that the model wrote. A
+    completion without a reward has none, and neither has a truncated one if `mask_truncated` is set."""
     masks = []
     for completion, reward in zip(group.completions, group.rewards, strict=True):
         left_out = math.isnan(reward) or (mask_truncated and completion.truncated)
@@ -101,13 +102,13 @@ def trained_tokens(group: Group, mask_truncated: bool) -> list[list[bool]]:
 
 
 def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
-    """-> (P, G), how many tokens of each completion are trained on."""
+    """Return how many tokens of each completion are trained on, (P, G)."""
     return torch.tensor([[sum(mask) for mask in trained_tokens(group, mask_truncated)] for group in groups])
 
 
 def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool:
-    """Whether the group tells better completions from worse ones: some but not all are right (or, if nothing says what
-    is right or the reward is graded, their rewards differ), and at least two are trained on."""
+    """Return whether the group shows which completions are better: some but not all of them are right, and at least two
+    are trained on. If the reward is graded, or the task does not say what is right, rewards must differ instead."""
     by_reward = graded or group.right is None
     values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(any(mask) for mask in trained_tokens(group, mask_truncated))
@@ -115,7 +116,7 @@ def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool
 
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
-    """Completions that are not trained on stay in the batch, with all their tokens masked."""
+    """Build the batch of a step. Completions that are not trained on stay in it, with all their tokens masked."""
     completions = [
         (p, group, completion, trained)
         for p, group in enumerate(groups)
@@ -158,7 +159,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
 
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
-    """The rows of each update in a pass over n completions. seed is (seed, step, pass)."""
+    """Return the rows of each update in one pass over n completions. seed is (seed, step, pass)."""
     order = np.random.Generator(np.random.PCG64(list(seed))).permutation(n)
     return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 
@@ -166,19 +167,20 @@ def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int
 def micro_batches(
     batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
 ) -> Iterator[tuple[list[int], Batch]]:
-    """Cut this rank's share of the batch into pieces. -> for each piece, its row numbers and that part of the batch.
+    """Cut this rank's part of the batch into micro-batches. Yield the row numbers of each, and that part of the batch.
 
-    The completions are sorted by length, so that little is padding, and dealt out to the ranks in turn. Those without a
-    gradient come last and in pieces of their own, so that these pieces need no backward pass. Completions of one prompt
-    that share a row of the model (fast/shared_prompts.py) stay together.
+    The completions are sorted by length, to keep padding small, and dealt out to the ranks in turn. Completions without
+    a gradient come last, in micro-batches that need no backward pass. Completions of one prompt that share a row of the
+    model (fast/shared_prompts.py) stay together.
 
-    With as_many_on_every_rank, a rank that has fewer pieces than another also gets fully masked ones, because sharded
-    weights can be gathered only when all ranks take part.
+    With as_many_on_every_rank, a rank with fewer micro-batches than another also gets fully masked ones, because all
+    ranks must take part whenever sharded weights are gathered.
     """
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # All ranks must deal alike, so this cannot depend on `limits`: after one runs out of memory, its limits are lower.
+    # All ranks must deal in the same way, so dealing cannot depend on `limits`, which a rank lowers when its memory
+    # runs out.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
@@ -198,7 +200,7 @@ def micro_batches(
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
-    """Cut these rows, which are sorted by length, into pieces that the limits allow."""
+    """Cut these rows of the model, which are sorted by length, into micro-batches that the limits allow."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         piece = [*pieces[-1], row] if pieces else [row]

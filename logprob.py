@@ -1,14 +1,14 @@
-"""(model, tokens) -> the log-prob and the entropy of each completion token under the model. Plainly:
+"""The log-prob and the entropy of each completion token under the model. The plain computation is:
 
     log_p = (model(ids).logits[:, :-1] / temperature).log_softmax(-1)
     logp = log_p.gather(-1, ids[:, 1:, None])         # the score of tokens 1, 2, ... of each row
     entropy = -(log_p.exp() * log_p).sum(-1)
 
-If top-k, top-p or min-p had cut the distribution that a token was sampled from, its log-prob is normalized over the
-token ids that were left: `logp - log_p[left].logsumexp(-1)`.
+If top-k, top-p or min-p cut the distribution that a token was sampled from, its log-prob is normalized over the set of
+token ids that remained: `logp - log_p[kept].logsumexp(-1)`.
 
-The logits of a whole batch rarely fit into memory, and a prompt need not be read once for each of its completions.
-fast/output_head.py and fast/shared_prompts.py see to that; the result is the same.
+The logits of a whole batch rarely fit into memory, so fast/output_head.py computes them in chunks. A prompt need not be
+read again for each of its completions, so fast/shared_prompts.py puts them into one row. The results are the same.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from fast.shared_prompts import model_inputs
 
 
 def chunk_tokens(on_gpu: bool) -> int:
-    """How many tokens go through the output head at once."""
+    """Return how many tokens go through the output head at once."""
     return 2048 if on_gpu else 256
 
 
@@ -37,29 +37,29 @@ def token_logprobs(
     kept: Sequence[Sets] | None = None,
     together: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """input_ids, attention_mask, completion_mask (B, T) -> logp (B, T), entropy (B, T) or None.
+    """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T).
 
-    Position t holds the score of token t, and 0 where completion_mask is 0. Padding may stand on either side.
-    entropy_grad gives the entropy a gradient. kept[b][t] holds the token ids that logp[b, t] is normalized over, or
-    None for all of them; the entropy is always over all of them. together says how many consecutive rows the model
-    reads as one row, because they share their prompt (fast/shared_prompts.py); the result does not depend on it.
+    Position t of the result belongs to token t, and is 0 where completion_mask is 0. Padding may be on either side.
+    entropy_grad gives the entropy a gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None
+    for the whole vocabulary. The entropy is always over the whole vocabulary. `together` says how many consecutive rows
+    share a prompt and are read as one row (fast/shared_prompts.py). The result does not depend on it.
     """
-    # Real tokens move to the left, so that padding comes after everything that is scored. A causal model then needs
-    # neither a mask nor position ids, and attention without a mask has the faster kernels.
+    # Move all padding to the right. A causal model then needs neither a mask nor position ids, and attention is faster
+    # without a mask.
     real = attention_mask.bool()
     order = real.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(real.sum(1).max()))]
     ids = input_ids.gather(1, order)
     scored = (completion_mask.bool() & real).gather(1, order)
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
-    # Each scored token is predicted one position before its own, so the model need not read the last token of a row.
+    # A token is predicted at the position before it, so the model need not read the last token of a row.
     T = ids.shape[1]
     inputs, places = model_inputs(ids[:, : max(1, T - 1)], (real.sum(1) - 1).clamp(min=1), together)
     predictors = places[:, : T - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
-        chunk = max(1, chunk // 2)  # the ids and log-probs of the sets take about as much memory as the logits
+        chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
         sets = [(kept[row], t) for row, t in zip(scored.nonzero()[:, 0].tolist(), order[scored].tolist())]
     with_entropy = with_entropy or entropy_grad
     how = dict(temperature=temperature, chunk=chunk, with_entropy=with_entropy, entropy_grad=entropy_grad)

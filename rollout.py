@@ -1,24 +1,25 @@
 """Prompts -> completions, with Hugging Face `generate` and its KV cache.
 
-A completion depends on the model, its prompt and its own stream of uniform random numbers, and on nothing else: not on
-the rank that samples it, nor on the other rows of its batch. A stream is named by (seed, step, position of the prompt
-in the step, number of the sample). The stream's next number picks the next token by inverting the cumulative
-distribution:
+A completion depends only on the model, its prompt and its own stream of uniform random numbers. It does not depend on
+the rank that samples it, or on the other rows of the batch. A stream is determined by (seed, step, position of the
+prompt in the step, number of the sample). The next number u_t of the stream picks the next token by inverting the
+cumulative distribution:
 
     token_t = min { v : cdf_t[v] > u_t },      cdf_t = cumsum(softmax(logits_t / temperature))
 
-So the same run on any number of processes samples the same completions, up to ties in floating point. (In bf16 on a
-GPU the logits themselves depend on the shape of the batch, so single tokens may differ there.)
+So the same run on any number of processes samples the same completions, except where rounding decides. (In bf16 on a
+GPU, the logits depend on the shape of the batch, so single tokens may differ.)
 
-The distribution is at hand while sampling, so the log-prob of each token is recorded without another forward pass. If
-top-k, top-p or min-p cut the distribution, the token ids that were left are recorded too, and all log-probs, here and
-in training, are normalized over these ids ("Keep Sampling Mask", 2512.02556).
+The sampler has the distribution, so it records the log-prob of each token, which saves a forward pass. If top-k, top-p
+or min-p cut the distribution, the token ids that remain are recorded too. They are the "kept set" of the token, and its
+log-prob is normalized over them, here and in training ("Keep Sampling Mask", 2512.02556).
 
-A completion may have several turns. When the model ends a turn, it may get a reply, whose tokens then take the places
-of sampled ones: the cache goes on, nothing that was sampled is encoded again, and every row stays at its t-th token.
+A completion may have several turns. When the model ends a turn, a reply may follow. The tokens of the reply then take
+the places of sampled tokens in the same loop. The KV cache is kept, and sampled tokens are never decoded and encoded
+again.
 
 Three things make a rollout fast, all inside `generate(custom_generate=...)`: each prompt is read once for all its
-samples, finished rows leave the batch while the others go on, and sampling is one pass over the distribution.
+samples, finished rows leave the batch, and sampling takes one pass over the distribution.
 Left out: paged caches, continuous batching, beams, speculative decoding.
 """
 
@@ -39,46 +40,46 @@ from fast.compact_list import CompactList
 from fast.growing_cache import make_room
 from fast.kept_sets import KeptSets, SetsOfBatch
 
-Progress = Callable[[int, int], None]  # is called with the number of tokens sampled and of rows that go on
-Reply = Callable[[list[int]], list[int] | None]  # the ids of a turn -> those of the reply; None: the completion is over
-BLOCK = 512  # tokens of the vocabulary
-PROMPT_TOKENS = 1 << 14  # read at once, with padding: enough to keep a GPU busy
-OF_ROWS = "attention_mask", "position_ids"
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # layers of a cache that can take a prompt in pieces
+Progress = Callable[[int, int], None]  # gets the number of tokens sampled so far, and the number of unfinished rows
+Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
+BLOCK = 512  # size of a block of the vocabulary
+PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
+PER_ROW = "attention_mask", "position_ids"
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # layers of a cache that can read a prompt in pieces
 
 
 @dataclass
 class Sampling:
     max_completion_length: int
-    eos_ids: list[int]  # every one of these ends a completion
+    eos_ids: list[int]  # each of these ends a turn
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all tokens
     top_p: float = 1.0
-    min_p: float = 0.0  # the lowest probability that is kept, as a share of the highest
-    keep_set: bool = True  # record which token ids these three left, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # size of the cache; rows count at full length, and one row is always allowed
-    drop_share: float = 0.25  # rows leave the batch when at least this share of them has finished
+    min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
+    keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
+    tokens_at_once: int = 1 << 19  # limit of the cache, with every row at its full length; one row is always allowed
+    drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
     with_entropy: bool = False  # record the entropy of the distribution of each token
-    stop: list[str] = field(default_factory=list)  # the token after which the text has one of these ends a completion
-    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode, which `stop` needs
+    stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
+    to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode; `stop` needs it
 
 
 @dataclass
 class Completion:
-    """What follows a prompt: the model's turns, and the replies between them. Lists have one entry for each token. A
-    token of a reply has log-prob 0, entropy 0 and no kept set."""
+    """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
+    tokens of replies have log-prob 0, entropy 0 and no kept set."""
 
-    ids: list[int] = CompactList(np.int32)  # including the end-of-sequence token of each turn
-    logp: list[float] = CompactList(np.float32)  # the sampler's, at its temperature, normalized over `kept` if given
-    truncated: bool  # the length limit, replies included, was reached before the completion was over
-    entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the whole distribution, if asked for
-    kept: KeptSets | None = None  # the token ids that each token was sampled from; None if nothing was cut
-    written: list[bool] | None = CompactList(np.bool_, optional=True)  # None: the model wrote every token itself
-    replies: list | None = None  # as messages, if the prompt is a chat; set by whoever made them (tasks/_turns.py)
+    ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
+    logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
+    truncated: bool  # the limit of tokens, replies included, was reached before the completion was over
+    entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the uncut distribution, if requested
+    kept: KeptSets | None = None  # for each token, the ids it was sampled from; None if nothing was cut
+    written: list[bool] | None = CompactList(np.bool_, optional=True)  # by the model; None means every token
+    replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
 
     @property
     def length(self) -> int:
-        """How many tokens the model wrote: |o| in every equation."""
+        """The number of tokens that the model wrote, which is |o| in every equation."""
         return len(self.ids) if self.written is None else sum(self.written)
 
     @property
@@ -90,7 +91,7 @@ class Completion:
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
-    """The random numbers (len(samples), length) of these samples, each a (position of its prompt, number) pair."""
+    """Return random numbers (len(samples), length). Each sample is given as (position of its prompt, its number)."""
     streams = [np.random.Generator(np.random.PCG64([seed, step, *sample])).random(length) for sample in samples]
     return np.stack(streams) if streams else np.zeros((0, length))
 
@@ -106,8 +107,8 @@ def rollout(
     progress: Progress | None = None,
 ) -> list[Completion]:
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
-    i; greedy sampling needs no numbers. Equal prompts are read only once. replies[i] is called whenever completion i
-    has ended a turn; without replies, every completion has one turn."""
+    i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
+    of completion i has ended. Without replies, every completion has one turn."""
     expected, given = (len(prompts), sampling.max_completion_length), np.shape(uniform)
     enough = sampling.temperature == 0.0 or (given[:1] == expected[:1] and given[1:] >= expected[1:])
     if not enough or not all(isinstance(prompt, list) for prompt in prompts):
@@ -143,12 +144,12 @@ def _generate(
         sampling=sampling,
         progress=progress,
     )
-    # This configuration only prepares the cache and the inputs. How a token is chosen is up to `sample`.
+    # This configuration only prepares the cache and the inputs. `sample` decides how a token is chosen.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
     own, was_training = model.generation_config, model.training
-    model.generation_config = GenerationConfig()  # otherwise `generate` fills in what is not set from the model's own
-    model.eval()  # in train mode, gradient checkpointing would silently switch the cache off
+    model.generation_config = GenerationConfig()  # `generate` would take settings from the model's own configuration
+    model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
         tokens, *figures = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
@@ -171,14 +172,14 @@ def _decode(
     progress: Progress | None,
     **kwargs,
 ) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor | None, Tensor, Tensor]:
-    """The loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts, padded
-    on the left; rows (N,) names the prompt of each completion. -> tokens, log-probs and entropies, (N, L) each, N lists
-    of kept sets, which tokens the model wrote (N, L) if there are replies, and for each completion its length and
-    whether it was truncated. What comes after the end of a completion has no meaning."""
+    """Run the loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts,
+    padded on the left, and rows (N,) gives the prompt of each completion. Return tokens, log-probs and entropies, (N,
+    L) each, N lists of kept sets, a mask (N, L) of the tokens that the model wrote, if there are replies, and for each
+    completion its length and whether it was truncated. Values after the end of a completion have no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    replied = torch.full((N, L), -1, device=rows.device)  # the ids of replies at their places, elsewhere -1
-    starts = [0] * N  # where the current turn of each completion starts
+    replied = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
+    starts = [0] * N  # the position where the current turn of each completion starts
     kept = SetsOfBatch(N)
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
@@ -196,7 +197,7 @@ def _decode(
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), most=input_ids.shape[1] + L)
 
-    live = torch.arange(N, device=rows.device)  # which completion each row of the batch is
+    live = torch.arange(N, device=rows.device)  # the number of the completion in each row of the batch
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
         token, logp, left = sample(logits, None if uniform is None else uniform[live, t], sampling)
@@ -211,13 +212,13 @@ def _decode(
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
-        ended = ended & ~in_reply & ~done  # a turn has ended, and with it the completion, unless there is a reply
+        ended = ended & ~in_reply & ~done  # the end of a turn is the end of its completion, unless a reply follows
         for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
             row = int(live[b])
             reply = replies[row](tokens[row, starts[row] : t + 1].tolist())
             if reply:
                 starts[row] = t + 1 + len(reply)
-                truncated[row] = starts[row] >= L  # a reply that leaves no room for another turn is dropped
+                truncated[row] = starts[row] >= L  # a reply is dropped if it leaves no room for another turn
                 if not truncated[row]:
                     replied[row, t + 1 : starts[row]] = torch.tensor(reply)
                     ended[b] = False
@@ -228,7 +229,7 @@ def _decode(
             progress(t + 1, len(live) - count)
         if count == len(live) or t + 1 == L:
             break
-        if count >= sampling.drop_share * len(live):  # not for every row, because this copies the cache
+        if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
             kept.to_host(live)
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
@@ -250,8 +251,9 @@ def has_stop(ids: list[int], sampling: Sampling) -> bool:
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pick the next token of each row: logits (B, V), uniform numbers (B,) -> tokens (B,), their log-probs (B,) and, if
-    log-probs are normalized over the ids that were left, which ids these are (B, V)."""
+    """Pick the next token of each row from logits (B, V) and uniform numbers (B,). Return the tokens (B,), their
+    log-probs (B,), and a mask (B, V) of the kept sets, or None if log-probs are normalized over the whole
+    vocabulary."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         whole = p = logits.softmax(-1)  # (B, V)
@@ -261,20 +263,21 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         p = _truncated(whole, sampling)
         token = (_pick_in_blocks if logits.is_cuda else _pick)(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
-    if p is whole or not sampling.keep_set:  # `_truncated` returns the very same tensor if it cuts nothing
+    if p is whole or not sampling.keep_set:  # `_truncated` returns its argument if it cuts nothing
         return token.squeeze(1), logp, None
     return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0
 
 
 def _pick(p: Tensor, u: Tensor) -> Tensor:
-    """p (B, V), u (B, 1) -> (B, 1), the first token whose cumulative probability exceeds u."""
+    """Return the first token (B, 1) whose cumulative probability exceeds u (B, 1), for p (B, V)."""
     cdf = p.cumsum(-1)
-    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # the last sum is not exactly 1, because of rounding
+    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # because of rounding, the last sum is not exactly 1
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """The same on a GPU. There a sum is computed in parallel parts, and in fp32 it might not be increasing. Sums along
-    whole rows would keep only a small part of the GPU busy, so first the block is found and then the token in it."""
+    """Do the same as `_pick` on a GPU, where a cumulative sum is computed in parallel, and in fp32 might not increase.
+    A search along whole rows would keep only a small part of the GPU busy. So find the block first, and then the token
+    in it."""
     blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
     cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
     target = u.double() * cdf[:, -1:]
@@ -285,22 +288,22 @@ def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
     total = cdf[:, -1:]
-    # u may round up to 1, so the target is kept strictly below the total. With right=True, a target of 0 does not pick
-    # a first token of probability 0.
+    # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
+    # not pick a first token that has probability 0.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """(B, V) -> (B,). The distribution is the whole one, before top-k, top-p and min-p cut it. That of a greedy
-    token is, like its log-prob, the one at temperature 1."""
+    """Return the entropy (B,) of the distribution before top-k, top-p and min-p cut it, for logits (B, V). For greedy
+    tokens, it is taken at temperature 1, like their log-probs."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
-    """Set to 0 every probability outside the top k, then outside the smallest set of the rest that holds top_p of its
-    mass, then below min_p times the highest."""
+    """Set probabilities to 0 that are outside the top k, then those outside the smallest set that has top_p of the
+    remaining mass, then those below min_p times the highest."""
     if sampling.top_k and sampling.top_k < p.shape[1]:
         p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1.0:
@@ -315,11 +318,11 @@ def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _select_rows(kwargs: dict, rows: Tensor) -> None:
-    """Replace the batch by these of its rows: in the cache, the mask and the positions."""
+    """Keep only these rows of the batch, in the cache, the mask and the positions."""
     for name in ("past_key_values", "cache_params"):  # models like Mamba use the second name
         if kwargs.get(name) is not None:
             kwargs[name].reorder_cache(rows)
-    for name in OF_ROWS:
+    for name in PER_ROW:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
 
