@@ -2,7 +2,7 @@
 
     A_i = (r_i - b_i) / s_i
 
-for the G completions of one prompt, its group:
+The G completions of one prompt are a group. The papers choose b and s like this:
 
     GRPO         2402.03300   b = mean of the group            s = std of the group + eps
     Dr. GRPO     2503.20783   b = mean of the group            s = 1
@@ -12,7 +12,7 @@ for the G completions of one prompt, its group:
     GDPO         2601.05242   each reward function normalized in its group, then b = mean and s = std of the batch + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
-The batch is all rewards of a step, of all ranks. Left out: running means over steps, value functions.
+The batch is all rewards of a step, over all ranks. Left out: running means over steps, value functions.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ COMBINATIONS = ("sum", "gdpo")
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
-    """The values of K reward functions (P, G, K) -> their weighted sum (P, G). NaN stands for a missing value, which is
-    left out of the sum; a sum of no values is NaN. With "gdpo" each function is first normalized to mean 0 and std 1 in
-    every group, so that none drowns out another."""
+    """Return the weighted sum (P, G) of the values of K reward functions (P, G, K). NaN is a missing value. It is left
+    out of the sum, and a sum of missing values only is NaN. With "gdpo", each function is first normalized to mean 0
+    and std 1 within every group, so that no function dominates by its scale."""
     if how not in COMBINATIONS:
         raise ValueError(f"how is {how!r}, but must be one of {', '.join(COMBINATIONS)}")
     values = parts
@@ -46,15 +46,15 @@ def group_advantages(
     *,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """rewards (P, G), a row for each prompt -> advantages (P, G). lengths (P, G) says how many tokens of a completion
-    are trained on; without it, every completion with a reward counts as one token.
+    """Return the advantages (P, G) of rewards (P, G), which have one row for each prompt. lengths (P, G) is the number
+    of tokens of each completion that are trained on. Without it, every completion with a reward counts as one token.
 
-    A reward of NaN is a missing one: its advantage is 0, and it counts in no mean and no std. A completion of length 0
-    is not trained on. Its reward still counts in the group, as in DAPO, but not in means over tokens.
+    NaN is a missing reward. Its advantage is 0, and it is left out of every mean and std. A completion of length 0 is
+    not trained on. Its reward still counts in the group, as in DAPO, but not in means over tokens.
 
-    A group whose rewards are all equal does not tell better from worse, nor does one with fewer than two completions to
-    train on. If the baseline or the scale is that of the group, its advantages are exactly 0. The same holds for the
-    batch if all its rewards are equal and the baseline or the scale is that of the batch.
+    If all rewards of a group are equal, or fewer than two of its completions are trained on, nothing can be compared.
+    Its advantages are then exactly 0, provided that the baseline or the scale is computed from the group. The same
+    holds for the batch if all its rewards are equal and the baseline or the scale is computed from the batch.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
@@ -85,7 +85,7 @@ def group_advantages(
     no_signal = r.isnan()
     if compares_in_group(scale, baseline):
         no_signal = no_signal | all_equal(r) | (trained.sum(1, keepdim=True) < 2)
-    if scale == "mean":  # divide only by means above 0 by more than rounding, which leaves 3e-17 of 0.3 - 0.1 - 0.2
+    if scale == "mean":  # divide only if the mean is above 0 by more than rounding: 0.3 - 0.1 - 0.2 gives -3e-17
         no_signal = no_signal | (s <= 1e-6 * r.abs().nanmean(1, keepdim=True))
     if scale == "batch" or baseline == "batch":
         no_signal = no_signal | all_equal(batch)
@@ -97,45 +97,46 @@ def group_advantages(
 
 
 def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
-    """Whether an advantage depends on the other rewards of its group."""
+    """Return whether an advantage depends on the other rewards of its group."""
     scale_does, baseline_does = scale not in ("batch", "whiten", "none"), baseline not in ("batch", "none")
     return scale_does or baseline_does or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The advantages (N,) or (N, T), entropy and mask (N, T) of a whole update -> advantages (N, T). They are kept at
-    the tokens with the highest entropy, which make up this share of the update's tokens, and are 0 elsewhere. Of tokens
-    with the same entropy the first ones are taken, so that the share is exact, as in the authors' code. 2506.01939"""
-    place = entropy[mask.bool()].argsort(descending=True, stable=True).argsort()  # 0 has the highest entropy
-    chosen = (place < share * len(place) - 1e-9).to(entropy)  # 0.07 * 100 is a little above 7
+    """Keep the advantages (N,) or (N, T) of the tokens with the highest entropy, and set all others to 0 (2506.01939).
+    `share` is the share of the update's tokens that keep theirs. entropy and mask (N, T) must be those of the whole
+    update. If several tokens have the same entropy, the first ones are kept, so that the share is exact."""
+    place = entropy[mask.bool()].argsort(descending=True, stable=True).argsort()  # rank by entropy; 0 is the highest
+    chosen = (place < share * len(place) - 1e-9).to(entropy)  # because 0.07 * 100 is slightly above 7
     kept = torch.zeros_like(entropy).masked_scatter(mask.bool(), chosen)
     return advantages.reshape(len(advantages), -1) * kept
 
 
 def all_equal(rewards: Tensor) -> Tensor:
-    """(P, G) -> (P, 1): whether a row has fewer than two different rewards. Minimum and maximum decide, because the
-    mean of equal floats may differ from them by rounding, and their std from 0."""
+    """Return for each row of rewards (P, G) whether all its rewards are equal, (P, 1). This compares the minimum with
+    the maximum, because the std of equal floats may differ from 0 by rounding."""
     low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
     return low >= high
 
 
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
-    """Subtract the mean of the batch and divide by its std. Both are over tokens: a completion counts once for each."""
+    """Subtract the mean of the batch and divide by its std. In both, a completion counts once for each of its
+    tokens."""
     total = tokens.sum().clamp(min=2)
     centred = x - (tokens * x).sum() / total
     return centred / (((tokens * centred.square()).sum() / (total - 1)).sqrt() + eps)
 
 
 def _std(r: Tensor) -> Tensor:
-    """(P, G) -> (P, 1), the standard deviation of a sample (ddof 1), as in TRL. With that of a population (ddof 0),
-    advantages would be larger by a factor of sqrt(G / (G - 1)): 41 % at G = 2, 7 % at G = 8."""
+    """Return the standard deviation (P, 1) of each row of r (P, G). It is that of a sample (ddof 1), as in TRL. With
+    ddof 0, advantages would be larger by a factor of sqrt(G / (G - 1)): 41 % at G = 2, 7 % at G = 8."""
     squares = (r - r.nanmean(1, keepdim=True)).square()
     return (squares.nansum(1, keepdim=True) / (_count(r) - 1)).sqrt()
 
 
 def _count(r: Tensor) -> Tensor:
-    """(P, G) -> (P, 1), how many rewards are given."""
+    """Return how many rewards of each row of r (P, G) are not missing, (P, 1)."""
     return (~r.isnan()).sum(1, keepdim=True)
 
 

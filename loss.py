@@ -1,4 +1,4 @@
-"""The equations: importance ratio, clipping, KL, token weights. They take and return tensors, and know no model.
+"""The equations: importance ratio, clipping, KL, token weights. All functions take and return tensors.
 
 Every objective of the GRPO family is one weighted sum over the completions i of an optimizer update and their tokens t:
 
@@ -13,9 +13,9 @@ The weights are computed from the whole update. So the loss of a micro-batch is 
 any split (into micro-batches, over ranks, in any order, with any padding) add up to the same loss and the same
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
-Only tokens where `mask` (B, T) is 1 count. Whatever stands elsewhere, even NaN, reaches neither loss nor gradient.
-Left out: KL inside the reward, value losses, dual-clip by a separate coefficient (`delta` is its general form),
-Clip-Cov and KL-Cov.
+Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
+Left out: KL inside the reward, value losses, a separate coefficient for dual-clip (`delta` is more general), Clip-Cov
+and KL-Cov.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-SWITCHES_READ = {  # the switches that only some objectives read; all other switches are read by every objective
+SWITCHES_READ = {  # the arguments that each objective reads; the arguments not listed here apply to all objectives
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
     "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
@@ -42,9 +42,10 @@ TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask
 def token_weights(
     mask: Tensor, normalization: str, max_completion_length: int | None = None, prompts: Tensor | None = None
 ) -> Tensor:
-    """The mask (N, T) of a whole optimizer update, of all ranks -> its weights (N, T), float64, 0 where the mask is 0.
+    """Return the weights (N, T) of all tokens in float64, 0 where the mask is 0. The mask (N, T) must be that of a
+    whole optimizer update, over all ranks.
 
-    prompts (N,) says which prompt each completion answers. A completion that is masked as a whole does not count in N.
+    prompts (N,) is the number of the prompt of each completion. Completions that are fully masked do not count in N.
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
@@ -74,8 +75,8 @@ def token_weights(
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
     """Estimate KL(policy || reference) at each token that the policy sampled, http://joschu.net/blog/kl-approx.html.
-    On-policy, only k2 has the gradient of the KL. "k1+" has the value of k1 and the gradient of k2, and "k3+" the value
-    of k3 and the gradient of k2."""
+    On-policy, only k2 has the gradient of the KL. So "k1+" has the value of k1 and the gradient of k2, and "k3+" has
+    the value of k3 and the gradient of k2."""
     log_r = ref_logp - logp  # the ratio of reference to policy, not the other way round
     if estimator == "k1":
         return -log_r
@@ -119,12 +120,13 @@ def policy_loss(
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """-> the loss of these rows, which is a partial sum of the update's loss, and its figures as name: (sum, count). A
-    figure whose name ends in _max is a maximum instead of a sum, with a count of 1, or of 0 if no token counts.
+    """Return the loss of these completions, which is a partial sum of the update's loss, and statistics as
+    {name: (sum, count)}. A name that ends in _max has a maximum instead of a sum, and a count of 1, or of 0 if all tokens
+    are masked.
 
-    logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp is what
-    the policy gave before the updates of this step. The ratio is to it or, with old_policy="sampler", to sampler_logp.
-    infra/command_line.py checks which switches make sense together.
+    logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
+    log-probs under the policy before the updates of this step. The denominator of the ratio is old_logp, or
+    sampler_logp if old_policy is "sampler". infra/command_line.py checks which switches make sense together.
     """
     if old_policy not in OLD_POLICIES:
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
@@ -143,13 +145,14 @@ def policy_loss(
     if old_policy == "sampler":
         old_logp = sampler_logp
 
-    # The ratio of new to old policy. `too_low`, `too_high` mark tokens beyond a bound in the direction of A.
+    # The ratio of the new to the old policy. `too_low` and `too_high` mark the tokens whose ratio has passed a bound in
+    # the direction in which A pushes it.
     too_low = too_high = torch.zeros_like(mask)
     lowest, highest = 1 - epsilon_low, 1 + epsilon_high
     log_rho = logp - old_logp  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, of tokens that were clipped by the sign of A
+    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, after each token was clipped by the sign of A
         if delta is not None:
             raise ValueError("delta bounds a ratio, and ratio='geometric' clips its logarithm: leave delta out")
         too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
@@ -160,7 +163,7 @@ def policy_loss(
         raise _unknown("ratio", ratio, RATIOS)
     rho = log_rho.exp()
 
-    # The correction for completions that another policy sampled. It is a constant factor of the policy term.
+    # The correction for completions that another policy sampled is a constant factor of the policy term.
     correction = torch.ones_like(log_rho)
     if corrects_sampler or has_gate:
         log_w = (old_logp - sampler_logp).detach()  # (B, T)
@@ -176,14 +179,14 @@ def policy_loss(
         stats["tis_ratio_max"] = (seen.max(), mask.any().to(seen.dtype))
         stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
 
-    # The policy term, which is to be minimised.
+    # The policy term. It is minimised, so it is minus the objective of the paper.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(lowest, highest)
-        unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided clipping bounds the loss where A < 0
+        unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided clipping bounds the loss for A < 0
         policy = -torch.min(unclipped * A, clipped * A)
         too_low = too_low | (rho < lowest) & (A < 0)
         too_high = too_high | (rho > highest) & (A > 0)
-    elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant factor, so every token counts
+    elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant, so every token has a gradient
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp
         too_high = (rho > epsilon_high) & (A > 0)
     elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, and sooner where A is negative
@@ -200,16 +203,16 @@ def policy_loss(
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    if corrects_sampler and objective != "vespo":  # the weight of VESPO holds the correction already
+    if corrects_sampler and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
     if has_gate:
         policy = policy.masked_fill(gated, 0.0)
-    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: bad completions that the policy has left behind
+    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 if now too unlikely
         far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
         policy = policy.masked_fill(far & (A < 0), 0.0)
         stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
 
-    # The KL term and the pull towards the sampler, with the same weights.
+    # The KL term and the pull towards the sampler have the same weights as the policy term.
     loss = policy
     if kl_importance and kl_estimator not in ("k1", "k3"):
         raise ValueError(f"kl_importance makes the value and gradient of k1 and k3 exact, but not of {kl_estimator}")
@@ -218,7 +221,7 @@ def policy_loss(
     if ref_logp is not None:
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = (kl.detach().sum(), tokens)
-        if kl_importance:  # by the ratio of the token, whatever `ratio` is: DeepSeek-V3.2, eq. 7
+        if kl_importance:  # DeepSeek-V3.2, eq. 7: times the ratio of the token, whatever `ratio` is
             kl = (logp - old_logp).exp() * kl
         if beta != 0.0:
             loss = loss + beta * kl
@@ -232,20 +235,21 @@ def policy_loss(
 
 
 def _sampler_ratio(log_w: Tensor, tis_mode: str) -> Tensor:
-    """The ratio w = pi_old / pi_sampler of each token, or the product of these over its completion."""
+    """Return the ratio w = pi_old / pi_sampler of each token, or the product of the ratios of its completion."""
     if tis_mode not in TIS_MODES:
         raise _unknown("tis_mode", tis_mode, TIS_MODES)
     return (log_w.sum(1, keepdim=True).expand_as(log_w) if tis_mode.startswith("sequence") else log_w).exp()
 
 
 def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Where a ratio is outside of [low, high]. None is no bound."""
+    """Return where a ratio is outside of [low, high]. None means that there is no bound."""
     return (ratio < (0.0 if low is None else low)) | (ratio > (math.inf if high is None else high))
 
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-    """phi(w) = exp(lambda - lambda w) w^k, where w is the product over a completion of its tokens' ratios to the policy
-    that sampled. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in TRL."""
+    """Return phi(w) = exp(lambda - lambda w) w^k, where w is the product, over the tokens of a completion, of their
+    ratios to the policy that sampled them. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are
+    clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
@@ -254,12 +258,12 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) -> (B, T), with the mean of a completion at each of its tokens."""
+    """Replace each value of x (B, T) by the mean over its completion."""
     return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
 
 
 def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
-    """Set x to 0 where the mask is 0. A product would not do: 0 * NaN is NaN, in the gradient too."""
+    """Set x to 0 where the mask is 0. Multiplying by the mask would not remove NaN, because 0 * NaN is NaN."""
     return None if x is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
