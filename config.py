@@ -1,10 +1,10 @@
-"""Every setting of a run, one line each: its type, its default, what it means, its bounds or names. Then the presets.
+"""The presets of the algorithms, and every setting of a run on one line: type, default, meaning, bounds or names.
 
-`resolve` fills in the settings whose default is None: from the preset of the algorithm (the switches of the objective),
-from the defaults of the task, or from what the machine has. A value that the user gives always wins.
+`resolve` fills in the settings that are None: from the preset of the algorithm, from the defaults of the task, or from
+what the machine has. A value that the user gives always wins.
 
-infra/command_line.py makes a flag of each setting and checks its value, so a new setting needs nothing there. A run
-writes its settings to its config.json, which --config can read.
+infra/command_line.py turns each setting into a flag and checks its value, so a new setting needs no code there. A run
+writes its settings to config.json, which --config can read.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, OLD_POLICIES, RATIOS
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. It is shown as one line, without a stack trace."""
+    """A mistake that the user can correct. Its message is shown without a stack trace."""
 
 
 # ---- Presets ----
 
-# A preset sets the switches of its algorithm and nothing else. Learning rate, group size and beta are not among them.
+# A preset sets the switches of its algorithm only. It does not set the learning rate, the group size or beta.
 GRPO = dict(
     normalization="sequence",
     scale_rewards="group",
@@ -60,16 +60,16 @@ _headings: list[str] = []
 
 
 def heading(title: str) -> None:
-    """Settings are shown under the last heading above them in --help."""
+    """Start a new section of --help. The settings below belong to it."""
     _headings.append(title)
 
 
 def setting(default: Any, text: str, *, names: Any = None, may_change: bool = False, **bounds: float) -> Any:
-    """A field of Config.
+    """Make a field of Config.
 
-    names       the values that are allowed, for a setting with a fixed choice
-    may_change  whether a run may be continued with another value, because it does not change what is computed
-    bounds      of a number: above, at_least, below, at_most; it must be finite unless at_most is infinity
+    names       the allowed values
+    may_change  whether a run can be continued with another value, because the value does not change what is computed
+    bounds      of a number: above, at_least, below, at_most. Numbers must be finite, unless at_most is infinity.
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
     if isinstance(default, list):
@@ -173,26 +173,26 @@ class Config:
     overwrite: bool = setting(False, "start over; the old run's folder is renamed", may_change=True)
 
     def __post_init__(self) -> None:
-        # Numbers of NumPy become numbers of Python, which JSON has.
+        # Turn NumPy's numbers into Python's, because JSON has no others.
         vars(self).update({name: x.item() for name, x in vars(self).items() if hasattr(x, "item")})
 
     @property
     def truncates(self) -> bool:
-        """Tokens are sampled from a part of the vocabulary."""
+        """Whether tokens are sampled from a part of the vocabulary only."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 def task_of(config: Config) -> str:
-    """The name of the task, whether or not it was given."""
+    """Return the name of the task, which may follow from other settings."""
     return config.task or ("data" if config.data else "addition")
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in every setting that is None. Resolving a second time changes nothing. On a GPU the budgets of tokens stay
-    None until its free memory is known (infra/memory.py)."""
+    """Fill in every setting that is None. Resolving again changes nothing. On a GPU, rollout_tokens and
+    micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON without its JSON, for the folder's name
+    name = "-".join(task_of(config).split(":")[:2])  # for the folder's name: gym:NAME:JSON without the JSON
     defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
     if config.dtype == "auto":
@@ -202,7 +202,8 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
 
 
 def with_budgets(config: Config, rollout_tokens: int | None, micro_batch_tokens: int | None) -> Config:
-    """Set the budgets that are None. With micro_batch_size alone, the tokens of a micro-batch stay without a limit."""
+    """Set these limits where they are None. If only micro_batch_size was given, tokens of a micro-batch stay
+    unlimited."""
     budgets = {"rollout_tokens": rollout_tokens}
     if config.micro_batch_size is None:
         budgets["micro_batch_tokens"] = micro_batch_tokens

@@ -4,11 +4,10 @@ Plainly:
 
     ids: list[int]
 
-A list of Python numbers takes about 36 bytes for each number, where an array takes 4,
-and every rank holds all completions of a step. At 512 prompts with 16 completions of 4,096 tokens, their ids, log-probs
-and entropies would take 2.3 GB as lists.
+Every rank has all completions of a step. A list of Python numbers takes about 36 bytes for each number, where an array
+takes 4. At 512 prompts with 16 completions of 4,096 tokens, lists of ids, log-probs and entropies would take 2.3 GB.
 
-Every access makes a new list. So read the field once before a loop, and to change it, assign a whole list.
+Every access makes a new list. So read the field once before a loop, and assign a whole list to change it.
 """
 
 from typing import Any

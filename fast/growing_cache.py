@@ -1,11 +1,11 @@
-"""A cache of keys and values with room for tokens to come, so that a new token is written in place.
+"""A cache of keys and values with room for more tokens, so that new tokens are written in place.
 
-Plainly, in every layer and for every token:
+The plain computation, in every layer and for every token, is:
 
     keys, values = torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
 
-That copies the whole cache for each token. Here it is copied only when its room is used up, which then grows by a
-quarter, and when rows leave the batch.
+It copies the whole cache for each token. Here the cache is copied only when rows leave the batch, and when its room is
+used up. The room then grows by a quarter.
 """
 
 from torch import Tensor
@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 def make_room(cache: Cache | None, most: int) -> None:
-    """Give room to every ordinary layer of the cache, for up to `most` tokens in all. Layers of other kinds, such as a
-    sliding window, stay as they are."""
+    """Give room to every ordinary layer of the cache, for at most `most` tokens. Layers of other kinds, such as those
+    with a sliding window, stay as they are."""
     for i, layer in enumerate(cache.layers if cache is not None else []):
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[i] = GrowingLayer(layer, most)

@@ -1,19 +1,19 @@
-"""A compact list of sets of token ids: for each sampled token, the ids that top-k, top-p or min-p had left.
+"""The kept sets of a completion: for each sampled token, the ids that remained after top-k, top-p and min-p.
 
-Plainly:
+The plain way to store them is:
 
     kept: list[np.ndarray | None] = []
     kept.append(ids)                 # the set of the next token; None means the whole vocabulary
 
-It is used like such a list: `kept[t]` is the set of token t. It is compressed because every rank holds one set for each
-token of a step, and a flat distribution leaves most of the vocabulary. With 152,000 ids, a set takes 19 kB at most
+KeptSets is used like this list: `kept[t]` is the set of token t. It is compressed, because every rank has the sets of
+all tokens of a step, and a flat distribution keeps most of the vocabulary. With 152,000 ids, a set takes at most 19 kB
 instead of 600 kB.
 
-All sets stand one after another in one flat int32 array; `offsets` says where each of them begins and ends. A set of
-more than 1/32 of the vocabulary is stored as -1 followed by one bit for each id of the vocabulary.
+The sets are stored one after another in a flat int32 array, and `offsets` says where each of them begins and ends. A
+set of more than 1/32 of the vocabulary is stored as -1, followed by one bit for each id of the vocabulary.
 
-While a batch is sampled, `SetsOfBatch` keeps the sets of the last tokens on the device, so that the host does not wait
-for the device at every token.
+While a batch is sampled, `SetsOfBatch` collects the sets of several tokens on the device before it copies them, so that
+the host does not wait for the device at every token.
 """
 
 from array import array
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # they take two bytes for each id of the vocabulary and each row
+TOKENS_ON_DEVICE = 16  # their sets take two bytes for each row and each id of the vocabulary
 
 
 @dataclass
@@ -42,7 +42,7 @@ class KeptSets:
         self.offsets.append(len(self.words))
 
     def extend(self, ids: np.ndarray, counts: np.ndarray, vocabulary: int) -> None:
-        """Append several sets, whose ids stand one after another."""
+        """Append several sets. Their ids are given one after another, and counts are their sizes."""
         if 32 * counts.max() > vocabulary:
             for one in np.split(ids, counts.cumsum()[:-1]):
                 self.append(one, vocabulary)
@@ -63,17 +63,18 @@ class KeptSets:
         return np.unpackbits(words[1:].view(np.uint8)).view(bool).nonzero()[0].astype(np.int32)
 
     def padded(self, before: int, after: int) -> "KeptSets":
-        """The same sets, with this many None before and after them. The sets themselves are not copied."""
+        """Return these sets with `before` times None in front of them and `after` times None behind them. The sets are
+        not copied."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
 class SetsOfBatch:
     def __init__(self, rows: int):
         self.sets = [KeptSets() for _ in range(rows)]
-        self.bits: list[Tensor] = []  # of each token that is still on the device, (B, V / 32)
+        self.bits: list[Tensor] = []  # (B, V / 32) for each token whose sets are still on the device
 
     def append(self, left: Tensor, rows: Tensor) -> None:
-        """left (B, V) says which ids are in the set of the next token of these rows (B,)."""
+        """Add the sets of the next token of these rows (B,). left (B, V) is True for the ids in a set."""
         self.vocabulary = left.shape[1]
         eights = F.pad(left, (0, -left.shape[1] % 32)).view(len(left), -1, 8)
         places = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=left.device)
@@ -82,14 +83,14 @@ class SetsOfBatch:
             self.to_host(rows)
 
     def to_host(self, rows: Tensor) -> None:
-        """Copy to the host what is on the device. Must be called before `rows` change, and at the end."""
+        """Copy the sets from the device to the host. Call it before `rows` change, and at the end."""
         if not self.bits:
             return
         bits = torch.stack(self.bits, 1)  # (B, t, V / 32)
         (B, t, W), bits = bits.shape, bits.flatten()
         self.bits.clear()
         at = bits.nonzero().squeeze(1)
-        at, words = torch.stack([at, bits[at]]).cpu().numpy()  # only these words have ids in them
+        at, words = torch.stack([at, bits[at]]).cpu().numpy()  # only words with ids in them
         word, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (at[word] % W * 32 + bit).astype(np.int32)
         counts = np.bincount(at[word] // W, minlength=B * t).reshape(B, t)

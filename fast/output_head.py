@@ -1,20 +1,20 @@
-"""The log-probs and entropies of tokens, without the logits of all of them at once.
+"""The log-probs and entropies of tokens, without computing the logits of all tokens at once.
 
-Plainly, with the logits z of the positions that predict the targets y:
+The plain computation, with the logits z of the positions that predict the targets y, is:
 
     log_p = (z / temperature).log_softmax(-1)
-    logp = log_p.gather(-1, y)                     # minus the logsumexp of log_p over a token's set, if it has one
+    logp = log_p.gather(-1, y)                     # if a token has a kept set, minus the logsumexp of log_p over it
     entropy = -(log_p.exp() * log_p).sum(-1)
 
-8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would hold them several
-times over. So only the positions that are needed go through the output head, a chunk of them at a time, and inside the
-forward pass of the model the head returns (logp, entropy) in place of V logits. The backward pass, written by hand,
-computes the logits of each chunk again. States and weights in bf16 still give logits in fp32: rounded to bf16, a logit
-of 20 would be off by up to 0.06.
+8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would keep several
+copies of them. So only the positions that are needed go through the output head, one chunk at a time. Inside the
+forward pass of the model, the head returns (logp, entropy) instead of V logits, and its hand-written backward pass
+computes the logits of each chunk again. Logits are in fp32 even if states and weights are in bf16, because rounding a
+logit of 20 to bf16 would change it by up to 0.06.
 
-This is right only if the model returns what its head returns, and some models cap or scale the logits afterwards. The
-two are compared once for each model, on a short input. If they differ, the model's own logits are taken, one row at a
-time. That is slower but right for every model. Left out: an output head that is split over devices.
+This is right only if the model returns the output of its head unchanged, but some models cap or scale the logits. The
+two are compared once for each model, on a short input. If they differ, the model's own logits are used, one row at a
+time, which is slower but right for every model. Left out: an output head that is split over devices.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
-Sets = Sequence[Sequence[int] | None]  # for each position the token ids of its set, or None for the whole vocabulary
+Sets = Sequence[Sequence[int] | None]  # for each position the ids of its kept set, or None for the whole vocabulary
 
 
 def score_tokens(
@@ -45,15 +45,15 @@ def score_tokens(
     with_entropy: bool,
     entropy_grad: bool,
 ) -> Tensor:
-    """-> (n, 2), the log-prob and the entropy of each target.
+    """Return the log-prob and the entropy of each target, (n, 2).
 
-    `inputs` are R rows of L tokens, as keyword arguments of the model. Target i, of targets (n,), is predicted at place
-    predictors[i] of these R * L tokens. `sets[i]` names its set as a list of sets and a place in it. The set is looked
-    up only with its chunk, because the ids of all sets may take more memory than the logits of a chunk.
+    `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
+    of these R * L tokens. sets[i] is a list of kept sets and the index in it of the set of target i. The set is looked
+    up only when its chunk is computed, because the ids of all sets may take more memory than the logits of a chunk.
     """
 
     def score(states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
-        """Score this part of the targets, from their states and a head or, without a weight, from their logits."""
+        """Score this part of the targets, from their states and a head, or from their logits if there is no weight."""
         how = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
         return _ScoreTokens.apply(states, weight, bias, targets[part], *how)
 
@@ -62,8 +62,8 @@ def score_tokens(
 
 
 def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, score: Callable) -> Tensor:
-    """Score the model's own logits, one row at a time. They are computed again in the backward pass, so that no more
-    than the logits of one row are held."""
+    """Score the model's own logits, one row at a time. The backward pass computes them again, so that only the logits
+    of one row are in memory."""
     can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
     R, L = inputs["input_ids"].shape
 
@@ -81,7 +81,7 @@ def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor
 
 
 def _from_head(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, score: Callable) -> Tensor:
-    """Score inside the model's forward pass: there the head returns (n, 2) in place of (R, L, V) logits."""
+    """Score inside the model's forward pass, where the head returns (n, 2) instead of (R, L, V) logits."""
     head = model.get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ _returns_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
-    """Whether the model has a plain linear head and returns its output unchanged. Each model is tried once."""
+    """Return whether the model has a plain linear head and returns its output unchanged. Each model is tried once."""
     if model not in _returns_logits:
         head, seen = model.get_output_embeddings(), []
         if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
 
             def record(hidden: Tensor) -> Tensor:
-                # The head's own values might be all 0, or too small for a cap to change them. These are wide enough.
+                # The head's own output may be 0, or too small for a cap to change it. These values are large enough.
                 values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
@@ -120,7 +120,8 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside, the module computes `forward`. Its hooks still run, so sharded weights are gathered as usual."""
+    """Replace the module's `forward` in a `with` block. Its hooks still run, so sharded weights are gathered as
+    usual."""
     module.forward = forward
     try:
         yield
@@ -128,14 +129,14 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
         del module.forward
 
 
-# ---- The head's own backward pass: nothing of the size of the logits outlives its chunk ----
+# ---- The hand-written backward pass: only one chunk of logits is in memory at any time ----
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """States (n, H), a linear head and targets (n,) -> (n, 2). Without a head, the states are the logits (n, V).
+    """Compute (n, 2) from states (n, H), a linear head and targets (n,). Without a head, the states are logits (n, V).
 
-    The head is used in the dtype of the states. The gradient of its weight has the weight's own dtype, which under
-    autocast is fp32. With p = softmax(z), and q the softmax over the target's set alone (without a set, q = p):
+    The head is used in the dtype of the states. The gradient of its weight has the dtype of the weight, which is fp32
+    under autocast. Let p = softmax(z), and let q be the softmax over the target's kept set only (q = p without a set):
 
         d logp / dz = onehot(target) - q,      d entropy / dz = -p (log p + entropy)
     """
@@ -171,8 +172,8 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            g_p = g_logp  # what is multiplied by -p in the gradient of the log-prob
-            if sets is not None:  # then it is q that is multiplied, and only on the set
+            g_p = g_logp  # the factor of -p in the gradient of the log-prob
+            if sets is not None:  # the factor belongs to -q instead, which is 0 outside of the set
                 ids, log_q = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_q.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:
@@ -211,8 +212,8 @@ def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, tem
 
 
 def _log_p_of_sets(log_p: Tensor, sets: list[tuple[Sets, int]]) -> tuple[Tensor, Tensor]:
-    """(n, V) -> the ids in each set and their log_p, both (n, K), where K is the size of the largest set. A smaller set
-    is filled up with id 0 at a log_p of -inf."""
+    """Return the ids of each set and their log_p, both (n, K), for log_p (n, V). K is the size of the largest set.
+    Smaller sets are padded with id 0 and a log_p of -inf."""
     found, all_ids = [sets_of_row[t] for sets_of_row, t in sets], torch.arange(log_p.shape[1])
     ids = [torch.as_tensor(all_ids if one is None else one, dtype=torch.int32) for one in found]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
@@ -226,10 +227,10 @@ def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear whose factors may be in bf16 but whose product and sum are in fp32 (in fp64 if the factors are)."""
+    """Compute F.linear with factors in bf16 but products and sums in fp32 (or in fp64 if the factors are in fp64)."""
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        if x.is_cuda and x.dtype != dtype:  # about ten times as fast as casting the factors first
+        if x.is_cuda and x.dtype != dtype:  # about ten times faster than casting the factors
             y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=dtype).unflatten(0, x.shape[:-1])
             return y if bias is None else y + bias
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -1,13 +1,13 @@
-"""Completions of one prompt go through the model as one row, so that the model reads the prompt once, not G times.
+"""Several completions of one prompt in one row of the model, so that the model reads the prompt once, not G times.
 
-Plainly, every completion is a row of its own, its prompt and then its tokens:
+In the plain computation, every row is one completion with its prompt:
 
     model(input_ids=ids)             # ids (B, T), padded on the right
 
-That is also what happens here when `hidden_size` is None, for models that cannot share a row. A shared row holds the
-prompt once and then the completions one after another. An attention mask hides the completions from one another, and
-position ids continue from the end of the prompt for each of them, so every token gets the logits that it would have in
-a row of its own.
+This is also what happens when `hidden_size` is None, for models that do not allow shared rows. A shared row has the
+prompt once, and then the completions one after another. An attention mask hides the completions from one another, and
+the position ids of each completion continue from the end of the prompt. So every token gets the same logits as in a
+separate row.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """
@@ -23,29 +23,29 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Facts(NamedTuple):
-    """What must be known of a completion to decide where it goes."""
+    """The facts about a completion that decide which row it goes into."""
 
     has_gradient: bool
     prompt: int  # the number of its prompt
     prompt_length: int
-    length: int  # of the completion alone
+    length: int  # of the completion, without the prompt
 
 
 class SharedRow(NamedTuple):
     has_gradient: bool
     length: int  # tokens that the model reads
-    members: list[int]  # the completions in it, as rows of the batch
+    members: list[int]  # the completions in this row, as row numbers of the batch
 
 
 def shared_rows(
     facts: Sequence[Facts], members: Iterable[int], hidden_size: int | None, allow: Callable[[int, int], bool]
 ) -> list[SharedRow]:
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
-    Rows with a gradient come first, and of those the longest.
+    Rows with a gradient come first, sorted by length, the longest first.
 
-    How many completions share a row is decided by cost. With k completions of c tokens after a prompt of p, each
-    completion has p/k + c tokens to be read. In a model of hidden size h, a token costs 12 h^2 multiplications a layer,
-    plus 2 h for each of the p + k c tokens in its row. The cost is lowest at k = sqrt(p (p + 6 h)) / c.
+    The number k of completions in a row is the cheapest one. With k completions of c tokens after a prompt of p tokens,
+    the model reads p/k + c tokens for each completion. With hidden size h, a token costs 12 h^2 multiplications per
+    layer, plus 2 h for each of the p + k c tokens in its row. The total is lowest at k = sqrt(p (p + 6 h)) / c.
     """
     rows = []
     order = sorted(members, key=lambda i: (facts[i].has_gradient, facts[i].prompt, -facts[i].length))
@@ -56,7 +56,7 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        for n in range(fewest_rows, len(same_prompt) + 1):  # one completion in a row is always accepted
+        for n in range(fewest_rows, len(same_prompt) + 1):  # a row with one completion is always accepted
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
                 break
@@ -65,23 +65,23 @@ def shared_rows(
 
 
 def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Build what the model reads. ids (B, T) has a row for each completion with its prompt, left-aligned, and `lengths`
-    (B,) says how long these are.
+    """Build the inputs of the model. ids (B, T) has a row for each completion with its prompt, left-aligned, and
+    `lengths` (B,) are the lengths of these rows without padding.
 
-    `together` lists how many consecutive completions share each row of the model; None means that none do. -> keyword
-    arguments of the model, with R rows of L tokens, and for every token (B, T) its place in those R * L tokens.
+    `together` lists how many consecutive completions share each row of the model. None means that none do. Return the
+    keyword arguments of the model, which are R rows of L tokens, and for every token (B, T) its index among the R * L.
     """
     B, T = ids.shape
     if together is None or max(together) == 1:
         return {"input_ids": ids}, torch.arange(B * T, device=ids.device).view(B, T)
     completions = iter([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
-    tokens, positions, segments = [], [], []  # a list for each row of the model
-    columns = []  # a list for each completion: in which column of its row each token stands
+    tokens, positions, segments = [], [], []  # one list for each row of the model
+    columns = []  # one list for each completion: the column of each of its tokens
     for count in together:
         members = [next(completions) for _ in range(count)]
-        # The prompt, and any tokens with which all of these completions begin:
+        # The prompt, and the tokens at the beginning that all of these completions have in common:
         shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*members))]
-        row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is what they share
+        row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
             column = [*range(len(shared)), *range(len(row), len(row) + len(own))]
@@ -97,7 +97,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L): the prompt, and its own
+    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L): the shared part and its own
     first = torch.tensor([r for r, count in enumerate(together) for _ in range(count)]) * input_ids.shape[1]
     inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
     return inputs, (torch.tensor(columns) + first[:, None]).to(ids.device)
