@@ -120,9 +120,9 @@ def policy_loss(
     sapo_tau_pos: float = 1.0,
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the loss of these completions, which is a partial sum of the update's loss, and statistics as
-    {name: (sum, count)}. A name that ends in _max has a maximum instead of a sum, and a count of 1, or of 0 if all tokens
-    are masked.
+    """Return the loss of these completions, which is a partial sum of the update's loss, and its statistics by name,
+    each as (sum, count). A name that ends in _max has a maximum instead of a sum, and a count of 1, or 0 if all is
+    masked.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
     log-probs under the policy before the updates of this step. The denominator of the ratio is old_logp, or

@@ -149,7 +149,7 @@ def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind, pieces", [("qwen2", [4, 3]), ("gemma2", [4, 3]), ("mamba", [7])])
 def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
-    """There are 3 prompts of 7 tokens, with padding. Mamba reads them whole, because it cannot continue from a state."""
+    """There are 3 prompts of 7 tokens, with padding. Mamba cannot read a prompt in pieces."""
     model, seen = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
     whole = rollout(model, PROMPTS, streams(), SAMPLING)
     monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", 14)
