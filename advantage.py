@@ -7,7 +7,7 @@ The G completions of one prompt are a group. The papers choose b and s like this
     GRPO         2402.03300   b = mean of the group            s = std of the group + eps
     Dr. GRPO     2503.20783   b = mean of the group            s = 1
     RLOO         2402.14740   b = mean of the other rewards   s = 1
-    OPO          2505.23585   b = mean of the group by length  s = 1
+    OPO          2505.23585   b = mean weighted by length      s = 1
     MaxRL        2602.02710   b = mean of the group            s = mean of the group
     GDPO         2601.05242   each reward function normalized in its group, then b = mean and s = std of the batch + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
@@ -27,7 +27,7 @@ COMBINATIONS = ("sum", "gdpo")
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
     """Return the weighted sum (P, G) of the values of K reward functions (P, G, K). NaN is a missing value. It is left
-    out of the sum, and a sum of missing values only is NaN. With "gdpo", each function is first normalized to mean 0
+    out of the sum. If all values are missing, the sum is NaN. With "gdpo", each function is first normalized to mean 0
     and std 1 within every group, so that no function dominates by its scale."""
     if how not in COMBINATIONS:
         raise ValueError(f"how is {how!r}, but must be one of {', '.join(COMBINATIONS)}")
@@ -52,9 +52,9 @@ def group_advantages(
     NaN is a missing reward. Its advantage is 0, and it is left out of every mean and std. A completion of length 0 is
     not trained on. Its reward still counts in the group, as in DAPO, but not in means over tokens.
 
-    If all rewards of a group are equal, or fewer than two of its completions are trained on, nothing can be compared.
-    Its advantages are then exactly 0, provided that the baseline or the scale is computed from the group. The same
-    holds for the batch if all its rewards are equal and the baseline or the scale is computed from the batch.
+    If the baseline or the scale comes from the group, a group in which nothing can be compared (all rewards are equal,
+    or fewer than two completions are trained on) has advantages of exactly 0. If the baseline or the scale comes from
+    the batch, and all rewards of the batch are equal, all advantages are exactly 0.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()
@@ -104,10 +104,10 @@ def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bo
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """Keep the advantages (N,) or (N, T) of the tokens with the highest entropy, and set all others to 0 (2506.01939).
-    `share` is the share of the update's tokens that keep theirs. entropy and mask (N, T) must be those of the whole
-    update. If several tokens have the same entropy, the first ones are kept, so that the share is exact."""
+    `share` is the share of the update's tokens that keep their advantage. entropy and mask (N, T) must be those of the
+    whole update. If several tokens have the same entropy, the first ones are kept, so that the share is exact."""
     place = entropy[mask.bool()].argsort(descending=True, stable=True).argsort()  # rank by entropy; 0 is the highest
-    chosen = (place < share * len(place) - 1e-9).to(entropy)  # because 0.07 * 100 is slightly above 7
+    chosen = (place < share * len(place) - 1e-9).to(entropy)  # - 1e-9 because 0.07 * 100 gives 7 + 9e-16
     kept = torch.zeros_like(entropy).masked_scatter(mask.bool(), chosen)
     return advantages.reshape(len(advantages), -1) * kept
 
@@ -117,7 +117,7 @@ def all_equal(rewards: Tensor) -> Tensor:
     the maximum, because the std of equal floats may differ from 0 by rounding."""
     low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
-    return low >= high
+    return low >= high  # low > high in a row without rewards
 
 
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:

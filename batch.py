@@ -1,6 +1,7 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
-One optimizer update is computed from one minibatch. Its completions are determined by (seed, step, pass). A micro-batch
+One optimizer update is computed from one minibatch. Which completions are in it depends on (seed, step, pass) only. A
+micro-batch
 is the part of a minibatch that goes through the model at once. How large it is depends on the ranks and the memory, but
 the result does not: the weight of every token is fixed before the minibatch is cut (loss.py), so the gradients of any
 micro-batches add up to the same sum.
@@ -81,7 +82,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model; None if completions cannot share a row (fast/shared_prompts.py)
+    hidden_size: int | None = None  # of the model, if completions may share a row (fast/shared_prompts.py)
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -122,7 +123,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         for p, group in enumerate(groups)
         for completion, trained in zip(group.completions, trained_tokens(group, mask_truncated), strict=True)
     ]
-    N, T = len(completions), max(len(group.prompt_ids) + len(made.ids) for _, group, made, _ in completions)
+    N, T = len(completions), max(len(group.prompt_ids) + len(one.ids) for _, group, one, _ in completions)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     sampler_logp, sampler_entropy, advantages = torch.zeros(N, T), torch.zeros(N, T), torch.zeros(N, T)
     own_advantages = [A for group in groups for A in group.advantages]
@@ -165,7 +166,7 @@ def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int
 
 
 def micro_batches(
-    batch: Batch, limits: Limits, rank: int = 0, world: int = 1, as_many_on_every_rank: bool = False
+    batch: Batch, limits: Limits, rank: int = 0, world: int = 1, same_count: bool = False
 ) -> Iterator[tuple[list[int], Batch]]:
     """Cut this rank's part of the batch into micro-batches. Yield the row numbers of each, and that part of the batch.
 
@@ -173,17 +174,19 @@ def micro_batches(
     a gradient come last, in micro-batches that need no backward pass. Completions of one prompt that share a row of the
     model (fast/shared_prompts.py) stay together.
 
-    With as_many_on_every_rank, a rank with fewer micro-batches than another also gets fully masked ones, because all
+    With same_count, a rank with fewer micro-batches than another also gets fully masked ones, because all
     ranks must take part whenever sharded weights are gathered.
     """
     lengths = batch.attention.sum(1) - batch.prompt_lengths
-    columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths
+    columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # All ranks must deal in the same way, so dealing cannot depend on `limits`, which a rank lowers when its memory
-    # runs out.
+    # First, all ranks compute how shared rows are dealt out to the ranks. This must not depend on the limits of a rank,
+    # which it lowers when its memory runs out. No row may exceed the fair share of a rank, or other ranks would be
+    # idle.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
+    # Then each rank cuts its part into pieces that its own limits allow.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for row in deal[rank::world] for i in row.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)
@@ -192,7 +195,7 @@ def micro_batches(
     for piece in pieces:
         rows = [i for row in piece for i in row.members]
         yield rows, replace(batch[rows], together=[len(row.members) for row in piece])
-    if as_many_on_every_rank:
+    if same_count:  # with sharded weights, no rank lowers its limits on its own, so they are the same on all ranks
         most = max(len(pieces_of(other)) for other in range(world))
         rows = deal[-1].members[:1]
         for _ in range(most - len(pieces)):
@@ -200,11 +203,11 @@ def micro_batches(
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
-    """Cut these rows of the model, which are sorted by length, into micro-batches that the limits allow."""
+    """Cut these shared rows, which are sorted from long to short, into micro-batches that the limits allow."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         piece = [*pieces[-1], row] if pieces else [row]
-        fits = limits.allow(sum(len(row.members) for row in piece), len(piece) * piece[0].length)
+        fits = limits.allow(sum(len(one.members) for one in piece), len(piece) * piece[0].length)
         if pieces and fits and piece[0].has_gradient == row.has_gradient:
             pieces[-1].append(row)
         else:

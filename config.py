@@ -1,4 +1,5 @@
-"""The presets of the algorithms, and every setting of a run on one line: type, default, meaning, bounds or names.
+"""The presets of the algorithms, and every setting of a run, one line each: type, default, meaning, and the bounds or
+the names that are allowed.
 
 `resolve` fills in the settings that are None: from the preset of the algorithm, from the defaults of the task, or from
 what the machine has. A value that the user gives always wins.
@@ -81,7 +82,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
 class Config:
     heading("What is trained, and on what")
     model: str | None = setting(None, "folder, or name on the hub; some tasks bring a small model")
-    task: str | None = setting(None, "the task to learn; data: your own prompts and rewards")  # names: files of tasks/
+    task: str | None = setting(None, "the task to learn, a file in tasks/; 'data' if you give --data")
     data: str | None = setting(None, "your own prompts: .jsonl, .json, .csv, .parquet, or a data set of the hub")
     eval_data: str | None = setting(None, "your own held-out prompts; by default a share of --data")
     chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
@@ -101,7 +102,7 @@ class Config:
     num_generations: int | None = setting(None, "G, the number of completions of each prompt", at_least=1)
     max_completion_length: int | None = setting(None, "the most tokens of a completion", at_least=1)
     temperature: float = setting(1.0, "of sampling, and of all log-probs", above=0)
-    top_p: float = setting(1.0, "sample from the likeliest tokens, of this total; 1: from all", above=0, at_most=1)
+    top_p: float = setting(1.0, "sample from the likeliest tokens with this total; 1: from all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
     stop: list[str] = setting([], "texts that end a completion, as its end token does")
@@ -123,13 +124,13 @@ class Config:
     delta: float | None = setting(None, "two-sided clipping: cap of the ratio for negative advantages", above=0)
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
     kl_estimator: str = setting("k3", "how the KL is estimated", names=KL_ESTIMATORS)
-    kl_importance: bool = setting(False, "multiply the KL by the importance ratio: right off-policy")
+    kl_importance: bool = setting(False, "multiply the KL by the importance ratio, so it is right off-policy")
     ref_sync_every: int = setting(0, "steps after which the reference is set to the policy; 0: never", at_least=0)
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of that ratio; without bounds, no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
-    gate_low: float | None = setting(None, "drop completions whose geometric mean of it is below this", above=0)
-    gate_high: float | None = setting(None, "drop completions whose geometric mean of it is above this", above=0)
+    gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
+    gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
     off_policy_mask: float | None = setting(None, "drop A < 0 if mean log(pi_sampler / pi) is above this", at_least=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
@@ -150,18 +151,18 @@ class Config:
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
     heading("How it is computed: these change nothing but rounding")
-    micro_batch_size: int | None = setting(None, "most completions in a forward pass", at_least=1, may_change=True)
-    micro_batch_tokens: int | None = setting(None, "most tokens in it, with padding", at_least=1, may_change=True)
+    micro_batch_size: int | None = setting(None, "most completions in a micro-batch", at_least=1, may_change=True)
+    micro_batch_tokens: int | None = setting(None, "tokens in a micro-batch, with padding", at_least=1, may_change=True)
     rollout_tokens: int | None = setting(None, "most tokens in the cache of a rollout", at_least=1, may_change=True)
-    dtype: str = setting("auto", "of all but weights; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
+    dtype: str = setting("auto", "of the computation; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
     decode: str = setting("plain", "graph: one CUDA graph for each token", names=("plain", "graph"), may_change=True)
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
-    shard_size: int = setting(0, "ranks that share a copy of the model; 0: one machine's", at_least=0, may_change=True)
+    shard_size: int = setting(0, "ranks that split a copy of the model; 0: one machine", at_least=0, may_change=True)
 
     heading("Evaluation and files")
-    eval_every: int = setting(20, "steps between evaluations, and first and last; 0: none", at_least=0, may_change=True)
+    eval_every: int = setting(20, "steps between evaluations, the last one too; 0: none", at_least=0, may_change=True)
     eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
     save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
@@ -192,7 +193,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
-    name = "-".join(task_of(config).split(":")[:2])  # for the folder's name: gym:NAME:JSON without the JSON
+    name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
     if config.dtype == "auto":

@@ -47,6 +47,7 @@ def token_logprobs(
     # Move all padding to the right. A causal model then needs neither a mask nor position ids, and attention is faster
     # without a mask.
     real = attention_mask.bool()
+    # order (B, longest row): the old positions of the real tokens, then of padding
     order = real.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(real.sum(1).max()))]
     ids = input_ids.gather(1, order)
     scored = (completion_mask.bool() & real).gather(1, order)
@@ -54,12 +55,14 @@ def token_logprobs(
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
     # A token is predicted at the position before it, so the model need not read the last token of a row.
     T = ids.shape[1]
+    # places (B, T - 1) says where each token is in the model's output.
     inputs, places = model_inputs(ids[:, : max(1, T - 1)], (real.sum(1) - 1).clamp(min=1), together)
     predictors = places[:, : T - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
+        # For each scored token, the sets of its row, and its position in that row of input_ids:
         sets = [(kept[row], t) for row, t in zip(scored.nonzero()[:, 0].tolist(), order[scored].tolist())]
     with_entropy = with_entropy or entropy_grad
     how = dict(temperature=temperature, chunk=chunk, with_entropy=with_entropy, entropy_grad=entropy_grad)

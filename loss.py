@@ -14,8 +14,7 @@ any split (into micro-batches, over ranks, in any order, with any padding) add u
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
-Left out: KL inside the reward, value losses, a separate coefficient for dual-clip (`delta` is more general), Clip-Cov
-and KL-Cov.
+Left out: KL inside the reward, value losses, dual-clip's own coefficient (policy_loss has `delta`), Clip-Cov, KL-Cov.
 """
 
 import math
@@ -45,12 +44,12 @@ def token_weights(
     """Return the weights (N, T) of all tokens in float64, 0 where the mask is 0. The mask (N, T) must be that of a
     whole optimizer update, over all ranks.
 
-    prompts (N,) is the number of the prompt of each completion. Completions that are fully masked do not count in N.
+    prompts (N,) is the number of the prompt of each completion. Completions that are fully masked are not counted.
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
-    N = (lengths > 0).sum()
-    one = mask.double()
+    N = (lengths > 0).sum()  # completions that are trained on
+    one = mask.double()  # (N, T), 1 at the tokens that are trained on
 
     if normalization == "sequence":  # GRPO 2402.03300: the mean over each completion, then over completions
         w = one / (N * lengths)
@@ -121,8 +120,7 @@ def policy_loss(
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return the loss of these completions, which is a partial sum of the update's loss, and its statistics by name,
-    each as (sum, count). A name that ends in _max has a maximum instead of a sum, and a count of 1, or 0 if all is
-    masked.
+    each as (sum, count). If its name ends in _max, the pair is (maximum, 1), or (0, 0) if every token is masked.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
     log-probs under the policy before the updates of this step. The denominator of the ratio is old_logp, or
@@ -166,15 +164,15 @@ def policy_loss(
     # The correction for completions that another policy sampled is a constant factor of the policy term.
     correction = torch.ones_like(log_rho)
     if corrects_sampler or has_gate:
-        log_w = (old_logp - sampler_logp).detach()  # (B, T)
-        w_sampler = _sampler_ratio(log_w, tis_mode)
-        bounded = _is_beyond(w_sampler, tis_floor, tis_cap)
+        log_ratio = (old_logp - sampler_logp).detach()  # (B, T)
+        to_sampler = _sampler_ratio(log_ratio, tis_mode)
+        beyond = _is_beyond(to_sampler, tis_floor, tis_cap)
         if corrects_sampler:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
             truncates = tis_mode.endswith("truncate")
-            correction = w_sampler.clamp(tis_floor, tis_cap) if truncates else w_sampler.masked_fill(bounded, 0.0)
-        gated = _is_beyond(_mean_over_tokens(log_w, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
-        seen = w_sampler.masked_fill(~mask, 0.0)
-        stats["tis_bounded"] = ((bounded & mask).sum(), tokens)
+            correction = to_sampler.clamp(tis_floor, tis_cap) if truncates else to_sampler.masked_fill(beyond, 0.0)
+        gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
+        seen = to_sampler.masked_fill(~mask, 0.0)
+        stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
         stats["tis_ratio"] = (seen.sum(), tokens)
         stats["tis_ratio_max"] = (seen.max(), mask.any().to(seen.dtype))
         stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
@@ -182,12 +180,12 @@ def policy_loss(
     # The policy term. It is minimised, so it is minus the objective of the paper.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(lowest, highest)
-        unclipped = rho if delta is None else rho.clamp(max=delta)  # two-sided clipping bounds the loss for A < 0
-        policy = -torch.min(unclipped * A, clipped * A)
-        too_low = too_low | (rho < lowest) & (A < 0)
-        too_high = too_high | (rho > highest) & (A > 0)
+        capped = rho if delta is None else rho.clamp(max=delta)  # two-sided clipping also bounds the ratio for A < 0
+        policy = -torch.min(capped * A, clipped * A)
+        too_low = too_low | ((rho < lowest) & (A < 0))
+        too_high = too_high | ((rho > highest) & (A > 0))
     elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant, so every token has a gradient
-        policy = -rho.clamp(max=epsilon_high).detach() * A * logp
+        policy = -rho.clamp(max=epsilon_high).detach() * A * logp  # here epsilon_high is the cap itself
         too_high = (rho > epsilon_high) & (A > 0)
     elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, and sooner where A is negative
         tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
@@ -207,7 +205,7 @@ def policy_loss(
         policy = policy * correction
     if has_gate:
         policy = policy.masked_fill(gated, 0.0)
-    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 if now too unlikely
+    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 where the policy has moved far
         far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
         policy = policy.masked_fill(far & (A < 0), 0.0)
         stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
@@ -234,11 +232,13 @@ def policy_loss(
     return (w * loss).sum(), stats
 
 
-def _sampler_ratio(log_w: Tensor, tis_mode: str) -> Tensor:
-    """Return the ratio w = pi_old / pi_sampler of each token, or the product of the ratios of its completion."""
+def _sampler_ratio(log_ratio: Tensor, tis_mode: str) -> Tensor:
+    """Return the ratio pi_old / pi_sampler of each token, or the product of the ratios of its completion."""
     if tis_mode not in TIS_MODES:
         raise _unknown("tis_mode", tis_mode, TIS_MODES)
-    return (log_w.sum(1, keepdim=True).expand_as(log_w) if tis_mode.startswith("sequence") else log_w).exp()
+    if tis_mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    return log_ratio.exp()
 
 
 def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:

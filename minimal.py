@@ -1,10 +1,10 @@
-"""A whole GRPO run on one page. Read this first; then train.py, which is the same run with everything a run needs.
+"""A whole GRPO run on one page. Read this first, and then train.py.
 
     python minimal.py
 
 A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts, rewards the
-right ones, and makes those that did better than the others of their prompt more likely. It is the run of
-`python train.py`, without its options, ranks, checkpoints, evaluation and logs.
+right ones, and makes those more likely that did better than the others of their prompt. `python train.py` does the
+same, and adds options, ranks, checkpoints, evaluation and logs.
 """
 
 import torch
@@ -23,7 +23,8 @@ LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
 
 def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     groups = []
-    for p, row in enumerate(task.train[i] for i in task.draw((step - 1) * PROMPTS, PROMPTS, SEED)):
+    picked = task.draw((step - 1) * PROMPTS, PROMPTS, SEED)  # positions in task.train
+    for p, row in enumerate(task.train[i] for i in picked):
         # A prompt -> completions. Each has its own random numbers, so that it does not depend on the others.
         prompt_ids = tokenizer(row["prompt"]).input_ids
         uniform = uniforms(SEED, step, [(p, i) for i in range(G)], LENGTH)
@@ -54,7 +55,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
 
 
 if __name__ == "__main__":
-    folder, task = addition.model(None), addition.load(None)
+    folder, task = addition.model(None), addition.load(None)  # None stands for the settings, which addition ignores
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):

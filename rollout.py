@@ -14,9 +14,9 @@ The sampler has the distribution, so it records the log-prob of each token, whic
 or min-p cut the distribution, the token ids that remain are recorded too. They are the "kept set" of the token, and its
 log-prob is normalized over them, here and in training ("Keep Sampling Mask", 2512.02556).
 
-A completion may have several turns. When the model ends a turn, a reply may follow. The tokens of the reply then take
-the places of sampled tokens in the same loop. The KV cache is kept, and sampled tokens are never decoded and encoded
-again.
+A completion may have several turns: after a turn of the model, the task (a game, a tool) may reply. The tokens of the
+reply then take the places of sampled tokens in the same loop. The KV cache is kept, and sampled tokens are never
+decoded and encoded again.
 
 Three things make a rollout fast, all inside `generate(custom_generate=...)`: each prompt is read once for all its
 samples, finished rows leave the batch, and sampling takes one pass over the distribution.
@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # limit of the cache, with every row at its full length; one row is always allowed
+    tokens_at_once: int = 1 << 19  # limit of the tokens in the cache, with every row at full length; at least one row
     drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -67,14 +67,15 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. A CompactList reads as a list, but is stored as an
+    array."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
     truncated: bool  # the limit of tokens, replies included, was reached before the completion was over
     entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the uncut distribution, if requested
     kept: KeptSets | None = None  # for each token, the ids it was sampled from; None if nothing was cut
-    written: list[bool] | None = CompactList(np.bool_, optional=True)  # by the model; None means every token
+    written: list[bool] | None = CompactList(np.bool_, optional=True)  # False in replies; None if there are none
     replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
 
     @property
@@ -109,17 +110,16 @@ def rollout(
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
     i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
     of completion i has ended. Without replies, every completion has one turn."""
-    expected, given = (len(prompts), sampling.max_completion_length), np.shape(uniform)
-    enough = sampling.temperature == 0.0 or (given[:1] == expected[:1] and given[1:] >= expected[1:])
-    if not enough or not all(isinstance(prompt, list) for prompt in prompts):
-        raise ValueError(f"prompts must be lists of token ids, and uniform must be {expected}, not {given}")
+    if uniform is not None and len(uniform) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts, but {len(uniform)} rows of random numbers")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     rows_at_once = max(1, sampling.tokens_at_once // length)
     completions = []
     for start in range(0, len(prompts), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        own = None if uniform is None else uniform[rows], None if replies is None else replies[rows]
-        completions += _generate(model, prompts[rows], *own, sampling, progress)
+        own_uniform = None if uniform is None else uniform[rows]
+        own_replies = None if replies is None else replies[rows]
+        completions += _generate(model, prompts[rows], own_uniform, own_replies, sampling, progress)
     return completions
 
 
@@ -151,11 +151,25 @@ def _generate(
     model.generation_config = GenerationConfig()  # `generate` would take settings from the model's own configuration
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
-        tokens, *figures = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        sampled = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
         model.generation_config = own
         model.train(was_training)
-    return _completions(tokens, *figures, sampling)
+    tokens, logp, entropies, kept, written, lengths, truncated = sampled
+    if not logp.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
+    tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
+    return [
+        Completion(
+            ids=tokens[i, :n],
+            logp=logp[i, :n],
+            truncated=cut_off,
+            entropy=entropies[i, :n] if sampling.with_entropy else None,
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # the later sets are empty
+            written=None if written is None else written[i, :n].cpu(),
+        )
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
+    ]
 
 
 def _decode(
@@ -200,12 +214,12 @@ def _decode(
     live = torch.arange(N, device=rows.device)  # the number of the completion in each row of the batch
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
-        token, logp, left = sample(logits, None if uniform is None else uniform[live, t], sampling)
+        token, logp, in_set = sample(logits, None if uniform is None else uniform[live, t], sampling)
         in_reply = replied[live, t] >= 0
         token = torch.where(in_reply, replied[live, t], token)
         tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
-        if left is not None:
-            kept.append(left & ~(done | in_reply)[:, None], live)
+        if in_set is not None:
+            kept.append(in_set & ~(done | in_reply)[:, None], live)
         if sampling.with_entropy:
             entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
         ended = torch.isin(token, eos_ids)
@@ -244,8 +258,9 @@ def _decode(
 
 
 def has_stop(ids: list[int], sampling: Sampling) -> bool:
-    """Return whether the text of a turn contains a stop string. Every token of the turn was checked like this, so the
-    last tokens are enough: a token has at least one byte, and a character at most four."""
+    """Return whether the text of a turn contains a stop string. Earlier tokens were checked before, so it must end in
+    the last token. A stop string of n characters has at most 4 n bytes, and a token at least one. Four more tokens
+    complete a character that would be cut in two."""
     text = sampling.to_text(ids[-4 * (1 + max(map(len, sampling.stop))) :])
     return any(stop in text for stop in sampling.stop)
 
@@ -275,15 +290,16 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """Do the same as `_pick` on a GPU, where a cumulative sum is computed in parallel, and in fp32 might not increase.
-    A search along whole rows would keep only a small part of the GPU busy. So find the block first, and then the token
-    in it."""
+    """Do the same as `_pick` on a GPU. Its parallel cumulative sum need not be monotonic in fp32, so sum in float64. A
+    search along whole rows would use a small part of the GPU only, so find the block first, and then the token in
+    it."""
     blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
     cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
     target = u.double() * cdf[:, -1:]
     block = _first_above(cdf, target)
     inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)  # (B, BLOCK)
-    return block * BLOCK + _first_above(inside, target - F.pad(cdf, (1, 0)).gather(1, block))
+    before = F.pad(cdf, (1, 0)).gather(1, block)  # (B, 1), the mass of all earlier blocks
+    return block * BLOCK + _first_above(inside, target - before)
 
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
@@ -325,29 +341,3 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
     for name in PER_ROW:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
-
-
-def _completions(
-    tokens: Tensor,
-    logp: Tensor,
-    entropies: Tensor,
-    kept: list[KeptSets],
-    written: Tensor | None,
-    lengths: Tensor,
-    truncated: Tensor,
-    sampling: Sampling,
-) -> list[Completion]:
-    if not logp.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
-    tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
-    return [
-        Completion(
-            ids=tokens[i, :n],
-            logp=logp[i, :n],
-            truncated=cut_off,
-            entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # after the end they are empty
-            written=None if written is None else written[i, :n].cpu(),
-        )
-        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
-    ]

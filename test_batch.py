@@ -165,7 +165,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also where memory ran out on one rank"
     most = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
-        filled = list(micro_batches(batch, limits, rank, world, as_many_on_every_rank=True))
+        filled = list(micro_batches(batch, limits, rank, world, same_count=True))
         assert len(filled) == most and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
     assert torch.equal(batch.mask, batch.attention), "rows of others are not masked with them"

@@ -39,9 +39,9 @@ from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import Replies, check_template
 
-# policy_loss gets every setting whose name is one of its keyword arguments, so a new switch needs no line here.
+# The settings that policy_loss takes as keyword arguments of the same name. A new switch needs no line here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null if missing
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Run:
     limits: Limits  # the size of a micro-batch
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # for forks: JSON, tensors and Groups, the same on all ranks
+    state: dict[str, Any] = field(default_factory=dict)  # for your own code: JSON, tensors, Groups, equal on all ranks
     logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
@@ -82,22 +82,25 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        advantages = torch.zeros_like(advantages)  # no group has a signal, so there is nothing to learn from
+        advantages = torch.zeros_like(advantages)  # with a baseline or scale of the batch, they need not be 0 already
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
+    # Collect the values that all ranks have logged. The checksums end the run if the batch is not the same on all
+    # ranks.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
-        raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; use sampler")
+        raise UserError("another policy sampled the completions of earlier steps: set --old_policy sampler")
     sampled = time.perf_counter()
 
-    # Score in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing are the
-    # exception: they only checkpoint in train mode.
+    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing are
+    # the exception: they only checkpoint in train mode.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
     # These log-probs stay fixed during the updates. With a single update, the old policy is the current policy, and
-    # `accumulate` takes its log-probs from the forward pass of the update, which saves a pass here.
+    # `accumulate` takes its log-probs from the forward pass of the update, which saves a pass here. `until_it_fits`
+    # calls fixed_logprobs(run, batch, model), and repeats the call with smaller micro-batches if memory runs out.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if cfg.beta:
@@ -105,7 +108,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
-    for group in run.optimizer.param_groups:
+    for group in run.optimizer.param_groups:  # initial_lr is set in the first step and saved with the optimizer
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
     updates = []
     for iteration in range(cfg.num_iterations):
@@ -124,8 +127,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
     # The batch contains the completions of all ranks, so the weight of every token can be computed before anything is
-    # split. This makes the loss of a micro-batch a partial sum. However the update is split, the partial losses add up
-    # to the same loss, and their gradients, summed (not averaged) over micro-batches and ranks, to the same gradient.
+    # split. This makes the loss of a micro-batch a partial sum. However the update is split, the sum of the partial
+    # losses is the loss of the update, and the sum (not the mean) of their gradients over all ranks is its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -147,10 +150,10 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = dict.fromkeys(STATS, torch.zeros(2, dtype=torch.float64, device=run.device))
     run.optimizer.zero_grad()
-    # With advantage 0, only the KL, entropy and sampler terms give a gradient, so without them the backward pass can be
-    # skipped. With sharded weights it cannot, because every rank must take part in every backward pass.
+    # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
+    # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
     every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
-    for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), as_many_on_every_rank=cfg.shard):
+    for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         has_gradient = every_row or bool(part.has_gradient.any())
         with torch.set_grad_enabled(has_gradient):
             logp, entropy = logprobs(run, part, run.model, with_entropy=True)
@@ -181,7 +184,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
-    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), run.config.shard):
+    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -219,8 +222,9 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Return the groups to train on, and all groups that were drawn.
 
-    With dynamic_sampling (DAPO), groups without a signal are replaced by groups of new prompts. The setting limits the
-    number of rounds that do so. Every rank has all rewards, so all ranks make the same decision."""
+    With dynamic sampling (DAPO), groups without a signal are replaced by groups of new prompts, and
+    cfg.dynamic_sampling is the largest number of rounds of replacement. Every rank has all rewards, so all ranks make
+    the same decision."""
     cfg = run.config
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
@@ -230,12 +234,12 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    return alive or drawn[: cfg.prompts_per_step], drawn
+    return alive or drawn[: cfg.prompts_per_step], drawn  # after the last round, `alive` may have fewer groups
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
-    """Choose the next n rows of the task, as positions in run.task.train. A curriculum goes here. What it must remember
-    belongs in run.state, and group.index is the position of a group's row."""
+    """Choose the next n rows of the task, as positions in run.task.train. A curriculum goes here. Keep what it must
+    remember in run.state. After the step, group.index tells which row a group came from."""
     run.cursor += n
     return run.task.draw(run.cursor - n, n, run.config.seed)
 
@@ -244,8 +248,8 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the position in the step of the first of these prompts. It names their random numbers."""
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that a fork added
+    how many prompts the step has drawn before. Their random numbers depend on their position in the step."""
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # added by your own code
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
@@ -277,6 +281,7 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
+        # Reports show the sum of the rewards. Advantages are computed from what --combine_rewards says.
         group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
         group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
@@ -319,7 +324,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # higher with graphs: each batch size needs a new CUDA graph
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # drop rows less often if every drop needs a new CUDA graph
         **{name: getattr(cfg, name) for name in same},
     )
     limits = memory.limits(cfg, model, longest_prompt)
@@ -334,7 +339,7 @@ def train(cfg: Config) -> int:
     # A reward function may change the working directory, so the path is made absolute.
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.step_to_continue_after, cfg)
+    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
     if done is None:
         return report.finished(out, ranks.on_first(run_folder.changes, cfg))
     run, log, noted = set_up(cfg, device)
@@ -350,7 +355,7 @@ def train(cfg: Config) -> int:
         seeds.seed_everything(cfg.seed, 0)
         figures, evaluated = evaluate(run, 0)
         log.step({"step": 0} | figures, [], evaluated)
-    stop_requests = faults.stop_requests()
+    stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     for step in range(done + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:

@@ -5,7 +5,7 @@ Plainly:
     ids: list[int]
 
 Every rank has all completions of a step. A list of Python numbers takes about 36 bytes for each number, where an array
-takes 4. At 512 prompts with 16 completions of 4,096 tokens, lists of ids, log-probs and entropies would take 2.3 GB.
+takes 4. At 512 prompts with 16 completions of 4,096 tokens, lists of ids and log-probs would take 2.4 GB.
 
 Every access makes a new list. So read the field once before a loop, and assign a whole list to change it.
 """

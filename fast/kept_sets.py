@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # their sets take two bytes for each row and each id of the vocabulary
+TOKENS_ON_DEVICE = 16  # their sets take 16 bits for each row and each id of the vocabulary
 
 
 @dataclass
@@ -56,15 +56,15 @@ class KeptSets:
     def __getitem__(self, t: int) -> np.ndarray | None:
         t = range(len(self))[t]  # allows negative indices, and raises IndexError past the end
         words = np.frombuffer(self.words, np.int32)[self.offsets[t] : self.offsets[t + 1]]
-        if len(words) == 0:
+        if len(words) == 0:  # nothing was stored for this token, so its distribution was not cut
             return None
         if words[0] >= 0:
             return words
         return np.unpackbits(words[1:].view(np.uint8)).view(bool).nonzero()[0].astype(np.int32)
 
     def padded(self, before: int, after: int) -> "KeptSets":
-        """Return these sets with `before` times None in front of them and `after` times None behind them. The sets are
-        not copied."""
+        """Return these sets with `before` times None in front of them and `after` times None behind them. None is an
+        empty set, whose offset is repeated. The sets are not copied."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
@@ -76,9 +76,10 @@ class SetsOfBatch:
     def append(self, left: Tensor, rows: Tensor) -> None:
         """Add the sets of the next token of these rows (B,). left (B, V) is True for the ids in a set."""
         self.vocabulary = left.shape[1]
+        # This is np.packbits on the device: 8 ids for each byte, the first id in its highest bit.
         eights = F.pad(left, (0, -left.shape[1] % 32)).view(len(left), -1, 8)
-        places = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=left.device)
-        self.bits.append((eights * places).sum(-1, dtype=torch.uint8).view(torch.int32))
+        powers = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=left.device)
+        self.bits.append((eights * powers).sum(-1, dtype=torch.uint8).view(torch.int32))
         if len(self.bits) == TOKENS_ON_DEVICE:
             self.to_host(rows)
 
@@ -87,12 +88,12 @@ class SetsOfBatch:
         if not self.bits:
             return
         bits = torch.stack(self.bits, 1)  # (B, t, V / 32)
-        (B, t, W), bits = bits.shape, bits.flatten()
+        B, t, W = bits.shape  # rows, tokens, words of 32 ids
         self.bits.clear()
-        at = bits.nonzero().squeeze(1)
-        at, words = torch.stack([at, bits[at]]).cpu().numpy()  # only words with ids in them
-        word, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
-        ids = (at[word] % W * 32 + bit).astype(np.int32)
-        counts = np.bincount(at[word] // W, minlength=B * t).reshape(B, t)
+        place = bits.flatten().nonzero().squeeze(1)  # of the words with ids in them: (row * t + token) * W + word
+        place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
+        which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
+        ids = (place[which] % W * 32 + bit).astype(np.int32)
+        counts = np.bincount(place[which] // W, minlength=B * t).reshape(B, t)
         for row, its_ids, its_counts in zip(rows.tolist(), np.split(ids, counts.sum(1).cumsum()[:-1]), counts):
             self.sets[row].extend(its_ids, its_counts, self.vocabulary)

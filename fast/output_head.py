@@ -12,9 +12,9 @@ forward pass of the model, the head returns (logp, entropy) instead of V logits,
 computes the logits of each chunk again. Logits are in fp32 even if states and weights are in bf16, because rounding a
 logit of 20 to bf16 would change it by up to 0.06.
 
-This is right only if the model returns the output of its head unchanged, but some models cap or scale the logits. The
-two are compared once for each model, on a short input. If they differ, the model's own logits are used, one row at a
-time, which is slower but right for every model. Left out: an output head that is split over devices.
+This is right only if the model returns the output of its head unchanged, but some models cap or scale it. So the head's
+output and the model's logits are compared once for each model, on a short input. If they differ, the model's logits are
+used, one row at a time, which is slower but right for every model. Left out: an output head that is split over devices.
 """
 
 import inspect
@@ -48,14 +48,15 @@ def score_tokens(
     """Return the log-prob and the entropy of each target, (n, 2).
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
-    of these R * L tokens. sets[i] is a list of kept sets and the index in it of the set of target i. The set is looked
-    up only when its chunk is computed, because the ids of all sets may take more memory than the logits of a chunk.
+    of these R * L tokens. sets[i] is a pair (s, t), and s[t] is the kept set of target i. It is looked up only when
+    its chunk is computed, because the ids of all sets may take more memory than the logits of a chunk.
     """
 
     def score(states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
         """Score this part of the targets, from their states and a head, or from their logits if there is no weight."""
-        how = sets and sets[part], temperature, chunk, with_entropy, entropy_grad
-        return _ScoreTokens.apply(states, weight, bias, targets[part], *how)
+        part_sets = None if sets is None else sets[part]
+        how = temperature, chunk, with_entropy, entropy_grad
+        return _ScoreTokens.apply(states, weight, bias, targets[part], part_sets, *how)
 
     through = _from_head if head_returns_logits(model, inputs["input_ids"]) else _from_logits
     return through(model, inputs, predictors, score)
@@ -111,6 +112,7 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
 
             with torch.no_grad(), forward_replaced(head, record):
                 logits = model(input_ids=ids[:1, :8], use_cache=False).logits
+        # If the head is not plain, nothing was recorded.
         same = len(seen) == 1 and seen[0].shape == logits.shape and torch.equal(seen[0].to(logits.dtype), logits)
         _returns_logits[model] = same
         if not same:
@@ -172,11 +174,11 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            g_p = g_logp  # the factor of -p in the gradient of the log-prob
-            if sets is not None:  # the factor belongs to -q instead, which is 0 outside of the set
-                ids, log_q = _log_p_of_sets(log_p, sets[rows])
-                d_set, g_p = log_q.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
-            if entropy_grad:
+            g_p = g_logp  # the gradient of logp adds -g_p * p to d_z
+            if sets is not None:  # with kept sets, it adds d_set = -g_logp * q instead, on the ids of the set only
+                ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
+                d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
+            if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p
                 p = log_p.exp()
                 entropy = _entropy(p, log_p)[:, None]
                 d_z = log_p.add_(entropy).mul_(-g_entropy).sub_(g_p).mul_(p)
@@ -185,7 +187,7 @@ class _ScoreTokens(torch.autograd.Function):
                 d_z = log_p.exp_().mul_(-g_p)
             if sets is not None:
                 d_z.scatter_add_(1, ids, d_set)
-                del ids, log_q, d_set
+                del ids, log_p_of_set, d_set
             d_z.scatter_add_(1, targets[rows, None], g_logp)
             if temperature != 1.0:
                 d_z.div_(temperature)
@@ -201,7 +203,7 @@ class _ScoreTokens(torch.autograd.Function):
             del log_p, d_z  # free them before the next chunk makes its own
         d_weight = None if d_weight is None else d_weight.to(own_weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(own_bias.dtype)
-        return d_states, d_weight, d_bias, *6 * [None]
+        return d_states, d_weight, d_bias, None, None, None, None, None, None
 
 
 def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:

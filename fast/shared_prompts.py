@@ -4,10 +4,9 @@ In the plain computation, every row is one completion with its prompt:
 
     model(input_ids=ids)             # ids (B, T), padded on the right
 
-This is also what happens when `hidden_size` is None, for models that do not allow shared rows. A shared row has the
-prompt once, and then the completions one after another. An attention mask hides the completions from one another, and
-the position ids of each completion continue from the end of the prompt. So every token gets the same logits as in a
-separate row.
+A shared row has the prompt once, and then the completions one after another. An attention mask hides the completions
+from one another, and the position ids of each completion continue from the end of the prompt. So every token gets the
+same logits as in a separate row. Models that do not allow this are given as hidden_size=None, and read the plain rows.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """
@@ -43,25 +42,26 @@ def shared_rows(
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
     Rows with a gradient come first, sorted by length, the longest first.
 
-    The number k of completions in a row is the cheapest one. With k completions of c tokens after a prompt of p tokens,
-    the model reads p/k + c tokens for each completion. With hidden size h, a token costs 12 h^2 multiplications per
-    layer, plus 2 h for each of the p + k c tokens in its row. The total is lowest at k = sqrt(p (p + 6 h)) / c.
+    The number k of completions in a row minimises the multiplications. With completions of c tokens after a prompt of p
+    tokens, the model reads p/k + c tokens for each completion. With hidden size h, each of these tokens costs 12 h^2
+    multiplications per layer, plus 2 h for each of the p + k c tokens in its row. The product of the two is lowest at
+    k = sqrt(p (p + 6 h)) / c.
     """
     rows = []
     order = sorted(members, key=lambda i: (facts[i].has_gradient, facts[i].prompt, -facts[i].length))
-    for (has_gradient, _, p), same_prompt in groupby(order, key=lambda i: facts[i][:3]):
+    for (has_gradient, _, p), same_prompt in groupby(order, key=lambda i: facts[i][:3]):  # the first 3 fields of Facts
         same_prompt = list(same_prompt)
         lengths = [facts[i].length for i in same_prompt]
         k = 1.0
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        for n in range(fewest_rows, len(same_prompt) + 1):  # a row with one completion is always accepted
+        for n in range(fewest_rows, len(same_prompt) + 1):  # if nothing is allowed, one completion a row
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
                 break
         rows += candidates
-    return sorted(rows, reverse=True)
+    return sorted(rows, reverse=True)  # by the fields of SharedRow, in their order
 
 
 def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -80,7 +80,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     for count in together:
         members = [next(completions) for _ in range(count)]
         # The prompt, and the tokens at the beginning that all of these completions have in common:
-        shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*members))]
+        shared = [same[0] for same in takewhile(lambda at_one_position: len({*at_one_position}) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
@@ -97,7 +97,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L): the shared part and its own
+    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L): may i read j?
     first = torch.tensor([r for r, count in enumerate(together) for _ in range(count)]) * input_ids.shape[1]
     inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
     return inputs, (torch.tensor(columns) + first[:, None]).to(ids.device)
