@@ -67,13 +67,13 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 
 def commands(page: str, start: str) -> list[list[str]]:
-    """For each command of the page that starts like this, the words after the start."""
+    """Return the words of each command on the page that begins with `start`, without this beginning."""
     lines = "\n".join(blocks(page, "", "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line[match.end() :], comments=True) for line in lines if (match := re.match(start, line))]
 
 
 def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[str, str]]:
-    """The names that match the pattern on a page and do not exist, each with its page."""
+    """Return the names on the pages that match the pattern and do not exist, each with its page."""
     named = [(page, name) for page, text in PAGES.items() for name in dict.fromkeys(re.findall(pattern, text))]
     assert len(named) > 20, "the pattern finds what the pages name"
     return [(page, name) for page, name in named if not is_there(page, name)]
@@ -115,7 +115,7 @@ def test_every_link_leads_somewhere():
     assert missing(r"\]\((?!https?:)([^)\s]+)\)", is_there) == []
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/extending.md"}))  # those of that page are run, below
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/extending.md"}))  # its commands are run below
 def test_every_command_is_understood(page):
     for words in commands(PAGES[page], r"(pip|python|torchrun|srun) .*train\.py"):
         parse(words, on_gpu=True)
@@ -176,7 +176,7 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
 
 
 def test_the_findings_come_from_runs_of_their_commands():
-    """Those of a command have one commit, and the settings that the command has today."""
+    """All runs of a command have the same commit, and the settings that the command gives today."""
     for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
         args.out, commits = HERE / "results" / args.out.name, set()
         for folder, words, _ in ablate.runs_of(args):
@@ -218,8 +218,8 @@ def test_the_names_are_those_of_trl():
 
 
 def test_objectives_that_are_the_same_with_one_update_a_rollout():
-    """Their gradients with respect to the log-probs are the same up to a factor, which depends on the step in gdpo and
-    luspo. That dapo also replaces groups is not compared."""
+    """Compare their gradients with respect to the log-probs, up to a factor. It differs from step to step for gdpo and
+    luspo. That dapo also replaces groups is left out here."""
     unit = {}
     for name in ALGORITHMS:
         settings = ready(parse(["--algorithm", name], on_gpu=False), on_gpu=False)
@@ -245,7 +245,7 @@ def test_readme_opens_with_the_update_of_minimal():
 
 
 def patched(diff: str, folder: Path) -> dict[str, str]:
-    """The changed text of each file of the diff. The old lines of a hunk must occur exactly once in the file."""
+    """Return the changed text of each file in the diff. The old lines of a hunk must occur exactly once in the file."""
     files = {}
     for file in re.split(r"^--- .*\n\+\+\+ b/", diff, flags=re.MULTILINE)[1:]:
         name, *hunks = file.split("\n@@\n")
@@ -260,7 +260,7 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """A copy of the code with every file and every diff of the page. A diff of train.py makes another program of it."""
+    """Copy the code, and apply all files and diffs of the page. Each program in PROGRAMS is a copy of train.py."""
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}, "each applies by itself"
     folder = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
@@ -338,7 +338,7 @@ def test_every_command_of_an_addition(fork):
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
-    """With all recipes in one run: after a kill in the fourth step it continues behind the second."""
+    """All recipes are in one run, which is killed in its fourth step and continues after the second."""
     recipes = commands(PROGRAMS["recipes"], "python train.py")
     few = "--prompts_per_step 2 --eval_every 0 --save_every 2 --steps".split()
     all_recipes = [*itertools.chain(*recipes), *few, "5"]
@@ -421,7 +421,7 @@ TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # what is 
 
 
 def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
-    """By all groups of three that a bandit of two turns can give, in float64."""
+    """Sum over every group of three completions that a bandit with two turns can give, in float64."""
     by_turn = own(fork, "by_turn").by_turn
     theta = torch.tensor([0.4, -0.7], dtype=torch.float64, requires_grad=True)
     chance = torch.stack([theta.sigmoid(), 1 - theta.sigmoid()])  # of doing 0 or 1 in each turn
@@ -461,8 +461,8 @@ def test_the_functions_it_adds(fork):
 
 
 def test_the_token_baseline_it_adds(fork):
-    """sum_i r_i W_it / sum_i W_it over the completions of a prompt that have a token t. The loss of a run is minus the
-    mean advantage of its tokens, up to the two digits of their log-probs and sums of squares in samples.jsonl."""
+    """The baseline is sum_i r_i W_it / sum_i W_it over the completions of a prompt that have a token t. On-policy the
+    loss is minus the mean advantage of all tokens. samples.jsonl has log-probs and sums of squares with two digits."""
     (words,) = commands(PROGRAMS["baselined"], "python train.py")
     words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
     out = make(fork, "baselined", words, "baselined")
@@ -477,7 +477,7 @@ def test_the_token_baseline_it_adds(fork):
 
 
 class Server(BaseHTTPRequestHandler):
-    """The sampler of this repository, asked as the page asks."""
+    """Answers the requests of the page with the sampler of this repository."""
 
     def do_POST(self) -> None:
         asked, answer = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), {}
@@ -506,7 +506,7 @@ def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):
-    """The printed diff learns what a run learns from k2 alone, with rewards of weight 0 and the same teacher."""
+    """The diff changes the weights as the k2 term does if it is the only loss, with the same teacher."""
     teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     teacher.get_output_embeddings().weight.data *= 0.8
     teacher.save_pretrained(fork / "teacher")
