@@ -136,8 +136,6 @@ def test_a_checkpoint_brings_everything_back(tmp_path, monkeypatch, kind, how):
         assert all(map(torch.equal, other.parameters(), model.parameters()))
         update(model, optimizer)
         update(other, again)
-    with pytest.raises(UserError, match=f"is of a run with {kind.__name__}, not Adamax"):
-        checkpoint.load(tmp_path, 7, others, torch.optim.Adamax(other.parameters()))
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
@@ -368,9 +366,8 @@ def accident() -> None:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
-    time.sleep(
-        os.environ["RANK"] == "1"
-    )  # until rank 1 comes, torchrun's store has only its address before the restart
+    # After the restart, rank 0 finds only the earlier address of rank 1 in the store of torchrun, until rank 1 comes.
+    time.sleep(os.environ["RANK"] == "1")
 
 
 def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_others_go_on(quiet, tmp_path):

@@ -87,7 +87,6 @@ GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
 GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
-    ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
     ("--data {0}", "{0}: the package datasets cannot read it: "),
