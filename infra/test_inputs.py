@@ -69,9 +69,7 @@ def edit(name: str, folder: Path, **changes) -> None:
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 MODELS = {
-    "of_another": partial(
-        edit, "config.json", num_hidden_layers=3, intermediate_size=32
-    ),  # missing and differing weights
+    "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),
     "small_vocabulary": partial(save_model, "abc"),
     "no_eos": lambda folder: [edit(name, folder, eos_token_id=None, eos_token=None) for name in CONFIGS],
     "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
