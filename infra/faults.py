@@ -82,10 +82,10 @@ def leave(code: int) -> None:
 
 def is_lost_contact(error: BaseException) -> bool:
     """Return whether a collective call failed because another rank is gone. Only errors raised inside PyTorch count,
-    because a user's own network code may fail with a similar message. NCCL also reports a lack of memory this way."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    reads_so = any(word in str(error) for word in ("gloo", "NCCL", "onnection")) and "out of memory" not in str(error)
-    return isinstance(error, RuntimeError) and reads_so and raised_in.startswith(os.path.dirname(torch.__file__))
+    because a user's own network code may fail with a similar message. NCCL may also run out of memory on this rank."""
+    message, raised_in = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
+    matches = any(word in message for word in ("gloo", "NCCL", "onnection")) and "out of memory" not in message
+    return isinstance(error, RuntimeError) and matches and raised_in.startswith(os.path.dirname(torch.__file__))
 
 
 def stop_requests() -> list[int]:

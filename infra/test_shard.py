@@ -144,7 +144,7 @@ def test_a_mistake_is_reported_once(small, models, tmp_path, monkeypatch, world,
     assert shown.count("error: ") == 1 and line in shown
 
 
-@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}])
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}])  # the user's own settings stay
 def test_settings_of_pytorch_on_a_gpu(given, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
