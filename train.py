@@ -310,7 +310,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, run_folder.common(cfg, task.train + task.eval))
+    shared = run_folder.equal_on_all_ranks(cfg, task.train + task.eval)
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, shared)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
@@ -332,7 +333,6 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
-@faults.handlers_put_back()
 def train(cfg: Config) -> int:
     """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code."""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
@@ -341,7 +341,7 @@ def train(cfg: Config) -> int:
     device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
     if done is None:
-        return report.finished(out, ranks.on_first(run_folder.changes, cfg))
+        return report.finished(out, ranks.on_first(run_folder.notes_on_changes, cfg))
     run, log, noted = set_up(cfg, device)
     models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
     if done:

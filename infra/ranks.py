@@ -1,11 +1,12 @@
-"""One process or many: these few functions are the only ones that know the difference.
+"""The functions through which ranks communicate. With a single process they do nothing.
 
-Every rank samples a part of the completions of a step and trains on a part of them. Gradients are summed, never
-averaged, because the token weights already hold the totals of the step. With --shard, a rank also holds only a part of
-the model (shard.py).
+Every rank samples a part of a step's completions and trains on a part of them. Gradients are summed, never averaged,
+because the token weights already contain the totals of the step. With --shard, each rank also has only a part of the
+model (shard.py).
 """
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,38 +23,42 @@ from infra.shard import TIMEOUT
 
 
 def start(shard: bool = False) -> torch.device:
-    """Join the process group if torchrun started this process. Otherwise there is one rank, and it needs a group only
-    for sharded weights. -> the device of this rank"""
-    if "RANK" in os.environ and not os.environ.keys() >= {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
-        raise UserError("RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start with torchrun, or unset RANK")
-    faults.end_with_torchrun()
+    """Join the process group if torchrun started this process, and return the device of this rank. A process that was
+    started without torchrun is the only rank, and needs a group only for sharded weights."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise this rank would survive its torchrun, and keep the GPU
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # A cache that grows with every token would fragment the memory. PyTorch reads this when it first uses the GPU.
+        # The cache of a rollout grows with every token, which would fragment memory. PyTorch reads this setting when it
+        # first uses the GPU.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
-        # On an H100 or later PyTorch would prefer the attention of cuDNN, which plans for 30 ms whenever it sees a new
-        # shape. While decoding, the cache has a new shape at every token.
+        # On an H100 or later, PyTorch would prefer the attention of cuDNN, which plans for 30 ms whenever it sees a new
+        # shape. In a rollout, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         try:
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would try again for two hours
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would retry for half an hour
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
-        store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # All ranks start at about the same time, so the default timeout of half an hour is enough to find each other.
+        store, number, count = next(dist.rendezvous("env://"))
+        store.set_timeout(TIMEOUT)
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
-        dist.all_reduce(torch.zeros(1, device=device))  # connects the ranks now, so that it fails or takes memory now
+        # PyTorch connects the ranks in the first collective call. If that fails or needs memory, it should be now.
+        dist.all_reduce(torch.zeros(1, device=device))
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
 def backend(device: torch.device) -> str:
-    """Tensors travel between GPUs. Objects travel between CPUs, where the loss of a machine is noticed at once."""
+    """Return the backends of the process group. Tensors are exchanged between GPUs. Python objects are exchanged
+    between CPUs, where a rank notices at once that another machine is gone."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -66,25 +71,26 @@ def world() -> int:
 
 
 def share(n: int) -> range:
-    """The contiguous part of n things that this rank has to do. Parts differ by one at most and may be empty."""
+    """Return which of n items are this rank's. The items of a rank are contiguous, and their number, which may be zero,
+    differs between ranks by one at most."""
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
 def gather(made: list, same: dict[str, Any] | None = None) -> list:
-    """Join the lists of all ranks, in the order of the ranks. Every rank gets the whole list. All ranks fail if one has
-    another value in `same` than the first rank has."""
+    """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank. If any rank
+    has other values in `same` than the first rank, all ranks fail and one of them reports which values differ."""
     parts = [(made, same or {})] * world()
     if dist.is_initialized():
         dist.all_gather_object(parts, parts[0])
     for other, (_, theirs) in enumerate(parts):
         if differing := [name for name, x in theirs.items() if x != parts[0][1].get(name)]:
-            error = UserError if rank() == 0 else faults.FailedElsewhere  # one rank reports it
+            error = UserError if rank() == 0 else faults.FailedElsewhere
             raise error(f"rank {other} differs from rank 0 in {', '.join(differing)}")
     return [item for part, _ in parts for item in part]
 
 
 def on_first(call: Callable, *args: Any) -> Any:
-    """Call a function on the first rank only. Every rank gets its result, or its UserError."""
+    """Call a function on the first rank only. Every rank returns its result or, if it raised a UserError, fails."""
     with fail_together():
         made = call(*args) if rank() == 0 else None
     return gather([made])[0]
@@ -96,8 +102,8 @@ def barrier() -> None:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If one rank raises a UserError in this block, all ranks fail, and the first that raised one reports it. The block
-    must not contain calls between ranks."""
+    """If any rank raises a UserError in this block, end all ranks at the end of the block. The first rank that raised
+    one reports it. The block must not contain communication between ranks."""
     own = None
     try:
         yield
@@ -115,8 +121,8 @@ def sum_(tensor: torch.Tensor) -> None:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sum gradients over the ranks. A gradient may be missing, because this rank had no micro-batch or because the loss
-    does not depend on the parameter. It counts as zero."""
+    """Sum the gradients over the ranks. A parameter may have no gradient, because this rank had no micro-batch or
+    because the loss does not depend on the parameter. Such a gradient counts as zero."""
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
@@ -124,6 +130,6 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to this norm. -> the norm of the whole model before clipping"""
+    """Clip the gradients to this norm. Return the norm that the gradients of the whole model had before."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,17 +1,16 @@
-"""A run's folder: what it holds, which runs may continue in it, and how its files are written.
+"""The folder of a run: what it contains, which runs may be resumed in it, and how its files are written.
 
-    out/config.json           settings, those given by hand and all of them; each beginning with its commit and versions
+    out/config.json           all settings, those that were given explicitly, and each start with commit and versions
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
     out/checkpoint/000040/    checkpoint.py
     out/model/                the trained model, in fp32
 
-Nothing is written before everything is ready to start. The same command continues a run. Other settings are refused;
-another commit, other versions, and other contents of what the run reads are recorded and told in a note. A finished run
-is only shown. --overwrite renames the folder and starts over.
+Nothing is written before everything is ready to start. The same command resumes a run. Other settings are refused. If
+the commit, the versions or the files that the run reads have changed, this is recorded and a note is printed. The
+results of a finished run are only printed again. --overwrite renames the folder and starts over.
 """
 
-import contextlib
 import fcntl
 import itertools
 import json
@@ -23,6 +22,8 @@ import shutil
 import subprocess
 import time
 import zlib
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -32,32 +33,28 @@ import transformers
 
 from config import Config, UserError, resolve
 
-MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is continued
-locks = []  # as long as their files are open, this process has them
+MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is resumed
+locks = []  # open files; closing one would release its lock
 
 
-# ---- What a folder holds ----
+# ---- What is in a folder ----
 
 
 def step_to_continue_after(config: Config) -> int | None:
-    """0 if the run starts, None if the run in `config.out` is finished. Nothing is written."""
+    """Return the step after which the run in `config.out` is resumed: 0 if it starts from the beginning, None if it is
+    finished. Raise a UserError if this run must not write there. Nothing is written."""
     out = Path(config.out)
     if (out / ".lock").exists():
         lock(out)
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
-        raise UserError(f"{out} holds something that is not a run: give another --out")
-    if starts_over(config):
-        if inside := [path for path in inputs(config) if path.is_relative_to(out.resolve())]:
-            raise UserError(f"--overwrite would move away {inside[0]}, which the new run reads: give another --out")
-        return 0
-    made = made_steps(out)
-    if made is None:
+        raise UserError(f"{out} contains something that is not a run: give another --out")
+    if starts_over(config) or (made := made_steps(out)) is None:
         return 0
     there = settings_of(out)
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
-        raise UserError(f"{out} holds a run with other settings, and only --overwrite starts over: {'; '.join(values)}")
+        raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -67,27 +64,27 @@ def step_to_continue_after(config: Config) -> int | None:
 
 
 def made_steps(out: Path) -> int | None:
-    """The number of steps that the run in this folder has made: up to its newest checkpoint, or all of them if it is
-    finished. None if there is nothing to lose: no run, or one that has not made a step."""
+    """Return how many steps the run in this folder has made: all of them if it is finished, otherwise up to its newest
+    checkpoint. Return None if there is nothing to lose, because there is no run or it has not made a step."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
         return saved[-1]
     if (out / "model").exists():
         return there.steps
-    # The evaluation before the first step counts only if the run is nothing else.
+    # The evaluation before the first step, in line 0, counts only if the whole run is an evaluation.
     return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
-    """The settings that differ, and that a run must keep."""
-    trains = there.steps and here.steps  # otherwise a run is an evaluation
+    """Return the names of the settings that differ although a resumed run must keep them."""
+    trains = there.steps and here.steps  # otherwise one of the runs is only an evaluation
     may_change = MAY_CHANGE - (set() if trains else {"steps", "eval_prompts", "eval_k"})
     return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
 def inputs(config: Config) -> list[Path]:
-    """The files and folders that the settings name."""
+    """Return the files and folders that the settings name."""
     named = [config.model, config.data, config.eval_data, *(name.rpartition(":")[0] for name in config.reward)]
     return [Path(path).resolve() for path in named if path and Path(path).exists()]
 
@@ -97,24 +94,24 @@ def checkpoint_of(out: Path, step: int) -> Path:
 
 
 def saved_steps(out: Path) -> list[int]:
-    """The steps with a whole checkpoint, in their order."""
+    """Return the steps that have a complete checkpoint, in ascending order."""
     return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
 
 
 def settings_of(out: Path) -> Config | None:
-    """The settings of the run in this folder, or None if there is no run."""
+    """Return the settings of the run in this folder, or None if there is no run."""
     settings = content_of(out / "config.json").get("settings")
     if settings is None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
-        raise UserError(f"{out} holds a run with settings that this code does not know: {', '.join(sorted(unknown))}")
+        raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
     settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
     return resolve(Config(**settings), {}, on_gpu=False)
 
 
 def given_in(file: Path) -> dict:
-    """The settings in a user's own file, or those that were given by hand to the run with this config.json, without
-    those that name its folder."""
+    """Return the settings in a file of the user. If the file is the config.json of a run, return only the settings that
+    were given explicitly to that run, without those about its folder."""
     content = json.loads(file.read_text())
     if "given" not in content:
         return content
@@ -122,29 +119,26 @@ def given_in(file: Path) -> dict:
 
 
 def content_of(file: Path) -> dict:
-    """The content of a run's config.json; empty where there is none."""
+    """Return the content of a run's config.json, or an empty dict if there is no such file."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The lines of a .jsonl file of a run, without a last one that a kill has cut off."""
-    *lines, last = file.read_text().split("\n") if file.exists() else [""]
-    whole = [json.loads(line) for line in lines]
-    with contextlib.suppress(ValueError):
-        whole.append(json.loads(last))
-    return whole
+    """Return the lines of a .jsonl file, without a last one that was cut off when the run was killed."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-# ---- The folder becomes this run's ----
+# ---- The start of a run ----
 
 
 def begin(config: Config, given: Config, done: int) -> list[str]:
-    """Write config.json, when everything is ready to start. -> notes"""
+    """Take over the folder and write config.json, once everything is ready to start. Return notes for the user."""
     out, notes, beginnings = Path(config.out), [], []
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
     if step_to_continue_after(config) != done:
-        raise UserError(f"another process has written to {out} by now: start again, or give another --out")
+        raise UserError(f"another process has written to {out} since this one started: start again")
     if starts_over(config) and "settings" in content_of(out / "config.json"):
         free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
         replaced = next(path for path in free if not path.exists())
@@ -152,29 +146,30 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         out.mkdir()
         lock(out)
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
-    for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # folders that a kill has left
+    for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    by_hand = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
+    explicit = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     now = provenance() | {"digests": digests(config)}
     if made_steps(out) is not None:
-        notes += changes(config, now)
+        notes += notes_on_changes(config, now)
         about, there = content_of(out / "config.json"), vars(settings_of(out))
         beginnings = about["beginnings"]
-        by_hand = about["given"] | {name: x for name, x in by_hand.items() if there[name] != x}
+        explicit = about["given"] | {name: x for name, x in explicit.items() if there[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
-    about = {"given": by_hand, "settings": vars(config)} | now | {"beginnings": beginnings}
+    about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
     about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
 
 def starts_over(config: Config) -> bool:
-    """Only the first start does. torchrun's restarts continue."""
+    """Return whether --overwrite applies. It applies to the first start only: when torchrun restarts the ranks after a
+    failure, the run is resumed."""
     return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def changes(config: Config, now: dict | None = None) -> list[str]:
-    """A note for each change since the last beginning of this run that is no reason to refuse it."""
+def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
+    """Return a note for each change since the last start of the run that is no reason to refuse it."""
     now, about = now or provenance() | {"digests": digests(config)}, content_of(Path(config.out) / "config.json")
     before, after = ({"commit": x["commit"]} | x["versions"] | x["digests"] for x in (about, now))
     before |= vars(settings_of(Path(config.out)))
@@ -182,36 +177,21 @@ def changes(config: Config, now: dict | None = None) -> list[str]:
     return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
 
 
-def digests(config: Config) -> dict[str, str]:
-    """A digest of each file that the run reads, and of the files of each folder together."""
-    found = {}
-    for path in inputs(config):
-        files = [file for file in sorted(path.glob("*")) or [path] if file.is_file()]
-        found[f"digest of {path}"] = sha256("".join(map(sha256_of, files)).encode()).hexdigest()[:16]
-    return found
-
-
-def common(config: Config, rows: list[dict]) -> dict:
-    """What all ranks must have been started with. Only the first one reads and writes `out`."""
-    root, own = Path(__file__).parents[1], [path for path in inputs(config) if path.suffix == ".py"]
-    code = [sha256_of(file) for file in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py")), *own]]
+def equal_on_all_ranks(config: Config, rows: list[dict]) -> dict:
+    """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
+    own = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
-    return settings | {"the code": code, "the rows": sum(zlib.crc32(text.encode()) for text in texts)}
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return file_digest(opened, "sha256").hexdigest()
+    return settings | {"the code": [digest_of_code(), *own], "the rows": sum(zlib.crc32(x.encode()) for x in texts)}
 
 
 def provenance() -> dict:
-    """With which code, which libraries and on which machine a run is made."""
+    """Return the commit and the digest of the code, the versions of the libraries, and the hardware."""
     command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
     git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    cpuinfo = Path("/proc/cpuinfo")  # Linux
+    cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
     commit = (git and git.stdout.strip()) or None
@@ -219,36 +199,49 @@ def provenance() -> dict:
 
 
 def digest_of_code() -> str:
-    """A digest of all files that decide what a run computes, whether or not they are committed."""
-    root = Path(__file__).parents[1]
-    files = [file for kind in ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py") for file in sorted(root.glob(kind))]
-    return sha256("".join(sha256_of(file) for file in files if "test" not in file.name).encode()).hexdigest()[:16]
+    """Return a digest of all files that decide what a run computes, whether or not they are committed."""
+    root, kinds = Path(__file__).parents[1], ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py")
+    return digest_of(file for kind in kinds for file in sorted(root.glob(kind)) if "test" not in file.name)
 
 
-# ---- One writer at a time; files that appear whole or not at all ----
+def digests(config: Config) -> dict[str, str]:
+    """Return a digest of each file, and of all files in each folder, that the run reads."""
+    return {f"digest of {path}": digest_of(sorted(path.glob("*")) or [path]) for path in inputs(config)}
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    return sha256("".join(sha256_of(path) for path in paths if path.is_file()).encode()).hexdigest()[:16]
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
+
+
+# ---- One writer at a time; files that are either complete or absent ----
 
 
 def lock(out: Path) -> None:
-    """Let only one process write. The system releases the lock when that process ends, which may take a moment. Child
-    processes that it leaves behind, of a reward function for instance, do not inherit the lock."""
+    """Make sure that only one process writes to a folder. The lock is released when that process ends, which may take a
+    moment. Child processes that it leaves behind, such as those of a reward function, do not keep the lock."""
     handle = open(out / ".lock", "w")
+    locks.append(handle)
     for _ in range(10):
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locks.append(handle)
-            return
-        except (BlockingIOError, PermissionError):
-            time.sleep(1)
+        with suppress(BlockingIOError, PermissionError):
+            return fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(1)
     raise UserError(f"another process is writing to {out}: wait for it, or give another --out")
 
 
 def flush(path: Path) -> None:
+    """Make sure that a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file that is either complete or absent, even if the process is killed meanwhile."""
     partial_file = path.with_name(path.name + ".partial")
     partial_file.write_text(text)
     flush(partial_file)

@@ -1,5 +1,5 @@
-"""Seeds. Every random number of a run is a function of its seed, the step and what the number is for, so that nothing
-random has to be saved to continue a run."""
+"""Random numbers. Every random number of a run is a function of the seed, the step and its purpose, so a checkpoint
+does not have to contain the state of any random generator."""
 
 import hashlib
 
@@ -10,16 +10,17 @@ from infra import ranks
 
 
 def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, NumPy and PyTorch anew for this step and rank. Nothing here draws from them, but a reward may."""
+    """Seed Python, NumPy and PyTorch for this step and rank. Only user code, such as a reward, draws from these global
+    generators."""
     transformers.set_seed(int(np.random.SeedSequence([seed, step, ranks.rank()]).generate_state(1)[0]))
 
 
 def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
-    """Random numbers for a new purpose: give it a name of its own, and numbers such as the step. No other name and no
-    other numbers give the same ones.
+    """Return a generator for one purpose. `name` describes the purpose, and `numbers` are for instance the step. Two
+    generators produce the same random numbers only if the name, the seed and all numbers are equal.
 
-    The streams of completions, minibatches and epochs are older and are named by plain lists like [seed, step, ...].
-    NumPy pads these with zeros, so [seed, step] would be the stream of (seed, step, 0, 0). They stay as they are for
-    the sake of runs that have used them."""
+    Completions, minibatches and epochs do not use this function. Their generators are seeded with plain lists, such as
+    [seed, step, ...], and keep doing so for the sake of existing runs. NumPy pads such lists with zeros, so [seed,
+    step] would give the same numbers as [seed, step, 0, 0]; here the name prevents such collisions."""
     key = hashlib.sha256(repr((name, *map(int, (seed, *numbers)))).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(key)))

@@ -1,15 +1,17 @@
-"""Models that do not fit on one GPU: weights, gradients, Adam and reference split over ranks, by PyTorch's FSDP2.
+"""Models that do not fit on one GPU: PyTorch's FSDP2 splits weights, gradients, Adam and reference over the ranks.
 
-`fully_shard` leaves each rank 1/n of every tensor, in fp32. A layer's weights are gathered, in the dtype of the
-computation, right before they are used and given back right after; its gradients are summed over ranks, in fp32, as
-soon as the backward pass has made them. For a rollout all weights are gathered once.
+`fully_shard` leaves each rank 1/n of every tensor, in fp32. The weights of a layer are gathered right before they are
+used, in the dtype of the computation, and freed right after. Its gradients are summed over the ranks, in fp32, as soon
+as the backward pass has computed them. For a rollout, all weights are gathered once.
 
-n is --shard_size, by default the ranks of one machine. With more ranks than that the shards are replicated (hybrid
-sharding): weights travel within a machine, and between machines only the gradients of each rank's shard.
+n is --shard_size, by default the number of ranks on one machine. If there are more ranks than that, each group of n
+ranks has a full copy of the model (hybrid sharding): weights are then exchanged only within a machine, and between
+machines only the gradients of each rank's shard.
 
-Every rank must take part in each forward and backward pass of an update. During a rollout none waits for another.
-Left out: weights that stay split while sampling (tensor parallelism), so a whole copy in the compute dtype must fit on
-one GPU; offloading to the CPU; before torch 2.13, layers whose parameters not every rank uses in each micro-batch.
+Every rank must take part in each forward and backward pass of an update. During a rollout, no rank waits for another.
+Left out: weights that stay split during a rollout (tensor parallelism), so a full copy in the dtype of the computation
+must fit on one GPU; offloading to the CPU; before torch 2.13, layers with parameters that some rank does not use in a
+micro-batch.
 """
 
 import os
@@ -28,26 +30,27 @@ from transformers import PreTrainedModel
 
 from config import UserError
 
-TIMEOUT = timedelta(hours=2)  # a rank may wait that long for the rollout or the rewards of another
+TIMEOUT = timedelta(hours=2)  # the longest that a rank waits for the rollout or the rewards of another
 
 
 def ranks_of_a_copy(shard_size: int, world: int) -> int:
+    """Return over how many ranks a copy of the model is split."""
     return shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
-    """-> ranks as (copies, shards of a copy), or as shards alone where there is one copy."""
+    """Return the ranks as a mesh of shape (copies, shards of a copy), or (shards,) if there is only one copy."""
     world = dist.get_world_size()
     sizes: list[int] = [0] * world
     dist.all_gather_object(sizes, ranks_of_a_copy(size, world))
-    if len(set(sizes)) > 1:
-        raise UserError(f"--shard: machines of {sorted(set(sizes))} ranks; give a --shard_size that divides them all")
+    if len(set(sizes)) > 1 or world % sizes[0]:
+        found = f"{world} ranks cannot be split into copies of {sorted(set(sizes))} ranks"
+        raise UserError(f"--shard: {found}; give a --shard_size that divides the number of ranks on every machine")
     size = sizes[0]
-    if world % size:
-        raise UserError(f"--shard_size {size}: does not divide the {world} ranks")
     if size == world:
         return init_device_mesh(device.type, (world,))
-    # `init_device_mesh` would give these groups NCCL's timeout of 10 minutes.
+    # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
+    # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     mesh = torch.arange(world).view(-1, size)
     groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=TIMEOUT)[0] for peers in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
@@ -56,22 +59,21 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
 def shard(
     empty: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A model without weights, on the meta device, becomes a sharded one with the weights that rank 0 has."""
+    """Shard an empty model, which is on the meta device, and fill it with the weights of `whole`. Only rank 0 has a
+    `whole` model; on all other ranks it is None."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
-    ends = [empty.get_input_embeddings(), empty.get_output_embeddings()]
-    if ends[1] is not None and ends[0].weight is not ends[1].weight:  # tied ones stay together, in the root
-        units += ends
+    units += [empty.get_input_embeddings(), empty.get_output_embeddings()]
+    # A weight that several modules use, such as that of tied embeddings, is gathered with the root, not with one unit.
     users = Counter(p for unit in units for p in unit.parameters())
-    # A weight that several modules use must be gathered with the whole model, not with one of them.
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
     for module in [*units, empty]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # the root, too
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # True is not the root's default
         module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks, not averaged
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to do so
-    if hasattr(empty, "set_reduce_scatter_unused_params"):  # experts that no token of this rank has chosen
+        module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
+    if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
         empty.set_reduce_scatter_unused_params(True)
-    # What is saved goes by the name of the model's own class, and under the names that its files had.
+    # The saved model needs the class name of the original, and the names that its files have for the weights.
     sharded, own = type(empty), type(empty).__bases__[1]
     sharded.__name__, sharded.__module__ = own.__name__, own.__module__
     empty._weight_conversions = getattr(whole, "_weight_conversions", None)
@@ -79,22 +81,18 @@ def shard(
     empty.tie_weights()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(empty, whole.state_dict() if whole is not None else {}, options=options)
-    buffers = dict(whole.named_buffers()) if whole is not None else {}
-    for name, buffer in empty.named_buffers():  # rotary frequencies, say, are in no state dict
-        if name in buffers:
-            buffer.copy_(buffers[name])
+    for name, buffer in empty.named_buffers():  # some buffers, such as rotary frequencies, are in no state dict
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)
     return empty
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every rank has all weights in the compute dtype for a while, and needs no other rank to run the model. The hooks
-    that gather weights for a forward pass would only cost time: some milliseconds a token."""
+    """Gather all weights on every rank, in the dtype of the computation, for the duration of the block. A rank can then
+    run the model without the others. The hooks that would gather the weights again are removed meanwhile, because they
+    cost several milliseconds per token."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
     try:
@@ -109,7 +107,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """-> on rank 0's CPU the state dict, tied weights once; gathered one tensor at a time. Elsewhere nothing."""
+    """Return the state dict of the whole model, on the CPU of rank 0 and without duplicates of tied weights. All ranks
+    must call this; the others get an empty dict. One tensor is gathered at a time."""
     once = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

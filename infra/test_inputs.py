@@ -1,11 +1,10 @@
-"""Bad input and what it gets, before anything is trained or written: a line and exit code 2, or of the user's own code
-what Python shows. And input that looks bad but must work."""
+"""Bad input is reported before anything is trained or written: with one line and exit code 2 or, if the user's own code
+fails, as Python shows it. Unusual input that must work."""
 
 import json
 import re
 import shutil
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def good(completions, **columns):
     return [float(len(text)) for text in completions]
 
 def logs(completions, log_metric, log_extra, trainer_state, **columns):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # finds this file by its name
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its process imports this file by name
         log_extra("backwards", pool.map(backwards, completions))
     log_extra("drawn", [random.random() for _ in completions])
     for text in completions:
@@ -45,10 +44,9 @@ async def calls(completions, **columns):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """A folder with a good model, good prompts and rewards, and the bad ones that are made from them."""
+    """Return a folder with good prompts, rewards and a good model, and the models that are made from it."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "mine.py").write_text(REWARDS)
-    (folder / "syntax.py").write_text("def good(:\n")
     rows = [f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"]
     (folder / "rows.jsonl").write_text("".join(rows))
     save_model("abcdef>", folder / "model").save_pretrained(folder / "model")
@@ -71,7 +69,7 @@ def edit(name: str, folder: Path, **changes) -> None:
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 MODELS = {
-    "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),  # some lack, some differ
+    "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),
     "small_vocabulary": partial(save_model, "abc"),
     "no_eos": lambda folder: [edit(name, folder, eos_token_id=None, eos_token=None) for name in CONFIGS],
     "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
@@ -79,19 +77,17 @@ MODELS = {
     "checkpoint": lambda folder: (folder / "state.json").touch(),
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "code_of_its_own": partial(edit, "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"}),
-    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this and the rest must work
+    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this and the next must work
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
 }
 
 GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
 GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
-BAD = [  # flags beside the good ones -> the line they get; ... stands for what is between
+BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
-    ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
     ("--data {0}", "{0}: the package datasets cannot read it: "),
-    ("--data word", "word: the package datasets cannot read it: "),
     ("--model {0}/checkpoint", "--model {0}/checkpoint: must stand in its run's folder, beside config.json"),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 of its config's weights: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
@@ -101,18 +97,15 @@ BAD = [  # flags beside the good ones -> the line they get; ... stands for what 
     ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
-OF_THE_USER = [  # -> what Python shows at the end
-    ("--reward {0}/syntax.py:good", 'File "{0}/syntax.py", line 1\n    def good(:\n...SyntaxError: '),
+OF_THE_USER = [  # -> the end of what Python shows
     ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 20, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
     ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 23, in calls\n...RuntimeError: Connection reset by peer'),
-    ("--report_to wandb", "ModuleNotFoundError: ...wandb"),
 ]
 
 
 @pytest.fixture
 def ends(files, capsys, monkeypatch, tmp_path):
-    """-> a function that starts a run which must end with this code, and gives what stood on stderr"""
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    """Return a function that starts a run, expects this exit code, and returns what was printed to stderr."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
@@ -129,11 +122,11 @@ def ends(files, capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("words", "message"), BAD + OF_THE_USER)
 def test_bad_input_gets_its_line_and_the_users_own_code_what_python_shows(files, ends, tmp_path, words, message):
     of_the_user = (words, message) in OF_THE_USER
-    told = ends(words, code=1 if of_the_user else 2)
+    shown = ends(words, code=1 if of_the_user else 2)
     message = "(.|\n)*".join(map(re.escape, message.split("...")))
-    assert re.search(f"{message}.*\n\\Z" if of_the_user else f"^error: {message}.*\n\\Z", told), told
-    assert told.count("Traceback") == of_the_user and (of_the_user or (told.count("\n") == 1 and len(told) < 1000))
-    assert (tmp_path / "out").exists() == ("mine.py" in words or "wandb" in words), "once everything is ready"
+    assert re.search(f"{message}.*\n\\Z" if of_the_user else f"^error: {message}.*\n\\Z", shown), shown
+    assert shown.count("Traceback") == of_the_user and (of_the_user or (shown.count("\n") == 1 and len(shown) < 1000))
+    assert (tmp_path / "out").exists() == of_the_user, "the folder is created once everything is ready"
     assert not (files / "executed").exists()
 
 
@@ -143,8 +136,8 @@ def settings_of(files: Path, **changes) -> dict:
 
 
 def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
-    """A mean over all ranks; the step that it is told is that of the run. And what it logs of each completion stands
-    beside that completion. It may start processes of its own. What it draws is another number on each rank."""
+    """The column is a mean over all ranks. What a reward logs for each completion is in the line of that completion. A
+    reward gets the step of the run, may start processes, and draws different random numbers on each rank."""
     settings = settings_of(files, reward=f"{files}/mine.py:logs", steps=2, eval_every=2, eval_prompts=2)
     run(settings, tmp_path / "out", world=2)
     for done, line in enumerate(metrics(tmp_path / "out")[1:]):
@@ -155,7 +148,7 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     assert len({line["extras"]["drawn"] for line in written}) == len(written)
 
 
-def test_held_out_prompts_alone_can_be_evaluated(files, tmp_path):
+def test_held_out_prompts_can_be_evaluated_without_others(files, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"prompt": "a>"}\n')
     settings = settings_of(files, data=None, eval_data=tmp_path / "one.jsonl", task="data", steps=0, eval_every=1)
     run({name: x for name, x in settings.items() if x is not None}, tmp_path / "out")
@@ -163,7 +156,7 @@ def test_held_out_prompts_alone_can_be_evaluated(files, tmp_path):
 
 
 def test_models_that_must_work(files, tmp_path):
-    """The pad token plays no part: completions end at EOS, and EOS is trained on."""
+    """The pad token does not matter: completions end at EOS, and EOS is trained on."""
     for model in ("model", "no_pad", "pad_is_eos"):
         run(settings_of(files, model=files / model), tmp_path / model)
         assert lines(tmp_path / model / "samples.jsonl") == lines(tmp_path / "model/samples.jsonl")
@@ -184,4 +177,4 @@ def test_nothing_executes_data():
 def test_code_that_comes_with_a_model_is_run_when_asked_for(files, ends, tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     ends("--model {0}/code_of_its_own --trust_remote_code", code=2)
-    (files / "executed").unlink()  # it is there
+    (files / "executed").unlink()  # fails if the code was not run

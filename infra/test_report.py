@@ -133,7 +133,6 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
 
 LINES = [  # of a file, and the steps whose lines stay
     ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2]),  # step 3 will be run again
-    ('{"step": 1}\n{"step": 2}', [1, 2]),  # a whole line, without its end
     ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2]),
 ]
 
