@@ -50,31 +50,12 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert alone["eval/accuracy"] is alone["eval/pass@1"] is alone["eval/accuracy_ci"] is None
 
 
+SHOWN = dict(rejected_groups=0.25, truncated=0.1, completion_length=7.0)
+
+
 def test_a_spread_is_none_only_where_all_rewards_are_equal():
     assert report.std([0.5, 0.5]) == 0.0 and report.std([0.5, math.nan]) is None
     assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
-
-
-LEARNING = dict(dead_groups=0.5, truncated=0.5, reward=0.0, completion_length=1.0, entropy=0.0, tokens_per_second=1.0)
-NOTES = [  # figures, advantages of the four groups, what is said once
-    ({}, [0, 0, 1, 1], None),
-    ({}, [0, 0, 0, 1], "fewer than half of a step's groups are trained on"),
-    (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
-    (dict(dead_groups=1.0), [1] * 4, "in one of the first steps no reward differs"),
-]
-
-
-@pytest.mark.parametrize("figures, advantages, note", NOTES)
-def test_what_keeps_a_run_from_learning_is_said_once(tmp_path, capsys, figures, advantages, note):
-    groups = [group([0.0, 1.0], 1) for _ in advantages]
-    for made, A in zip(groups, advantages):
-        made.advantages = torch.tensor([-A, A])
-    log = RunLog(Config(out=str(tmp_path), steps=9, prompts_per_step=4, samples_per_step=0), str, NAMES)
-    log.open(0)
-    for step in (1, 2):
-        log.step(LEARNING | figures | {"step": step}, groups, [])
-    shown = capsys.readouterr().out
-    assert shown.count("note: ") == bool(note) and (note or "") in shown
 
 
 def test_replies_have_no_figures_and_are_seen_apart():
@@ -148,20 +129,20 @@ def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, text, steps):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, is_terminal):
+def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_progress(
+    tmp_path, monkeypatch, is_terminal
+):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: is_terminal
-    log = RunLog(Config(out=str(tmp_path), steps=2), str, NAMES)
+    log = RunLog(Config(out=str(tmp_path), steps=2, samples_per_step=0), str, NAMES)
     log.open(0)
-    log.bar.mininterval = 0  # each change is drawn
-    log.show_step(dict(reward=0.5, completion_length=7.0, entropy=None, tokens_per_second=1234.4, step=1))
-    log.generating(17, 3)
-    figures = "reward 0.500  completion_length 7.000  entropy -  tokens_per_second 1,234.400"
-    *_, stepped, sampling = f"\r{screen.getvalue()}".split("\r")
-    if is_terminal:
-        assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
-    else:
-        assert sampling == f"step 1/2  {figures}\n"
+    for tokens in range(1, 33):
+        log.generating(tokens, 3)
+    log.step({"step": 1, "reward": 0.5, "entropy": None, "tokens_per_second": 1234.4} | SHOWN, [group([1.0], 1)], [])
+    progress, line = screen.getvalue().rpartition("\r")[::2]
+    assert progress.count("unfinished") == (2 if is_terminal else 0)
+    assert line.removeprefix("\033[K").startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")
+    assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
 
 
 def test_the_figures_of_each_step_reach_trackio(tmp_path, monkeypatch):
