@@ -159,9 +159,6 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--tis_mode {config.tis_mode}: vespo multiplies the ratios of a completion itself; use a token mode"
     if given and config.old_policy == "sampler":
         yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
-    for low, high in (("tis_floor", "tis_cap"), ("gate_low", "gate_high")):
-        if (getattr(config, low) or 0.0) > (getattr(config, high) or math.inf):
-            yield f"--{low} {getattr(config, low):g}: must not be above --{high} {getattr(config, high):g}"
     corrected = given or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
         yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask and sampler_coef need it to be true"
@@ -181,8 +178,6 @@ def contradictions(config: Config) -> Iterator[str]:
             yield f"--{name}: has no effect without --{other}"
     if not (config.keep_set or config.truncates):
         yield "--keep_set: has no effect without --top_p, --top_k or --min_p"
-    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
-        yield "--lr_schedule: has no effect, because the run ends before its --warmup_steps do"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
 

@@ -274,8 +274,7 @@ def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: B
         where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
         cause = f"the {name} is {values[i, n, t]:g} at token {token} of the completion of {where}"
     with ranks.fail_together():
-        found = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}"
-        raise UserError(f"{found}; the update was not made: {cause}")
+        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made: {cause}")
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:

@@ -74,7 +74,6 @@ MODELS = {
     "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),  # some lack, some differ
     "small_vocabulary": partial(save_model, "abc"),
     "no_eos": lambda folder: [edit(name, folder, eos_token_id=None, eos_token=None) for name in CONFIGS],
-    "masked": partial(edit, "config.json", model_type="bert", architectures=["BertForMaskedLM"]),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "checkpoint": lambda folder: (folder / "state.json").touch(),
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -88,16 +87,14 @@ GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags beside the good ones -> the line they get; ... stands for what is between
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
-    ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
     ("--data {0}", "{0}: the package datasets cannot read it: "),
     ("--data word", "word: the package datasets cannot read it: "),
-    ("--model {0}/checkpoint", "--model {0}/checkpoint: must stand in its run's folder, beside config.json"),
+    ("--model {0}/checkpoint", "--model {0}/checkpoint: this checkpoint is not in the folder of its run"),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 of its config's weights: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
-    ("--model {0}/masked", "--model {0}/masked: BertForMaskedLM fills in masks and cannot continue a text"),
-    ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must name tokens, from 0 to 8"),
-    ("--model {0}/no_eos", "eos_token_id [] of model and tokenizer: must name tokens, from 0 to 8"),
+    ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must be token ids from 0 to 8"),
+    ("--model {0}/no_eos", "eos_token_id [] of model and tokenizer: must be token ids from 0 to 8"),
     ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
