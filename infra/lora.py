@@ -85,13 +85,12 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.lora_on = True
 
 
-def notes(model: PreTrainedModel) -> list[str]:
-    """Return a note if experts that are stored as one tensor get no adapters."""
+def notes(model: PreTrainedModel) -> Iterator[str]:
+    """Yield a note if experts that are stored as one tensor get no adapters."""
     linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
     experts = sum(p.numel() for p in model.parameters() if p.dim() > 2)
-    if not linear or not experts:
-        return []
-    return [f"adapters reach {linear / (linear + experts):.0%} of the weights, because the experts are one tensor"]
+    if linear and experts:
+        yield f"adapters reach {linear / (linear + experts):.0%} of the weights, because the experts are one tensor"
 
 
 # ---- Adapters on disk, in the format of PEFT ----

@@ -193,8 +193,7 @@ def _named(name: str, part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}") from error
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {error!r:.600}") from error
 
 
 @torch.library.impl("aten::_grouped_mm", ("AutocastCPU", "AutocastCUDA"))

@@ -278,22 +278,20 @@ def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: B
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
-    """Print the result of a run from its files: the first and the last metrics on held-out prompts, or of training if
-    there was no evaluation. `notes` are given if the run was finished before. Return the exit code."""
-    lines = run_folder.read_lines(out / "metrics.jsonl")
-    if ranks.rank() > 0 or not lines:
+    """Print the result of a run from its files: the metrics of the first and of the last evaluation. `notes` are given
+    if the run was finished before. Return the exit code."""
+    lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
+    if ranks.rank() > 0:
         return 0
-    lines = [line for line in lines if held_out(line)] or lines
-    ends = lines[:1] + lines[1:][-1:]
-    steps, names = [f"step {line['step']}" for line in ends], held_out(ends[-1])
     with suppress(OSError):
         if notes is not None:
             print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
-        title = "held out (± 95 %)" if names else "trained on"
-        print(f"{title:24}", *(f"{step:>18}" for step in steps))
-        for name in names or ["reward", "completion_length", "entropy"]:
-            cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
-            print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
+        if lines:
+            ends = lines[:1] + lines[1:][-1:]
+            print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in ends))
+            for name in held_out(ends[-1]):
+                cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in ends)
+                print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
         print(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
     return 0
 

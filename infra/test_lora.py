@@ -92,7 +92,8 @@ def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_
 def test_experts_without_adapters_are_reported():
     (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
     assert "adapters reach 33% of the weights" in note
-    assert lora.notes(tiny_model("qwen3_moe")) == lora.notes(lora.add_adapters(tiny_model("llama"), 2, 4)) == []
+    for model in (tiny_model("qwen3_moe"), lora.add_adapters(tiny_model("llama"), 2, 4)):
+        assert [*lora.notes(model)] == []
 
 
 # ---- Runs ----
