@@ -223,9 +223,9 @@ class RunLog:
         return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
 
     def generating(self, tokens: int, rows: int) -> None:
-        """Show in a terminal that a rollout makes progress. The next line that is printed takes its place."""
+        """Show in a terminal that a rollout makes progress. The next line on the screen, which is longer, replaces this."""
         if self.in_terminal and tokens % 16 == 0:
-            self.say(f"sampled {tokens} tokens of each of {rows} unfinished completions", end="\r")
+            self.say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 
     def stopped(self, signal_number: int, step: int) -> int:
         """Report that a signal has stopped the run, and return its exit code."""
@@ -233,10 +233,9 @@ class RunLog:
         return 128 + signal_number
 
     def say(self, line: str, end: str = "\n") -> None:
-        clear = "\033[K" if self.in_terminal else ""  # removes the rest of a longer line in the same place
         with suppress(OSError):  # the run goes on if nobody reads this any more, or its disk is full
             if not self.quiet:
-                print(clear + line, end=end, flush=True)
+                print(line, end=end, flush=True)
 
 
 def as_json(lines: list[dict]) -> str:

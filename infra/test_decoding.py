@@ -108,10 +108,8 @@ def waits() -> list[list[dict]]:
             for length in (16, 32):
                 gpu.waits.clear()
                 with decoding(model, torch.float32, decode, length):
-                    how = Sampling(length, [VOCAB], **cut)
-                    rollout(
-                        model, PROMPTS[1:3], uniforms(0, 1, [(0, 0), (1, 0)], length), how, progress=lambda *_: None
-                    )
+                    how, streams = Sampling(length, [VOCAB], **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
+                    rollout(model, PROMPTS[1:3], streams, how, progress=lambda *_: None)
                 counts.append(gpu.waits.copy())
             found.append({name: n / 16 for name, n in (counts[1] - counts[0]).items()})
     return [found[i : i + 2] for i in range(0, len(found), 2)]

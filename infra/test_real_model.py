@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train
 from conftest import ROOT, distance, flat_gradient, lines
@@ -41,7 +40,7 @@ def test_a_step_has_the_gradient_of_a_plain_loop(words, tmp_path, monkeypatch):
             ids = torch.tensor([group.prompt_ids + made.ids])
             logits = run.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
             logp = logits.log_softmax(-1)[range(len(made.ids)), made.ids]
-            # The rollout has a cache and other shapes of batches, so rounding errors in fp32 differ, over thirty layers.
+            # The rollout has a cache and other shapes of batches, so rounding errors of thirty layers differ.
             torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
             (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
     # The gradient is off by as much as probabilities are, and these by as much as log-probs: 1e-4.
@@ -55,6 +54,3 @@ def test_a_saved_model_can_be_evaluated(words, tmp_path):
     (again,), after = (lines(tmp_path / name / "metrics.jsonl") for name in ("again", "run"))
     found = {name: value for name, value in again.items() if name.startswith("eval/")}
     assert len(found) > 5 and found == {name: pytest.approx(after[-1][name]) for name in found}
-    weights, trained = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "run" / "model"))
-    changed = [name for name in weights if not weights[name].equal(trained[name])]
-    assert weights.keys() == trained.keys() and len(changed) > 200
