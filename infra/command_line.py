@@ -135,13 +135,12 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # The objective.
-    updates = config.num_iterations * config.minibatches
     preset, read = vars(Config()) | ALGORITHMS[config.algorithm], SWITCHES_READ[config.objective]
     for name in sorted({name for names in SWITCHES_READ.values() for name in names} - {*read}):
         if getattr(config, name) not in (preset[name], getattr(Config, name)):
             yield f"--{name} {getattr(config, name)}: has no effect with --objective {config.objective}; leave it out"
-    if config.objective == "reinforce" and updates > 1:
-        yield f"--objective reinforce: has no ratio, so it allows one update per rollout, but {updates} are set"
+    if config.objective == "reinforce" and config.num_iterations * config.minibatches > 1:
+        yield "--objective reinforce: has no ratio, so use --num_iterations 1 --minibatches 1, one update per rollout"
     if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:

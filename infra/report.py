@@ -81,15 +81,14 @@ def together(name: str, one: Tensor, other: Tensor) -> Tensor:
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
     """Compute the metrics of time and memory. All ranks must call this."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    on_gpu = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resident
-    reserved = [torch.cuda.max_memory_reserved() / 1e9] if on_gpu else []  # a CPU has no such number
+    peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, these functions return 0
+    reserved = max(ranks.gather([torch.cuda.max_memory_reserved()])) / 1e9
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
         "peak_memory_gb": max(ranks.gather([peak])) / 1e9,
-        "peak_memory_reserved_gb": max(ranks.gather(reserved), default=None),
+        "peak_memory_reserved_gb": reserved or None,
     }
 
 
@@ -223,7 +222,7 @@ class RunLog:
         return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
 
     def generating(self, tokens: int, rows: int) -> None:
-        """Show in a terminal that a rollout makes progress. The next line on the screen, which is longer, replaces this."""
+        """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
         if self.in_terminal and tokens % 16 == 0:
             self.say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 

@@ -123,7 +123,7 @@ MISTAKES = [  # a command line -> a part of each line of its error message
 IN_FILES = [  # settings in a file, flags, a part of each line of the error message
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
     ({"settings": {"seed": 1}}, "", "unrecognized arguments: --settings="),  # only "given" is read
-    ({"algorithm": "rloo", "beta": None, "seed": 2}, "--minibatches 4", "--objective reinforce: ... 4 are set"),
+    ({"algorithm": "rloo", "beta": None, "seed": 2}, "--minibatches 4", "--objective reinforce: has no ratio"),
     ({}, "--config none.json", "none.json"),
 ]
 

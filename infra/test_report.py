@@ -75,7 +75,6 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # of a second rank
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
     metrics = report.of_machine(30, 1.0, 2.0)
