@@ -228,7 +228,7 @@ class RunLog:
 
     def stopped(self, signal_number: int, step: int) -> int:
         """Report that a signal has stopped the run, and return its exit code."""
-        self.say(f"stopped after step {step}; the same command, without --overwrite, goes on from there")
+        self.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
         return 128 + signal_number
 
     def say(self, line: str, end: str = "\n") -> None:

@@ -420,7 +420,7 @@ def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, monkeypatch):
 def test_a_signal_to_one_rank_ends_all_after_the_step(quiet, tmp_path):
     before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
     shown = run(quiet, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
-    assert "stopped after step 1; the same command, without --overwrite, goes on from there\n" in shown
+    assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 
 

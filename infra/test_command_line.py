@@ -157,7 +157,7 @@ def values_of(setting: Field) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_takes_what_its_line_in_config_allows(capsys, name):
+def test_a_setting_is_what_its_line_says(capsys, name):
     """This covers the flag, the type, the default and the names or bounds of every setting, new ones included."""
     setting, default = SETTINGS[name], getattr(Config(), name)
     fine, wrong = values_of(setting)
