@@ -1,7 +1,7 @@
-"""The command line -> settings, by argparse, and the mistakes in them that can be found before a run starts.
+"""The command line: turn flags into settings, and find the mistakes that can be found before a run starts.
 
-A flag is made of each field of Config. Settings also come from files: --config, and the run that --out continues. A
-flag wins over both. Left out: mistakes that only the rows, the model or the machine can reveal.
+There is a flag for each field of Config. Settings also come from a --config file, and from the run that --out resumes;
+a flag overrides both. Left out: mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
@@ -27,11 +27,12 @@ SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
-# ---- Words -> settings ----
+# ---- From the words of a command line to settings ----
 
 
 def parse(words: list[str], on_gpu: bool) -> Config:
-    """-> the settings that were given, the others as in Config. A mistake ends the process with exit code 2."""
+    """Return the settings that the user gave; all others stay as they are in Config. A mistake ends the process with
+    exit code 2."""
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
     parser = flags()
     try:
@@ -40,7 +41,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         given = {name: x for name, x in vars(parser.parse_args(words)).items() if name != "config"}
         out, there = Path(given.get("out", "")).expanduser(), Config()
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
-            there = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # it started over only once
+            there = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # resume it, do not start over
         config = dataclasses.replace(there, **given)
         ready(config, on_gpu)
     except (UserError, OSError, ValueError) as error:
@@ -49,7 +50,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
 
 
 def words_of(settings: dict) -> list[str]:
-    """The settings of a file as words of a command line. null leaves a setting open."""
+    """Write the settings of a file as words of a command line. A setting that is null is left out."""
     words = []
     for name, x in settings.items():
         if isinstance(x, list):
@@ -60,9 +61,10 @@ def words_of(settings: dict) -> list[str]:
 
 
 def flags() -> argparse.ArgumentParser:
-    about = "GRPO of a language model. A default of None is the task's, the algorithm's or the machine's."
+    """Return a parser with a flag for each setting."""
+    about = "GRPO of a language model. A default of None is chosen by the task, the algorithm or the machine."
     parser = argparse.ArgumentParser("train.py", "train.py [--setting value ...]", about, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="settings, as a run's config.json; flags win over it")
+    parser.add_argument("--config", metavar="FILE", help="read settings from here, e.g. from a run's config.json")
     for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
         group = parser.add_argument_group(heading)
         for setting in settings:
@@ -76,7 +78,8 @@ def flags() -> argparse.ArgumentParser:
 
 
 def kind_of(setting: Field) -> type:
-    """str, int, float or bool: of an optional setting if it is given, and of each value of a list"""
+    """Return the type of a setting's value: str, int, float or bool. For a list, it is the type of each element, and
+    for a setting that may be None, the type of any other value."""
     return (get_args(setting.type) or (setting.type,))[0]
 
 
@@ -85,8 +88,8 @@ def is_list(setting: Field) -> bool:
 
 
 def allowed(setting: Field) -> str:
-    """For instance "float at least 0 and below 1"."""
-    # A task is a file, so config.py does not know its name.
+    """Describe the values that a setting may have, for instance "float at least 0 and below 1"."""
+    # Tasks are files, so config.py does not list their names.
     if names := task_names() if setting.name == "task" else setting.metadata["names"]:
         return f"one of {', '.join(names)}"
     bounds = [f"{name.replace('_', ' ')} {x:g}" for name, x in setting.metadata["bounds"].items() if math.isfinite(x)]
@@ -98,7 +101,7 @@ def allowed(setting: Field) -> str:
 
 
 def ready(config: Config, on_gpu: bool) -> Config:
-    """-> the resolved settings, if a run can start with them; otherwise a UserError with a line for each mistake"""
+    """Return the settings with every default filled in. Raise a UserError with a line for each mistake in them."""
     config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
     if wrong := [*wrong_values(config)] or [*contradictions(config)]:
         raise UserError("\n".join(wrong))
@@ -106,7 +109,7 @@ def ready(config: Config, on_gpu: bool) -> Config:
 
 
 def wrong_values(config: Config) -> Iterator[str]:
-    """A line for each setting whose value is wrong, whatever the others are."""
+    """Yield a line for each value that is wrong whatever the other settings are."""
     for name, setting in SETTINGS.items():
         value = getattr(config, name)
         if not all(is_allowed(setting, x) for x in (value if isinstance(value, list) else [value]) if x is not None):
@@ -115,88 +118,69 @@ def wrong_values(config: Config) -> Iterator[str]:
 
 def is_allowed(setting: Field, value: Any) -> bool:
     if kind_of(setting) in (str, bool):
-        return value != ""  # an unset variable of the shell
+        return value != ""  # an empty value comes from a shell variable that is not set
     bounds = setting.metadata["bounds"]
     is_finite = abs(value) < math.inf or value == bounds.get("at_most")
     return is_finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def contradictions(config: Config) -> Iterator[str]:
+    """Yield a line for each setting that does not fit the others, or that nothing would read."""
     # What is trained, and on what.
     needed = [] if hasattr(task_file(config.task), "model") else ["model"]
-    rows = "data" if config.steps or not config.eval_data else "eval_data"  # an evaluation trains on nothing
+    rows = "data" if config.steps or not config.eval_data else "eval_data"  # an evaluation needs no training prompts
     needed += [rows, "reward"] if config.task == "data" else []
     yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
-        yield f"--reward_weights {config.reward_weights}: give one for each of {len(config.reward)} rewards"
+        yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # The objective.
-    updates = config.num_iterations * config.minibatches
     preset, read = vars(Config()) | ALGORITHMS[config.algorithm], SWITCHES_READ[config.objective]
     for name in sorted({name for names in SWITCHES_READ.values() for name in names} - {*read}):
         if getattr(config, name) not in (preset[name], getattr(Config, name)):
-            yield f"--{name} {getattr(config, name)}: is not read by --objective {config.objective}; leave it out"
-    if config.objective == "reinforce" and updates > 1:
-        yield f"--objective reinforce: has no ratio, so it is right for one update a rollout, not for {updates}"
+            yield f"--{name} {getattr(config, name)}: has no effect with --objective {config.objective}; leave it out"
+    if config.objective == "reinforce" and config.num_iterations * config.minibatches > 1:
+        yield "--objective reinforce: has no ratio, so use --num_iterations 1 --minibatches 1, one update per rollout"
     if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
-        yield "--old_policy sampler: is not read by --objective reinforce, which has no ratio; leave it out"
+        yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
-        yield f"--epsilon_high {config.epsilon_high:g}: is the cap itself under cispo, below every ratio; use 5, say"
-    least = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # it clips the logarithm alone
-    if config.delta is not None and config.objective == "clip" and config.delta <= least:
-        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and is not for --ratio geometric"
+        yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
+    if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
+        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, which is {1 + config.epsilon_high:g}"
     if config.ratio == "geometric" and config.objective != "clip":
-        yield f"--ratio geometric: clips by itself and is part of --objective clip, not of {config.objective}"
+        yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
     given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
     bounded = config.tis_cap is not None or config.tis_floor is not None
-    if config.tis_mode == "geometric_mask":  # of a run of an earlier version
-        yield "--tis_mode geometric_mask: is now --gate_low and --gate_high, in place of --tis_floor and --tis_cap"
     if config.tis_mode != Config.tis_mode and not bounded:
-        yield f"--tis_mode {config.tis_mode}: corrects nothing without --tis_cap or --tis_floor"
+        yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
     if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):
-        yield f"--tis_mode {config.tis_mode}: --objective vespo takes the product itself; use a mode of tokens"
+        yield f"--tis_mode {config.tis_mode}: vespo multiplies the ratios of a completion itself; use a token mode"
     if given and config.old_policy == "sampler":
-        yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1"
-    for low, high in (("tis_floor", "tis_cap"), ("gate_low", "gate_high")):
-        if (getattr(config, low) or 0.0) > (getattr(config, high) or math.inf):
-            yield f"--{low} {getattr(config, low):g}: must not be above --{high} {getattr(config, high):g}"
+        yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
     corrected = given or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
-        yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask, sampler_coef need the kept sets"
+        yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask and sampler_coef need it to be true"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
-        yield "--scale_rewards mean: would divide by means that --combine_rewards gdpo has made 0"
+        yield "--scale_rewards mean: cannot divide by the means, because --combine_rewards gdpo makes them 0"
     if config.normalization == "prompt" and config.minibatches > 1:
-        yield "--normalization prompt with --minibatches: a prompt's completions would be in several updates"
+        yield "--normalization prompt: needs all completions of a prompt in one update; use --minibatches 1"
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
-        yield "--num_generations 1: a group of one has nothing to compare with; use the batch's baseline and scale"
-    if config.minibatches > config.prompts_per_step * config.num_generations:
-        yield f"--minibatches {config.minibatches}: more than a step has completions"
-    if config.steps == 0 and config.eval_every == 0:
-        yield "--steps 0 with --eval_every 0: nothing to do"
-    if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
-        yield f"--kl_importance: the ratio makes k1 and k3 exact, not {config.kl_estimator}"
+        yield "--num_generations 1: leaves nothing to compare with in a group; use the batch's baseline and scale"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
     only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
-            yield f"--{name}: is not read without --{other}"
+            yield f"--{name}: has no effect without --{other}"
     if not (config.keep_set or config.truncates):
-        yield "--keep_set: is not read without --top_p, --top_k or --min_p"
-    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
-        yield "--lr_schedule: is not read without --steps after the --warmup_steps"
+        yield "--keep_set: has no effect without --top_p, --top_k or --min_p"
     if config.ref_sync_every and config.lora_rank:
-        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, and never changes"
+        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """What is allowed but worth a line."""
+    """Yield a line for each combination that is allowed but seldom wanted."""
     if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
         yield f"learning_rate {config.learning_rate:g} suits all weights; adapters learn best at about ten times that"
-    if config.truncates and not config.keep_set:
-        yield "keep_set false: completions come from a part of the vocabulary, log-probs are of the whole"
-    chosen = config.top_entropy < 1.0 or (config.tis_mode == "token_mask" and (config.tis_cap or config.tis_floor))
-    if config.ratio != "token" and chosen:
-        yield f"ratio {config.ratio} is of a whole completion: all its tokens get a gradient, not the chosen ones alone"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
-        yield "kl_estimator k1: on-policy its gradient is 0 on average, so beta adds noise alone; use k2 or k3"
+        yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"

@@ -1,29 +1,30 @@
-"""Prepare a model for decoding, and restore it afterwards. While it decodes, its weights are in the dtype of the
-computation, sharded weights are gathered, and logits are in fp32. With --decode graph each token is one CUDA graph,
-where Python would otherwise launch a thousand kernels."""
+"""Prepare a model for decoding, and restore it afterwards.
+
+While it decodes, its weights are in the dtype of the computation, sharded weights are gathered, and logits are in fp32.
+With --decode graph each token is one CUDA graph. Otherwise Python launches about a thousand kernels for each token.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, update_wrapper
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from fast.output_head import forward_replaced, head_returns_logits, linear_in_fp32
 from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, rollout
 
-FIRST_ROOM = 256  # tokens
-_can_be_graphs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # is missing without CUDA
+FIRST_ROOM = 256  # how many tokens after the prompt the first cache of a graph can take
+sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # PyTorch without CUDA has none
 
 
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
+    """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
         steps = forward_replaced(model, Steps(model.forward, max_tokens))
         with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
@@ -31,7 +32,7 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
 
 
 def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
-    """Compute logits as training does: the product of states and weights is not rounded to their dtype."""
+    """Compute logits as training does, without rounding them to the dtype of the weights."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
     return in_fp32 if head_returns_logits(model, ids) else nullcontext()
@@ -39,8 +40,8 @@ def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
 
 @contextmanager
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Hold the weights in another dtype for a while: in bf16, decoding reads half the bytes. The fp32 weights come back
-    unchanged. Buffers, such as rotary frequencies, keep their precision."""
+    """Convert the weights for a while. In bf16, decoding reads half as many bytes. Afterwards the original weights are
+    back, unchanged. Buffers, such as rotary frequencies, are not converted."""
     weights = {p: p.data for p in model.parameters() if p.dtype != dtype}
     try:
         for p, weight in weights.items():
@@ -52,25 +53,26 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Steps:
-    """Replaces the forward of a model. It reads prompts as usual. After that, all that changes from token to token is
-    copied into tensors whose addresses stay the same, so that the step of the second token can be captured as a CUDA
-    graph and replayed for the others, until the rows of the batch change or the cache is full. The cache then doubles,
-    because attention reads all of it at every token, whether it is filled or not."""
+    """Replaces the forward of a model, so that a CUDA graph can compute all tokens after the first.
+
+    A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
+    tensors that stay in place. The step of the second token is captured, and replayed for the next ones until the rows
+    of the batch change or the cache is full. Then the cache is doubled. It starts small, because attention reads all of
+    it for every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens
-        update_wrapper(self, forward)  # `generate` looks at the signature
+        update_wrapper(self, forward)  # because `generate` looks at the signature
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):
-            self.keys = self.graph = self.out = None  # frees the memory of earlier prompts
+            self.keys = self.graph = self.out = None  # frees the memory that earlier prompts took
             self.tokens, self.most = input_ids.shape[1], input_ids.shape[1] + self.max_tokens
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
-            for i, layer in enumerate(layers):
-                if type(layer) is not DynamicLayer:
-                    raise TypeError(f"its cache has a {type(layer).__name__}")
-                layers[i] = static_layer(layer, min(self.most, self.tokens + FIRST_ROOM))
+            if others := {type(layer).__name__ for layer in layers} - {"DynamicLayer"}:
+                raise TypeError(f"its cache has a {min(others)}")
+            make_static(layers, min(self.most, self.tokens + FIRST_ROOM))
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
         if self.keys is not layers[0].keys:  # the rows of the batch have changed
@@ -80,48 +82,43 @@ class Steps:
         self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
         self.tokens += 1
         if self.tokens == layers[0].max_cache_len < self.most:
-            for i, layer in enumerate(layers):
-                layers[i] = static_layer(layer, min(self.most, 2 * self.tokens))
+            make_static(layers, min(self.most, 2 * self.tokens))
         return self.out
 
     def _step(self, call: Callable, layers: list[StaticLayer]) -> None:
         if self.out is None or not self.ids.is_cuda:
             with ExitStack() as afterwards:
                 afterwards.callback(sync_debug_mode, 0)
-                sync_debug_mode(2)  # raises if the host waits for the GPU, which a graph cannot do
+                sync_debug_mode(2)  # raises an error if the host waits for the GPU, which a graph cannot do
                 self.out = call()
             return
         if self.graph is None:
             self.graph, tokens = torch.cuda.CUDAGraph(), layers[0].cumulative_length.clone()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # the thread of NCCL goes on
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
                 self.out = call()
             for layer in layers:
-                layer.cumulative_length.copy_(tokens)  # capturing computed nothing
+                layer.cumulative_length.copy_(tokens)  # capturing a token computes none
         self.graph.replay()
 
 
-def static_layer(layer: CacheLayerMixin, length: int) -> StaticLayer:
-    """The same keys and values in a layer of this length."""
-    longer = StaticLayer(length)
-    longer.update(layer.keys, layer.values)
-    return longer
+def make_static(layers: list[CacheLayerMixin], length: int) -> None:
+    """Replace the layers of a cache by layers that have this length, with the same keys and values."""
+    for i, layer in enumerate(layers):
+        layers[i] = StaticLayer(length)
+        layers[i].update(layer.keys, layer.values)
 
 
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether the model gives the same log-probs this way. Each model is tried once, on two short prompts."""
-    if model not in _can_be_graphs:
-        _can_be_graphs[model] = _try_steps(model, dtype)
-    return _can_be_graphs[model]
-
-
-def _try_steps(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
-    try:
-        plain = [completion.logp for completion in sample()]
-        with forward_replaced(model, Steps(model.forward, 3)):
-            steps = [completion.logp for completion in sample()]
-        torch.testing.assert_close(steps, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
-    except Exception as error:
-        faults.warn(f"--decode graph: not used, {type(model).__name__} cannot be a graph: {error}".splitlines()[0])
-        return False
-    return True
+    """Return whether the model gives the same log-probs this way. Each model is tried once, on two short prompts."""
+    if not hasattr(model, "can_be_graphs"):
+        sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
+        try:
+            plain = [completion.logp for completion in sample()]
+            with forward_replaced(model, Steps(model.forward, 3)):
+                steps = [completion.logp for completion in sample()]
+            torch.testing.assert_close(steps, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
+            model.can_be_graphs = True
+        except Exception as error:
+            faults.warn(f"--decode graph: not used, {type(model).__name__} cannot be a graph: {error}".splitlines()[0])
+            model.can_be_graphs = False
+    return model.can_be_graphs

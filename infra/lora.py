@@ -2,11 +2,12 @@
 
     y = W x + alpha / r B A x,    A (r, in) uniform in +-1 / sqrt(in), B (out, r) = 0
 
-Every linear layer but the output head gets such an adapter. The weights are in the dtype of the computation and the
-adapters in fp32. Adapters are never merged into the weights, because bf16 would round small updates away. With its
-adapters switched off, the model is the reference of the KL term. Adapters are saved in the format of the library PEFT,
-which transformers and vLLM read.
-Left out: embeddings, experts that are one tensor, dropout, training that starts from saved adapters.
+Every linear layer except the output head gets such an adapter. The weights are in the dtype of the computation, and the
+adapters are in fp32. Adapters are never merged into the weights, because bf16 would round small updates away. The
+reference of the KL term is the same model with its adapters switched off. Adapters are saved in the format of the PEFT
+library, which transformers and vLLM read.
+
+Left out: adapters of embeddings and of experts that are stored as one tensor, dropout, training from saved adapters.
 """
 
 import json
@@ -22,8 +23,9 @@ from transformers import Conv1D, PreTrainedModel
 from config import UserError
 from infra.seeds import generator
 
+# What adapter_config.json says of plain LoRA. A setting that is not here must be false or empty ...
 PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
-# Settings of PEFT that may have any value: those that are read, and those that have no effect on plain LoRA.
+# ... except for these, which may have any value: they are read, or they have no effect on plain LoRA.
 ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
 ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
 
@@ -32,17 +34,15 @@ ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All but the output head. Conv1D is the linear layer of GPT-2, whose weight is transposed."""
+    """Return all linear layers except the output head. Conv1D is that of GPT-2, whose weight is transposed."""
     head = model.get_output_embeddings()
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
 
 
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
-    """Freeze the model and add adapters, the same ones on every rank. Sharded weights stay sharded, and the adapters
-    are whole on every rank."""
+    """Freeze the model and add the same adapters on every rank. If its weights are sharded, they stay so, and every
+    rank has all of the adapters."""
     layers, numbers = linear_layers(model.requires_grad_(False)), generator("lora", seed)
-    if not layers:
-        raise UserError(f"--lora_rank: {type(model).__name__} has no linear layer but its output head")
     for layer in layers.values():
         n_out, n_in = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
         A = torch.from_numpy(numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
@@ -54,7 +54,8 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    """(..., out) -> (..., out). One product adds to y, so that nothing else of the size of y is made."""
+    """Add what the adapter computes to the output y (..., out) of its layer. One operation does it, so that no other
+    tensor of that size is made."""
     if not layer.lora_on:
         return y
     low = nn.functional.linear(inputs[0], layer.lora_A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
@@ -66,14 +67,14 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """-> the adapters by name; all weights of a model that has none"""
+    """Return the tensors that are trained, by name: the adapters, or all weights of a model without adapters."""
     named = dict(model.named_parameters())
     return {name: p for name, p in named.items() if name.endswith((".lora_A", ".lora_B"))} or named
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did before it got adapters. A model that has none stays as it is."""
+    """Switch the adapters off for a while. A model without adapters stays as it is."""
     layers = adapted_layers(model).values()
     try:
         for layer in layers:
@@ -85,22 +86,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
-    """What is not trained although one might think so. All ranks must call this."""
-    if layers := adapted_layers(model):
-        linear = sum(layer.weight.numel() for layer in layers.values())
-        if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
-            yield f"adapters reach {linear / (linear + others):.0%} of the weights, and no experts that are one tensor"
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-        if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
-            yield f"{len(idle)} adapters do not learn, because the model does not call their layers: {idle[0]} ..."
-        model.zero_grad()
+    """Yield a note if experts that are stored as one tensor get no adapters."""
+    linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
+    experts = sum(p.numel() for p in model.parameters() if p.dim() > 2)
+    if linear and experts:
+        yield f"adapters reach {linear / (linear + experts):.0%} of the weights, because the experts are one tensor"
 
 
-# ---- Adapters on disk, as PEFT has them ----
+# ---- Adapters on disk, in the format of PEFT ----
 
 
 def save_adapters(folder: Path, model: PreTrainedModel) -> None:
+    """Write adapter_config.json and adapter_model.safetensors."""
     layers, base = adapted_layers(model), model.config.name_or_path
     first = next(iter(layers.values()))
     about = PLAIN | dict(
@@ -115,18 +112,18 @@ def save_adapters(folder: Path, model: PreTrainedModel) -> None:
 
 
 def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """-> what adapter_config.json says, which is refused if it says more than plain LoRA; the tensors"""
+    """Return the settings in adapter_config.json and the tensors. Anything but plain LoRA is refused."""
     about = json.loads((folder / "adapter_config.json").read_text())
     for name, value in about.items():
         if name not in ANY and value and value != PLAIN.get(name):
-            raise UserError(f"its {name} is {value}, and only plain LoRA is read")
+            raise UserError(f"--model {folder}: its {name} is {value}, but only plain LoRA can be loaded")
     return about, load_file(folder / "adapter_model.safetensors")
 
 
 def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
+    """Load saved adapters into a model that has adapters in all the same layers."""
     saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
-    there, ours = ({(name, x.shape) for name, x in part.items()} for part in (saved, trained(model)))
-    if wrong := there ^ ours:
-        raise UserError(f"--model: only adapters of all linear layers but the head are read; {min(wrong)[0]} differs")
+    if wrong := saved.keys() ^ trained(model).keys():
+        raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)} differs")
     model.load_state_dict(saved, strict=False)
     return model

@@ -1,4 +1,7 @@
-"""Open a model and its tokenizer, which finds mistakes early; load its weights; prepare it for one process or many."""
+"""Load a model: first its configuration and its tokenizer, to find mistakes early, and then its weights.
+
+`open_model` does the first part and `load` the second, for one process or many.
+"""
 
 import copy
 import functools
@@ -23,32 +26,30 @@ from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
 
-NO_BASE = "can only be evaluated; training starts from a folder of whole weights, so merge adapters first"
+NO_BASE = "can only be evaluated; training starts from whole weights, so merge adapters into their base model first"
 
 
 @dataclass
 class Opened:
-    """What is known of a model before its weights are loaded, because loading may take minutes."""
+    """A model whose weights are not loaded yet, because that may take minutes."""
 
     config: PretrainedConfig
     tokenizer: Any
     load: Callable[[], PreTrainedModel]  # loads the weights
-    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, once the model is on its device
+    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, when the model is on its device
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """`source` is a folder, a name on the hub, a checkpoint of a run, saved adapters, or a model with its tokenizer."""
+    """Open a folder, a name on the hub, a checkpoint of a run, saved adapters, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
         if config.lora_rank:
-            raise UserError("--lora_rank: needs a --model, because adapters are saved with the name of their base")
+            raise UserError("--lora_rank: give a --model, because adapters are saved with the name of their base")
         for p in model.parameters():
             p.data = p.data.to(weights_dtype(config))
-        return Opened(model.config, tokenizer, model.eval)  # -> the model
-    if source.count("/") > 1 and not Path(source).exists():  # a name on the hub has one at most
-        raise UserError(f"--model {source}: there is no such folder")
+        return Opened(model.config, tokenizer, model.eval)  # eval returns the model
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
@@ -57,12 +58,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     with _named(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    architectures = model_config.architectures or []
-    if any(name.endswith("ForMaskedLM") for name in architectures) and not getattr(model_config, "is_decoder", False):
-        raise UserError(f"--model {source}: {architectures[0]} fills in masks and cannot continue a text")
     if config.chat_template_kwargs:
-        with _named(source, "chat_template_kwargs"):
-            given = dict(json.loads(config.chat_template_kwargs))
+        given = dict(json.loads(config.chat_template_kwargs))
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
@@ -76,10 +73,10 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
-    """The model that the run of this checkpoint started from, with the weights of the checkpoint."""
+    """Open the model that the run of this checkpoint started from. Its weights come from the checkpoint."""
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
-        raise UserError(f"--model {folder}: must stand in its run's folder, beside config.json")
+        raise UserError(f"--model {folder}: this checkpoint is not in the folder of its run, which has a config.json")
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {NO_BASE}")
     of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
@@ -90,32 +87,31 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
 
 
 def _open_adapters(folder: Path, config: Config) -> Opened:
-    """The base model of saved adapters, and these adapters."""
+    """Open the base model of saved adapters, and these adapters."""
     if config.steps:
         raise UserError(f"--model {folder}: {NO_BASE}")
-    with _named(str(folder), "adapters"):
-        about, tensors = read_adapters(folder)
-        lora = dict(lora_rank=int(about["r"]), lora_alpha=about["lora_alpha"])
-        opened = open_model(str(about["base_model_name_or_path"]), replace(config, **lora))
+    about, tensors = read_adapters(folder)
+    lora = dict(lora_rank=about["r"], lora_alpha=about["lora_alpha"])
+    opened = open_model(about["base_model_name_or_path"], replace(config, **lora))
     return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """Weights that are trained must be in fp32, because bf16 would round small updates away."""
+    """Return the dtype to load weights in. If they are trained, it is fp32, because bf16 would round small updates
+    away."""
     return getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
 
 
 def load(
     opened: Opened, config: Config, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
-    """-> the model, the reference (if there is a KL term), and the ids that end a completion. If the model is sharded,
-    the first rank loads the weights for all."""
+    """Load the weights; with --shard, the first rank loads them for all ranks. Return the model, the reference (None
+    unless the KL term needs a second model), and the ids that end a completion."""
     has_copy = config.beta != 0.0 and opened.adapt is None
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
-        with ranks.fail_together():
             whole = opened.load() if ranks.rank() == 0 else None
         model, *reference = [
             shard(empty_model(opened.config, config), whole, mesh, dtype, device) for _ in range(1 + has_copy)
@@ -128,20 +124,19 @@ def load(
         checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
         ranks.gather([], {"the weights": checksums})
         reference = [copy.deepcopy(model)] if has_copy else []
-    if opened.adapt is not None:
-        with ranks.fail_together():
+    with ranks.fail_together():
+        if opened.adapt is not None:
             opened.adapt(model)
-    if config.dtype == "bfloat16":
-        compute_experts_in_bf16()
-        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            faults.warn("this GPU emulates bfloat16, slowly; --dtype float32 needs more memory")
-    elif device.type == "cuda":
-        # Repeat shared key heads, because only one kernel for fp32 supports them, and that one holds (T x T) scores.
+        ends = eos_ids(model, opened.tokenizer)
+    on_gpu = device.type == "cuda"
+    if on_gpu and config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        faults.warn("this GPU emulates bfloat16, which is slow; --dtype float32 is faster but needs more memory")
+    if on_gpu and config.dtype == "float32":
+        # Repeat key heads that several query heads share. Only one fp32 kernel does without that, and it needs memory
+        # for (T x T) scores.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    with ranks.fail_together():
-        ends = eos_ids(model, opened.tokenizer)
     return model, reference[0].requires_grad_(False).eval() if reference else None, ends
 
 
@@ -157,20 +152,20 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    # transformers would continue with random weights in their place.
+    # transformers would put random weights in the place of missing ones.
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise UserError(f"--model {name}: has a head of its own: set tie_word_embeddings to false in its config.json")
+        raise UserError(f"--model {name}: its head is not tied; set tie_word_embeddings to false in its config.json")
     if len(tokenizer) > embeddings.num_embeddings:
         raise UserError(f"--model {name}: has {embeddings.num_embeddings} tokens, its tokenizer {len(tokenizer)}")
     return model
 
 
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
-    """A model without weights, on the meta device."""
+    """Make a model without weights, on the meta device."""
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config,
@@ -182,50 +177,38 @@ def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedMod
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """All ids that end a completion. Chat models have one for a turn and another for a text."""
+    """Return all ids that end a completion. Chat models have one for a turn and another for the whole text."""
     ids, tokens = [], model.config.get_text_config().vocab_size
     for source in (model.generation_config, model.config, tokenizer):
         given = getattr(source, "eos_token_id", None)
         ids += given if isinstance(given, list) else [] if given is None else [given]
     if not ids or any(type(token) is not int or not 0 <= token < tokens for token in ids):
-        raise UserError(f"eos_token_id {ids} of model and tokenizer: must name tokens, from 0 to {tokens - 1}")
+        raise UserError(f"eos_token_id {ids} of model and tokenizer: must be token ids from 0 to {tokens - 1}")
     return sorted(set(ids))
 
 
 @contextmanager
 def _named(name: str, part: str) -> Iterator[None]:
+    """Turn an error of transformers into one line that names the model and the part that cannot be loaded."""
     try:
         yield
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        models = {Path(name) / "model", Path(name).parent / "model"} - {Path(name)}
-        meant = [f"; did you mean {folder}?" for folder in models if [*folder.glob("*config.json")]]
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {reason[:600]}{''.join(meant)}") from error
+        raise UserError(f"--model {name}: its {part} cannot be loaded: {error!r:.600}") from error
 
 
-# ---- Experts under autocast ----
-
-
-@functools.cache
-def compute_experts_in_bf16() -> torch.library.Library:
-    """Autocast leaves the products of experts in fp32, so an update would compute slowly what a rollout has in bf16.
-    Add a rule for them. -> the object that keeps this rule alive"""
-
-    def grouped_mm(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
-
-    rules = torch.library.Library("aten", "IMPL")
-    for device in ("CPU", "CUDA"):
-        rules.impl("_grouped_mm", grouped_mm, f"Autocast{device}")
-    return rules
+@torch.library.impl("aten::_grouped_mm", ("AutocastCPU", "AutocastCUDA"))
+def grouped_mm_under_autocast(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """Compute the products of a model's experts in the dtype of autocast, as a rollout does. PyTorch has no such rule,
+    so an update would compute them in fp32, which is slow."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
 
 
 def reads_together(model: PreTrainedModel, length: int) -> bool:
-    """Whether the model can read several completions of a prompt, each of up to `length` tokens with its prompt, as one
-    row (fast/shared_prompts.py). It is tried on a short input. That cannot reveal a sliding window that is longer than
-    the input, so windows are looked up in the configuration."""
+    """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py), if none of
+    them is longer than `length` tokens with its prompt. This is tried on a short input. Such an input cannot reveal a
+    sliding window that is longer than itself, so the configuration is searched for windows."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
@@ -238,5 +221,5 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
             together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model does not take such a mask
         return False
-    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above rounding, far below the effect of another token
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above rounding errors, far below the effect of a wrong token
     return bool((together - alone).abs().max() <= tolerance * alone.abs().max())

@@ -1,11 +1,10 @@
-"""What a run writes and shows: metrics.jsonl, samples.jsonl, a progress bar or lines of text, and a table at its end.
+"""What a run writes and shows: metrics.jsonl, samples.jsonl, a line on the screen for each step, a table at the end.
 
-Every figure covers the whole step on all ranks, except the peak of memory, which covers the run so far. A figure
-without a value is null, for instance if no completion was wrong or there is no reference.
+Every metric covers the whole step on all ranks, except the peak of memory, which covers the run so far. A metric
+without a value is null, for instance the length of wrong completions if every completion was right.
 """
 
 import atexit
-import functools
 import importlib
 import json
 import math
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from batch import Batch, Group
 from config import Config, UserError
@@ -28,21 +26,21 @@ from infra import ranks, run_folder
 from loss import kl_divergence
 from tasks import columns_of
 
-# ---- Figures ----
+# ---- Metrics ----
 
 
 def of_groups(groups: list[Group], names: list[str]) -> dict:
-    """Figures of all completions of a step. `names` are those of the reward functions."""
+    """Compute the metrics of all completions of a step. `names` are the names of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.length for completion in completions]
-    several = [completion for completion in completions if completion.written is not None]  # could have several turns
+    several = [completion for completion in completions if completion.written is not None]  # may have several turns
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
-        "reward_std": mean(spread for spread in spreads if spread is not None),  # the mean spread within a group
+        "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
         **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(names)},
         "completion_length": mean(lengths),
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
@@ -59,43 +57,45 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
 
 
 def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
-    """The mean of each figure that rewards or `run.log` have logged in this step."""
+    """Average each metric over the values that rewards and `run.log` have logged for it in this step."""
     return {name: mean(x for other, x in logged if other == name) for name in sorted({name for name, _ in logged})}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
-    """The loss and the gradient norm are means over the updates of a step. All other figures are means over the tokens
-    that these updates trained on, or over their completions, or maxima."""
+    """Compute the metrics of the updates of a step. Each update is its loss, its gradient norm and, from this rank, a
+    (sum, count) for each other metric. The loss and the gradient norm are averaged over the updates. The other metrics
+    are means over all tokens or completions that the updates trained on, or maxima."""
     losses, grad_norms, totals = zip(*updates, strict=True)
-    figures, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
+    metrics, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
         sums[name] = together(name, sums.get(name, torch.zeros_like(pair)), pair)
-    return figures | {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+    return metrics | {name: float(total / count) if count else None for name, (total, count) in sums.items()}
 
 
 def together(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """The (sum, count) of a figure in two parts of a step -> that in both. A maximum stands in the place of a sum if
-    the figure's name ends in _max."""
+    """Combine the (sum, count) of a metric in one part of a step with that in another part. A metric whose name ends in
+    _max has a maximum in the place of the sum."""
     return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
+    """Compute the metrics of time and memory. All ranks must call this."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    on_gpu = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resident
-    reserved = [torch.cuda.max_memory_reserved() / 1e9] if on_gpu else []  # there is no such figure on a CPU
+    peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, these functions return 0
+    reserved = max(ranks.gather([torch.cuda.max_memory_reserved()])) / 1e9
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
         "peak_memory_gb": max(ranks.gather([peak])) / 1e9,
-        "peak_memory_reserved_gb": max(ranks.gather(reserved), default=None),
+        "peak_memory_reserved_gb": reserved or None,
     }
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
-    """Each figure is a mean over prompts. The figure named _ci is half the width of its 95 % interval, by the normal
-    approximation. Rewards and lengths are those of the greedy completions."""
+    """Compute the metrics of an evaluation, as means over prompts. Those that end in _ci are half the width of a 95 %
+    confidence interval, by the normal approximation. Accuracy, rewards and lengths are those of the greedy completions,
+    and pass@k is that of the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
@@ -108,24 +108,25 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
         "reward": torch.cat([group.rewards for group in greedy]).tolist(),
         **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
     }
-    figures = {}
+    metrics = {}
     for name, values in prompt_values.items():
         given = [float(v) for v in values if not math.isnan(v)]
         half = 1.96 * statistics.stdev(given) / math.sqrt(len(given)) if len(given) > 1 else None
-        figures |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
-    return figures
+        metrics |= {f"eval/{name}": mean(given), f"eval/{name}_ci": half}
+    return metrics
 
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """All ranks compute these from the same values. They differ where a fork draws random numbers of its own, reads a
-    clock, or keeps something in `run.state` that depends on the rank."""
+    """Compute what `ranks.gather` compares between the ranks, which must all train on the same values. The values of a
+    fork may differ if it draws its own random numbers, reads a clock, or keeps in `run.state` what depends on the rank.
+    """
     given = {"completions": completions, "rewards": rewards, "advantages": advantages}
     return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in given.items()}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that k of these n samples, drawn without replacement, include a right one. It is an unbiased estimate
-    of the chance for k new samples. 2107.03374"""
+    """Return the probability that k of these n samples, drawn without replacement, include a correct one. It is an
+    unbiased estimate of the probability for k new samples. 2107.03374"""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -136,44 +137,40 @@ def mean(values: Iterable[float]) -> float | None:
 
 def std(values: Iterable[float]) -> float | None:
     values = [float(v) for v in values if not math.isnan(v)]
-    return statistics.stdev(values) if len(values) > 1 else None  # of equal values exactly 0
+    return statistics.stdev(values) if len(values) > 1 else None  # exactly 0 if all values are equal
 
 
 # ---- Files and screen ----
 
 
 class RunLog:
-    """Writes the files of a run and prints to the screen. On all ranks but the first it does neither."""
+    """Writes the files of a run and prints to the screen, on the first rank only."""
 
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
-        self.say_once = functools.cache(self.say)
-        self.bar = tqdm(disable=True)
+        self.in_terminal = sys.stdout.isatty()
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` counts the prompts to train on and the held-out ones."""
-        cfg, usual = self.config, vars(Config())
+        cfg, defaults = self.config, vars(Config())
         size = sum(p.numel() for p in model.parameters())
-        own = [f"{name} {x}" for name, x in vars(cfg).items() if x != usual[name]]
-        lines = [f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}"]
-        lines += [f"{size:,} parameters; {ranks.world()} rank(s) ({device.type})", ", ".join(own)]
-        lines += [f"note: {note}" for note in notes]
-        self.say(
-            "\n".join([*lines, f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/"])
-        )
+        self.say(f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}")
+        self.say(f"{size:,} parameters; {ranks.world()} rank(s) ({device.type})")
+        self.say(", ".join(f"{name} {x}" for name, x in vars(cfg).items() if x != defaults[name]))
+        for note in notes:
+            self.say(f"note: {note}")
+        self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def open(self, done: int) -> None:
-        """Open the files. Drop lines of steps that will be run again, and a last line that a kill left incomplete."""
+        """Open the files. Remove the lines of steps that will be run again, and an incomplete last line."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
-        # disable=None shows a bar only in a terminal; miniters=0 lets it be drawn within a step
-        self.bar = tqdm(total=self.config.steps, initial=done, file=sys.stdout, disable=None, miniters=0)
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
-        """Write a line of metrics, some completions of the step, and the first ones of an evaluation."""
+        """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
         if self.quiet:
             return
         pairs = [("train", group, i) for group in groups for i in range(len(group.rewards))]
@@ -186,23 +183,18 @@ class RunLog:
         if self.track:
             self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
         if groups:
-            self.show_step(metrics)
-            # What may keep the run from learning is said the first time that it is so.
-            trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
-            if 2 * trained_on < self.config.prompts_per_step:
-                self.say_once("note: fewer than half of a step's groups are trained on: see rejected_groups")
-            if metrics["truncated"] >= 0.9:
-                self.say_once("note: nine of ten completions are cut off: see --max_completion_length")
-            if metrics["dead_groups"] == 1.0 and metrics["step"] <= 3:
-                self.say_once("note: in one of the first steps no reward differs from the others of its group")
-        if figures := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
-            self.say(f"step {metrics['step']}, held out: {'  '.join(figures)}")
+            names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
+            values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
+            self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
+        if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
+            self.say(f"step {metrics['step']}, held out: {'  '.join(values)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
+        """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
         completion, A = group.completions[i], None if group.advantages is None else group.advantages[i]
         written = completion.written or [True] * len(completion.ids)
-        of_tokens = completion.logp, completion.entropy
-        figures = [its and [x if own else None for own, x in zip(written, its)] for its in of_tokens]  # null in replies
+        recorded = completion.logp, completion.entropy
+        values = [x and [value if own else None for own, value in zip(written, x)] for x in recorded]
         return {
             "step": step,
             "kind": kind,
@@ -215,47 +207,38 @@ class RunLog:
             "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, *figures),
+            "tokens": self.tokens(completion.ids, *values),
         }
 
-    def tokens(self, ids: list[int], *figures: list[float | None] | None) -> list[list]:
-        """The text of each token with its rounded figures. If several tokens make a character, the last one has it."""
-        text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens make whole characters
+    def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
+        """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
+        gets the character, and the others get an empty text."""
+        text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens are whole characters
         for t in range(1, len(ids) + 1):
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
             ends.append(ends[-1] + grown)
-        columns = ends, [*ends[1:-1], None], *(values for values in figures if values is not None)
+        columns = ends, [*ends[1:-1], None], *(column for column in values if column is not None)
         return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
 
-    def show_step(self, metrics: dict) -> None:
-        names = ("reward", "completion_length", "entropy", "tokens_per_second")
-        figures = "  ".join(f"{name} {show(metrics[name])}" for name in names)
-        self.bar.set_postfix_str(figures, refresh=False)
-        self.bar.update()
-        if self.bar.disable:
-            self.say(f"step {metrics['step']}/{self.config.steps}  {figures}")
-        if metrics["step"] == self.config.steps:
-            self.bar.close()
-
     def generating(self, tokens: int, rows: int) -> None:
-        self.bar.set_postfix_str(f"token {tokens}, {rows} going on", refresh=False)  # shown a few times a second
-        self.bar.update(0)
+        """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
+        if self.in_terminal and tokens % 16 == 0:
+            self.say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 
     def stopped(self, signal_number: int, step: int) -> int:
-        """-> exit code"""
-        self.say(f"stopped after step {step}; the same command, without --overwrite, goes on from there")
+        """Report that a signal has stopped the run, and return its exit code."""
+        self.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
         return 128 + signal_number
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, end: str = "\n") -> None:
         with suppress(OSError):  # the run goes on if nobody reads this any more, or its disk is full
             if not self.quiet:
-                tqdm.write(line, file=sys.stdout)  # does not break the line of a bar
-                sys.stdout.flush()
+                print(line, end=end, flush=True)
 
 
 def as_json(lines: list[dict]) -> str:
-    """JSON has no numbers that are not finite. They become null."""
+    """Write each line as JSON. Numbers that are not finite become null, because JSON does not have them."""
     valid = [json.loads(json.dumps(line, default=str), parse_constant=lambda name: None) for line in lines]
     return "".join(json.dumps(line) + "\n" for line in valid)
 
@@ -266,60 +249,53 @@ def append(path: Path, lines: list[dict]) -> None:
 
 
 def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
-    """-> a function that reports the figures of a step: by their names, and the step"""
-    if config.report_to in ("trackio", "wandb"):  # trackio chooses its folder itself
+    """Return a function that sends the metrics of a step to the tracker. It takes the metrics by name, and the step."""
+    if config.report_to in ("trackio", "wandb"):  # trackio chooses its own folder
         folder = {"dir": config.out} if config.report_to == "wandb" else {}
         about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
         return importlib.import_module(config.report_to).init(**about).log
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
     atexit.register(writer.close)
-    return lambda figures, step: [writer.add_scalar(name, value, step) for name, value in figures.items()]
+    return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
 
 def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
-    """Stop the run, and name the first token with a figure that is not finite, or too large for products of it to be.
-    All ranks call this, and one of them reports it."""
+    """Stop the run, and name the first token with a value that is not finite, or so large that a product with it may
+    not be. All ranks call this, and one of them reports it."""
     old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
     ratio = (logp - (logp if old_logp is None else old_logp)).exp()
     kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
-    figures = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
+    values = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
     cause = "no advantage, log-prob, ratio or KL is out of range; lower --learning_rate, or try --dtype float32"
-    for i, n, t in (~(figures.abs() < 1e30) & batch.mask.bool()).nonzero()[:1].tolist():
-        where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
+    for i, n, t in (~(values.abs() < 1e30) & batch.mask.bool()).nonzero()[:1].tolist():
         name, token = ("advantage", "log-prob", "ratio", "KL")[i], t - batch.prompt_lengths[n]
-        cause = f"the {name} is {figures[i, n, t]:g} at token {token} of the completion of {where}"
+        where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
+        cause = f"the {name} is {values[i, n, t]:g} at token {token} of the completion of {where}"
     with ranks.fail_together():
-        figures = f"step {step}: loss {float(loss):g}, gradient norm {float(grad_norm):g}; the update was not made"
-        raise UserError(f"{figures}: {cause}")
+        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made: {cause}")
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
-    """Print the result of a run from its files: held-out figures and samples, at its beginning and at its end. `notes`
-    are given for a run that was finished before. -> exit code"""
-    lines = run_folder.read_lines(out / "metrics.jsonl")
-    if ranks.rank() > 0 or not lines:
+    """Print the result of a run from its files: the metrics of the first and of the last evaluation. `notes` are given
+    if the run was finished before. Return the exit code."""
+    lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
+    if ranks.rank() > 0:
         return 0
-    lines = [line for line in lines if held_out(line)] or lines
-    ends = lines[:1] + lines[1:][-1:]
-    steps, names = [line["step"] for line in ends], held_out(ends[-1])
     with suppress(OSError):
         if notes is not None:
             print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
-        print(f"{'held out (± 95 %)' if names else 'trained on':24}", *(f"{f'step {step}':>18}" for step in steps))
-        for name in names or ["reward", "completion_length", "entropy"]:
-            cells = [show(line.get(name)) + (f" ± {show(line.get(f'{name}_ci'))}" if names else "") for line in ends]
-            print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
-        for line in run_folder.read_lines(out / "samples.jsonl"):
-            if line["kind"] == "eval" and line["step"] in steps:
-                print(f"\nstep {line['step']}, a sample, reward {show(line['reward'])}: {line['prompt']}")
-                print(line["completion"])
-        plot, look = (f"python -m tools.{tool} {out}" for tool in ("plot", "look"))
-        print(f"\nall of it is in {out}/; its picture: {plot}; look at it: {look}")
+        if lines:
+            ends = lines[:1] + lines[1:][-1:]
+            print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in ends))
+            for name in held_out(ends[-1]):
+                cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in ends)
+                print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
+        print(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
     return 0
 
 
 def held_out(metrics: dict) -> list[str]:
-    """The names of the held-out figures that have a value."""
+    """Return the names of the metrics on held-out prompts that have a value."""
     return [name for name, x in metrics.items() if name.startswith("eval/") and name[-3:] != "_ci" and x is not None]
 
 

@@ -1,8 +1,8 @@
-"""Adapters against PEFT and against full training; runs with adapters against one another; what is saved, and read."""
+"""Adapters compared with PEFT and with full training, runs with adapters compared with each other, and saved files."""
 
 import copy
 import json
-import shutil
+import re
 from functools import partial
 from pathlib import Path
 
@@ -29,24 +29,24 @@ CPU = torch.device("cpu")
 
 
 def score(model: nn.Module) -> Tensor:
-    """The log-probs of the last four tokens of each row."""
+    """Return the log-probs of the last four tokens of each row."""
     return token_logprobs(model, IDS, torch.ones_like(IDS), torch.arange(6).expand_as(IDS) > 1)[0]
 
 
 def backward(model: nn.Module) -> Tensor:
-    """-> the log-probs; the gradient of a sum of them, in which each counts differently, is added to the model's"""
+    """Return the log-probs, after a backward pass through a sum in which each of them has another weight."""
     (score(model) * torch.arange(1.0, 7.0)).sum().backward()
     return score(model).detach()
 
 
 def disturb(model: nn.Module) -> None:
-    """As if trained: B is no longer 0."""
+    """Change the adapters as training does, so that B is not 0."""
     torch.manual_seed(1)
     for p in lora.trained(model).values():
         p.data += 0.1 * torch.randn_like(p)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox"])  # with and without biases, transposed, fused
 def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "base")
     base = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
@@ -70,16 +70,14 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_begin_as_the_base_model_and_their_gradient_is_the_projected_one_of_its_weights(name):
-    """B = 0, so dB = s dW A^T and dA = 0. Switched off, they leave the model as it was."""
+def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_of_its_gradient(name):
+    """At first B = 0, so dB = s dW A^T and dA = 0. With its adapters switched off, the model is the base model."""
     whole = tiny_model(name)
     model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
     before, weights = backward(whole), dict(whole.named_parameters())
     assert torch.equal(backward(model), before)
-    idle = [note for note in lora.notes(copy.deepcopy(model)) if "do not learn" in note]
-    assert bool(idle) == (name == "mamba"), "whose dt_proj is a weight and never called"
     for name, layer in lora.adapted_layers(model).items():
-        if "dt_proj" not in name:
+        if "dt_proj" not in name:  # Mamba uses its weight without calling the layer
             dW = weights[f"{name}.weight"].grad
             expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
             assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
@@ -91,14 +89,11 @@ def test_adapters_begin_as_the_base_model_and_their_gradient_is_the_projected_on
         assert torch.equal(score(model), before)
 
 
-def test_what_has_no_adapter_is_told():
-    assert "reach 100%" not in str([*lora.notes(lora.add_adapters(tiny_model("llama"), 2, 4))])
-    assert "reach 33% of the weights" in next(lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4)))
-    assert [*lora.notes(tiny_model("llama"))] == []
-    bare = tiny_model("llama")
-    bare.model.layers = nn.ModuleList()
-    with pytest.raises(UserError, match="LlamaForCausalLM has no linear layer but its output head"):
-        lora.add_adapters(bare, 2, 4)
+def test_experts_without_adapters_are_reported():
+    (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
+    assert "adapters reach 33% of the weights" in note
+    for model in (tiny_model("qwen3_moe"), lora.add_adapters(tiny_model("llama"), 2, 4)):
+        assert [*lora.notes(model)] == []
 
 
 # ---- Runs ----
@@ -106,7 +101,7 @@ def test_what_has_no_adapter_is_told():
 
 @pytest.fixture(scope="module")
 def small(sorting, tmp_path_factory) -> dict:
-    """A run that needs all that a checkpoint holds, the reference, sets of tokens and shared prompts."""
+    """Settings of a run that uses everything in a checkpoint, a reference, kept sets and shared prompts."""
     base = tmp_path_factory.mktemp("base") / "model"
     own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
     tiny_model("llama", torch.float32, spread=2.0, **own).save_pretrained(base)
@@ -131,9 +126,8 @@ def config_of(settings: dict, **given) -> Config:
 
 
 WAYS = {  # ranks, settings
-    "two ranks": (2, {}),
-    "sharded, in other micro-batches": (2, dict(shard=True, micro_batch_size=2, gradient_checkpointing=True)),
-    "other micro-batches, graphs": (1, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
+    "replicated, graphs": (2, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
+    "sharded, checkpointing": (2, dict(micro_batch_size=2, shard=True, gradient_checkpointing=True)),
 }
 
 
@@ -145,7 +139,7 @@ def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, way
 
 
 def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
-    """The figures are those of a run whose reference is a copy that never had any."""
+    """The metrics are those of a run whose reference is a copy of the base model."""
     run, *_ = train.set_up(config_of(small, out=tmp_path), CPU)
     run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
     for line in metrics(whole)[1:]:
@@ -163,8 +157,8 @@ def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_a
     assert (whole / "model" / "tokenizer.json").exists()
 
 
-def test_what_is_left_behind_is_evaluated(small, whole, tmp_path):
-    """From the model's folder and from a checkpoint, with the figures that the run ended with."""
+def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path):
+    """The metrics are those that the run ended with."""
     about = json.loads((whole / "model" / "adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (3, 6, str(small["model"]))
     last = {name: x for name, x in metrics(whole)[-1].items() if name.startswith("eval/")}
@@ -176,7 +170,7 @@ def test_what_is_left_behind_is_evaluated(small, whole, tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, steps):
-    """So a rollout and an update compute alike."""
+    """This makes a rollout and an update compute the same."""
     model = small["model"] if steps else whole / "model"
     config = config_of(small, steps=steps, model=model, dtype="bfloat16")
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
@@ -191,42 +185,26 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 # ---- What is refused ----
 
-MORE = dict(use_rslora=True, use_dora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2}, bias="all")
-MORE |= dict(modules_to_save=["lm_head"], layers_to_transform=[0], revision="main", peft_type="IA3")
-REFUSED = [("adapter_config.json", {name: x}, f"its {name} is {x}, and only plain") for name, x in MORE.items()]
-REFUSED += [
-    ("adapter_config.json", {"r": None}, "TypeError"),
-    ("adapter_config.json", {"base_model_name_or_path": "/moved"}, "--model /moved: its configuration cannot be"),
-    ("adapter_config.json", "{", "JSONDecodeError"),
-    ("adapter_model.safetensors", "{", "SafetensorError"),
-    ("adapter_model.safetensors", None, "No such file"),
-]
+MORE_THAN_PLAIN = dict(use_rslora=True, use_dora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2})
+MORE_THAN_PLAIN |= dict(bias="all", modules_to_save=["lm_head"], layers_to_transform=[0], revision="main")
 
 
-@pytest.mark.parametrize("file, change, line", REFUSED)
-def test_adapters_that_are_damaged_or_more_than_plain_get_their_line(whole, tmp_path, file, change, line):
-    file = shutil.copytree(whole / "model", tmp_path / "model") / file
-    if change is None:
-        file.unlink()
-    else:
-        file.write_text(change if change == "{" else json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=f"--model {file.parent}: its adapters cannot be loaded: ") as raised:
-        open_model(str(file.parent), Config(steps=0, dtype="float32"))
-    assert line in str(raised.value)
+@pytest.mark.parametrize("name, value", [*MORE_THAN_PLAIN.items(), ("peft_type", "IA3")])
+def test_adapters_that_are_more_than_plain_lora_are_refused(tmp_path, name, value):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(lora.PLAIN | {name: value}))
+    with pytest.raises(UserError, match=f"--model {tmp_path}: its {name} is {re.escape(str(value))}, but only plain"):
+        open_model(str(tmp_path), Config(steps=0, dtype="float32"))
 
 
-def test_adapters_of_other_layers_are_refused_and_nothing_is_trained_on_from_adapters(small, whole, tmp_path):
+def test_adapters_of_other_layers_are_refused_and_training_does_not_start_from_adapters(small, whole, tmp_path):
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(small["model"]), LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path)
     evaluation = Config(steps=0, dtype="float32")
     with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
         load(open_model(str(tmp_path), evaluation), evaluation, CPU)
-    full, adapters = (Config(lora_rank=rank, steps=1, dtype="float32") for rank in (0, 2))
     for source in (whole / "model", whole / "checkpoint/000003"):
-        for config in (full, adapters):
+        for rank in (0, 2):
             with pytest.raises(UserError, match=f"--model {source}: can only be evaluated"):
-                open_model(str(source), config)
-    with pytest.raises(UserError, match="--lora_rank: needs a --model"):
-        open_model((tiny_model("llama"), None), adapters)
-    with pytest.raises(UserError, match=f"did you mean {whole / 'model'}"):
-        open_model(str(whole), full)
+                open_model(str(source), Config(lora_rank=rank, steps=1, dtype="float32"))
+    with pytest.raises(UserError, match="--lora_rank: give a --model"):
+        open_model((tiny_model("llama"), None), Config(lora_rank=2, steps=1, dtype="float32"))

@@ -1,11 +1,10 @@
-"""A real language model, from its folder to its evaluation: `pytest -m real`, where models/smollm2 stands."""
+"""A real language model, from loading to evaluation. `pytest -m real` runs this if there is a models/smollm2."""
 
 import json
 import statistics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train
 from conftest import ROOT, distance, flat_gradient, lines
@@ -29,7 +28,7 @@ def words(tmp_path) -> list[str]:
         --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
 
 
-def test_a_step_is_that_of_a_plain_loop(words, tmp_path, monkeypatch):
+def test_a_step_has_the_gradient_of_a_plain_loop(words, tmp_path, monkeypatch):
     run, *_ = train.set_up(ready(parse([*words, "--out", str(tmp_path / "run")], False), False), torch.device("cpu"))
     gradients = []
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(flat_gradient(run.model)))
@@ -41,20 +40,17 @@ def test_a_step_is_that_of_a_plain_loop(words, tmp_path, monkeypatch):
             ids = torch.tensor([group.prompt_ids + made.ids])
             logits = run.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
             logp = logits.log_softmax(-1)[range(len(made.ids)), made.ids]
-            # fp32 with a cache, in batches of other shapes, through thirty layers
+            # The rollout has a cache and other shapes of batches, so rounding errors of thirty layers differ.
             torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
             (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
-    # A difference of 1e-4 in a log-prob is one of 1e-4 in its probability, and so in its gradient.
+    # The gradient is off by as much as probabilities are, and these by as much as log-probs: 1e-4.
     assert len(gradients) == 1 and distance(gradients[0], flat_gradient(run.model)) < 1e-4
 
 
-def test_what_is_saved_is_evaluated_again(words, tmp_path):
+def test_a_saved_model_can_be_evaluated(words, tmp_path):
     assert train.main([*words, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
     words[1] = str(tmp_path / "run" / "model")
     assert train.main([*words, "--steps", "0", "--out", str(tmp_path / "again")]) == 0
     (again,), after = (lines(tmp_path / name / "metrics.jsonl") for name in ("again", "run"))
-    figures = {name: value for name, value in again.items() if name.startswith("eval/")}
-    assert len(figures) > 5 and figures == {name: pytest.approx(after[-1][name]) for name in figures}
-    weights, trained = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "run" / "model"))
-    changed = [name for name in weights if not weights[name].equal(trained[name])]
-    assert weights.keys() == trained.keys() and len(changed) > 200
+    found = {name: value for name, value in again.items() if name.startswith("eval/")}
+    assert len(found) > 5 and found == {name: pytest.approx(after[-1][name]) for name in found}

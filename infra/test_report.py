@@ -1,6 +1,5 @@
-"""The figures of a step and of an evaluation, and what is told of them."""
+"""The metrics of a step and of an evaluation, and what is written and shown of them."""
 
-import importlib
 import io
 import json
 import math
@@ -24,16 +23,16 @@ NAMES = ["right", "penalty"]
 
 
 def group(right: list[float], length: int, judged: bool = True) -> Group:
-    """A prompt with a completion for each of these rewards; a second one is -1."""
+    """Make a group with a completion for each value of the first reward function; the second one always gives -1."""
     made = Group([1], {"prompt": "a"}, [Completion([7] * length, [0.0] * length, truncated=False)] * len(right))
     made.reward_parts = torch.tensor([[r, -1.0] for r in right])
     made.rewards, made.right = made.reward_parts.sum(1), made.reward_parts[:, 0] == 1 if judged else None
     return made
 
 
-def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_intervals():
-    """Three prompts of which 0, 1 and 5 of 5 samples are right; the interval is 1.96 standard errors to each side.
-    Accuracy, rewards and lengths are those of the greedy completion, which is another one than the samples."""
+def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_intervals():
+    """There are three prompts, of which 0, 1 and 5 of 5 samples are right. An interval is 1.96 standard errors to each
+    side. Accuracy, rewards and lengths are those of the greedy completions, which differ from the samples."""
     greedy = [group([1], 1), group([0], 2), group([1], 5)]
     sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9)]
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
@@ -41,9 +40,9 @@ def test_the_figures_of_an_evaluation_are_means_over_prompts_with_their_interval
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
     expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / 3**0.5 for name, x in of_prompts.items()}
-    figures = report.of_evaluation(greedy, sampled, NAMES)
-    assert figures.pop("eval/turns") is figures.pop("eval/turns_ci") is None
-    assert figures == pytest.approx(expected)
+    metrics = report.of_evaluation(greedy, sampled, NAMES)
+    assert metrics.pop("eval/turns") is metrics.pop("eval/turns_ci") is None
+    assert metrics == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
     alone = report.of_evaluation([missing, one], [one, one], NAMES)
     assert (alone["eval/reward"], alone["eval/reward_ci"]) == (0.0, None)
@@ -55,30 +54,8 @@ def test_a_spread_is_none_only_where_all_rewards_are_equal():
     assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
 
 
-LEARNING = dict(dead_groups=0.5, truncated=0.5, reward=0.0, completion_length=1.0, entropy=0.0, tokens_per_second=1.0)
-NOTES = [  # figures, advantages of the four groups, what is said once
-    ({}, [0, 0, 1, 1], None),
-    ({}, [0, 0, 0, 1], "fewer than half of a step's groups are trained on"),
-    (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
-    (dict(dead_groups=1.0), [1] * 4, "in one of the first steps no reward differs"),
-]
-
-
-@pytest.mark.parametrize("figures, advantages, note", NOTES)
-def test_what_keeps_a_run_from_learning_is_said_once(tmp_path, capsys, figures, advantages, note):
-    groups = [group([0.0, 1.0], 1) for _ in advantages]
-    for made, A in zip(groups, advantages):
-        made.advantages = torch.tensor([-A, A])
-    log = RunLog(Config(out=str(tmp_path), steps=9, prompts_per_step=4, samples_per_step=0), str, NAMES)
-    log.open(0)
-    for step in (1, 2):
-        log.step(LEARNING | figures | {"step": step}, groups, [])
-    shown = capsys.readouterr().out
-    assert shown.count("note: ") == bool(note) and (note or "") in shown
-
-
-def test_replies_have_no_figures_and_are_seen_apart():
-    """A completion of two turns with a reply of two tokens between them, and one of a turn only."""
+def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
+    """One completion has two turns with a reply of two tokens between them, and the other one has one turn."""
     written = [True, True, False, False, True]
     several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=written)
     made = group([1.0, 0.0], 3)
@@ -89,20 +66,19 @@ def test_replies_have_no_figures_and_are_seen_apart():
     own, other = [-0.5, 0.25], [None, None]
     assert line["tokens"] == [["1", *own], ["2", *own], ["3", *other], ["4", *other], ["5", *own]]
     assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
-    figures = report.of_groups([made], NAMES)
-    assert (figures["turns"], figures["reply_length"], figures["completion_length"]) == (1.5, 1.0, 2.0)
-    assert figures["tokens"] == 4 and report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
+    metrics = report.of_groups([made], NAMES)
+    assert (metrics["turns"], metrics["reply_length"], metrics["completion_length"]) == (1.5, 1.0, 2.0)
+    assert metrics["tokens"] == 4 and report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
     plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
     assert plain["turns"] is plain["reply_length"] is None
 
 
-def test_peaks_of_memory_are_those_of_the_rank_that_has_most(monkeypatch):
+def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # of a second rank
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
-    figures = report.of_machine(30, 1.0, 2.0)
-    assert (figures["peak_memory_gb"], figures["peak_memory_reserved_gb"]) == (4.0, 6.0)
+    metrics = report.of_machine(30, 1.0, 2.0)
+    assert (metrics["peak_memory_gb"], metrics["peak_memory_reserved_gb"]) == (4.0, 6.0)
 
 
 def test_every_line_that_is_written_is_json():
@@ -112,9 +88,9 @@ def test_every_line_that_is_written_is_json():
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": 0.5, "columns": written}
 
 
-def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several_is_the_last_ones():
-    """Id i is byte i, above them are words. The first space of a text is dropped, as by many tokenizers, and bytes are
-    decoded as a run: a broken one breaks its neighbours."""
+def test_the_texts_of_tokens_add_up_to_the_completion_and_the_last_token_of_a_character_has_it():
+    """Ids up to 255 are bytes, and the others are words. As in many tokenizers, the first space of a text is dropped.
+    Bytes in a row are decoded together, so that an invalid one spoils its neighbours."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"_a": 256, "b_": 257, "_": 258}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -131,14 +107,14 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_of_several
         assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
-LINES = [  # of a file, and the steps whose lines stay
+LINES = [  # the content of a file, and the steps whose lines stay
     ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2]),  # step 3 will be run again
     ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2]),
 ]
 
 
 @pytest.mark.parametrize("text, steps", LINES)
-def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, text, steps):
+def test_lines_of_a_run_that_resumes_after_step_2(tmp_path, text, steps):
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "samples.jsonl").write_text(samples := '{"step": 1, "completion": "inf"}\n')  # a word like any other
     RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
@@ -147,32 +123,21 @@ def test_lines_of_a_run_that_goes_on_after_step_2(tmp_path, text, steps):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, is_terminal):
+def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_progress(
+    tmp_path, monkeypatch, is_terminal
+):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: is_terminal
-    log = RunLog(Config(out=str(tmp_path), steps=2), str, NAMES)
+    log, tracked = RunLog(Config(out=str(tmp_path), steps=2, samples_per_step=0), str, NAMES), []
     log.open(0)
-    log.bar.mininterval = 0  # each change is drawn
-    log.show_step(dict(reward=0.5, completion_length=7.0, entropy=None, tokens_per_second=1234.4, step=1))
-    log.generating(17, 3)
-    figures = "reward 0.500  completion_length 7.000  entropy -  tokens_per_second 1,234.400"
-    *_, stepped, sampling = f"\r{screen.getvalue()}".split("\r")
-    if is_terminal:
-        assert "1/2 [" in stepped and figures in stepped and "token 17, 3 going on" in sampling
-    else:
-        assert sampling == f"step 1/2  {figures}\n"
-
-
-def test_the_figures_of_each_step_reach_trackio(tmp_path, monkeypatch):
-    """Against the package itself, where it is installed. A figure without a value is left out."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "tracked"))  # is read when trackio is imported
-    trackio = pytest.importorskip("trackio")
-    log = RunLog(Config(out=str(tmp_path / "mine"), steps=2, report_to="trackio"), str, NAMES)
-    (tmp_path / "mine").mkdir()
-    log.open(0)
-    for step in (1, 2):
-        log.step({"step": step, "reward": step / 4, "reward/right": 1.0, "kl": None}, [], [])
-    trackio.finish()
-    rows = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("grpo", "mine")
-    assert [(row["step"], row["reward"], row["reward/right"]) for row in rows] == [(1, 0.25, 1.0), (2, 0.5, 1.0)]
-    assert not any("kl" in row for row in rows)
+    log.track = lambda metrics, step: tracked.append((step, metrics.keys()))
+    for tokens in range(1, 33):
+        log.generating(tokens, 3)
+    metrics = dict(step=1, reward=0.5, rejected_groups=0.25, truncated=0.1, completion_length=7.0, entropy=None)
+    log.step(metrics | dict(tokens_per_second=1234.4), [group([1.0], 1)], [])
+    progress, line = screen.getvalue().rpartition("\r")[::2]
+    assert progress.count("unfinished") == (2 if is_terminal else 0)
+    assert line.startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")
+    assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
+    shown = {"reward", "rejected_groups", "truncated", "completion_length", "tokens_per_second"}
+    assert tracked == [(1, shown)], "a metric without a value is not sent to the tracker"
