@@ -67,7 +67,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     task = load_task(Config(task="mine", steps=7))
     assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
-    with pytest.raises(UserError, match=r"cannot hold baseline, delta, step, temperature, which no task decides$"):
+    with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_file("other")
 
 
