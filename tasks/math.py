@@ -24,7 +24,7 @@ def to_row(row: dict) -> dict:
 
 
 def equal_answer(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
-    """1 if the last box of the completion has a value that equals the answer."""
+    """Return 1 if the last box of the completion equals the answer, otherwise 0."""
     from math_verify import LatexExtractionConfig, parse, verify  # only needed for this task
 
     def last_box(text: str) -> list:
