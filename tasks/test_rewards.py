@@ -40,11 +40,6 @@ def get_soft_punishment(limit, soft):
     return soft_punishment
 soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 """
-CHAT = """
-def correctness(prompts, completions, answer, **kwargs) -> list[float]:
-    answers = [completion[0]["content"].split("#")[-1] for completion in completions]
-    return [2.0 if given == right else 0.0 for given, right in zip(answers, answer)]
-"""
 MEDDLES = """
 import random, torch
 import numpy as np
@@ -71,9 +66,9 @@ async def awaited(completions):
     return [batch.N] * len(completions)
 bound = functools.partial(mine)
 """
+OURS = "config", "loss", "batch", "tasks", "tasks._rewards"
 FILES = {
     "mine.py": "import no_such_module\n",
-    "chat.py": CHAT,
     "meddles.py": MEDDLES,
     "statistics.py": "",
     "installed/installed.py": "def mine(prompts):\n    return [0.0] * len(prompts)\n",
@@ -81,8 +76,8 @@ FILES = {
     "r1/helper.py": "SOFT = 2\n",
     "r1/rewards.py": RELATIVE,
 }
-OF_TRL = [  # a function, and its values for "1#46" and "46"
-    ("chat.py:correctness", [2.0, 2.0]),
+OF_TRL = [  # a function, and its values for completions of five and of three tokens
+    ("meddles.py:mine", [1.0, 1.0]),
     ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
     ("installed:mine", [0.0, 0.0]),
 ]
@@ -90,7 +85,7 @@ NOT_THERE = [  # a name, the error, a part of its message
     ("good", UserError, "--reward good: must be exact_sum, file.py:function or package.module:function"),
     ("nowhere.py:good", ModuleNotFoundError, "nowhere"),
     ("statistics.py:mean", UserError, "statistics.py: Python finds .*/statistics.py under this name: rename the file"),
-    ("chat.py:LIMIT", AttributeError, "LIMIT"),
+    ("meddles.py:LIMIT", AttributeError, "LIMIT"),
     ("mine.py:good", ModuleNotFoundError, "No module named 'no_such_module'"),
 ]
 
@@ -138,7 +133,7 @@ def test_a_reward_gets_copies():
 
 def test_rewards_that_are_awaited_run_at_the_same_time():
     """Two wait for each other, under one time limit. One event loop serves all calls, also where another loop already
-    runs, and a function may use its own. A generator is read under the time limit of its function."""
+    runs. A generator is read under the time limit of its function."""
     events, loops = [], []
 
     @contextlib.contextmanager
@@ -158,17 +153,13 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
         assert len(loops) % 2 == 0, "the other one has started too"
         return read(completions)
 
-    def own(completions):
-        return asyncio.run(asyncio.sleep(0, [5] * 3))
-
     async def in_a_notebook():
         return call_rewards([asked, read, asked], COLUMNS, {}, time_limit)
 
     event_loop.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
     assert " ".join(events[:9]) == "(asked ) (read read ) (asked ) (asked, asked read"
-    assert call_rewards([asked, own, asked], COLUMNS, {}, time_limit) == [[1.0] * 3, [5.0] * 3, [1.0] * 3]
-    assert len(loops) == 4 and len({*loops}) == 1
+    assert call_rewards([asked, asked], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
 
 
 @pytest.fixture
@@ -193,8 +184,7 @@ def words(completions):
 
 def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(folder):
     """That is so while a file is imported and while its functions are called, and never for the program itself."""
-    ours = {name: sys.modules[name] for name in ("config", "loss", "batch", "tasks", "tasks._rewards")}
-    rewards = []
+    ours, rewards = {name: sys.modules[name] for name in OURS}, []
     for place, n in (("x", 1), ("y", 2)):
         (folder / place / "tasks").mkdir(parents=True)
         for name in ("config", "train", "loss", "batch", "nearby", "tasks/__init__", "tasks/helper"):
@@ -211,19 +201,23 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
 
 def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
     """What is drawn after a reward does not depend on it, and is not the same each time."""
-    settings, drawn = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()), []
+    drawn = []
+
+    def settings():
+        return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
 
     def draw(completions):
         drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
         return [0.0] * len(completions)
 
+    before = settings()
     rewards = [load_reward(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
     for harmless in (False, True):
         set_seed(1)
         for reward in rewards:
-            assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()) == settings
+            assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
-    assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()) == settings
+    assert settings() == before
     assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
 
 
@@ -235,8 +229,6 @@ def test_a_reward_that_is_not_there(folder, name, error, message):
 
 @pytest.mark.parametrize(("reward", "values"), OF_TRL)
 def test_it_runs_as_it_is(folder, reward, values):
-    texts, prompts = ("1#46", "46"), [[{"role": "user", "content": "12+34="}]] * 2
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    given = dict(prompts=prompts, completions=completions, completion_ids=[[1] * 5, [1] * 3], answer=["46", "46"])
-    assert call_rewards([load_reward(reward, {})], given, {}) == [values]
+    columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
+    assert call_rewards([load_reward(reward, {})], columns, {}) == [values]
     assert load_reward("min", {"min": max}) is max, "one of the task's own"

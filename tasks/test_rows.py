@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from config import Config, UserError
-from tasks import Task, _prompts
+from tasks import Task
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._files import hold_out, read_rows
 from tasks._prompts import check_prompts, encode_prompts, notes
@@ -110,13 +110,6 @@ def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokeniz
     rows = [{"prompt": each} for each in ("1", prompt, prompt, "2")]  # strings and messages in one data set
     encode_prompts(tokenizer, rows, at_once=2)
     assert [PLAIN.decode(row["prompt_ids"]) for row in rows] == ["1", text, text, "2"]
-
-
-def test_prompts_are_encoded_many_at_a_time(monkeypatch):
-    calls = []
-    monkeypatch.setattr(_prompts, "encode", lambda _, prompts: calls.append(len(prompts)) or [[1]] * len(prompts))
-    encode_prompts(PLAIN, [{"prompt": "1+1="} for _ in range(2500)])
-    assert calls == [1000, 1000, 500]
 
 
 @pytest.mark.parametrize(("prompt", "message"), CANNOT)

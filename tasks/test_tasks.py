@@ -32,7 +32,6 @@ ROWS = [  # a task, settings, rows to train on, rows held out
 ]
 SHORT = "mine.py:short"
 REWARDS = [  # a task, rewards, settings -> names, weights, what says what is right, and from which value on
-    ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
     ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
     ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
@@ -147,8 +146,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "nothing is called for nothing"
 
 
-@pytest.mark.parametrize("wrong", [[1], "abcde", None])
-def test_a_log_of_the_wrong_length(wrong):
-    task = Task([], [], [lambda log_extra, **given: log_extra("x", wrong)], [1.0])
-    with pytest.raises((ValueError, TypeError)):
+def test_a_log_of_the_wrong_length():
+    task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
+    with pytest.raises(ValueError):
         score(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)

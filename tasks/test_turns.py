@@ -139,12 +139,10 @@ def test_rewards_get_all_messages_and_the_turns_by_themselves():
 def test_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
-    assert load_task(Config(task="addition", reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    assert load_task(Config(task="guess", max_turns=3)).reply is guess.reply
-    assert load_task(Config(task="guess", reply="mine.py:say")).reply({}, []) == "a"
-    for given, error in {"mine.py:no": AttributeError, "no.py:say": ModuleNotFoundError, "say": UserError}.items():
-        with pytest.raises(error, match="^--reply say: must be file.py:function or " if error is UserError else None):
-            load_task(Config(task="addition", reply=given))
+    for task in "addition", "guess":
+        assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
+    with pytest.raises(UserError, match="--reply say: must be"):
+        load_task(Config(task="addition", reply="say"))
     with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
         load_task(Config(task="addition", max_turns=3))
 
@@ -152,22 +150,27 @@ def test_settings(tmp_path, monkeypatch):
 # ---- The game ----
 
 
-def play(number: int, guesses: list[str]) -> tuple[list[str | None], float]:
-    row, (reward,) = {"prompt": "10-40:", "number": number}, guess.load(Config()).rewards
-    said = [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))]
-    ids = [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
-    return said, reward(["10-40:"], [""], ids, turns=[guesses], number=[number])[0]
+GAMES = [  # the guesses of a number from 10 to 40 that is 30, the replies, and the reward
+    (["25", "33", "30"], ["h", "l", None], 1.0),
+    (["25"] * 5, ["h"] * 4 + [None], 0.0),
+    (["25", "x"], ["h", None], 0.0),
+    (["030"], [None], 0.0),
+    ([""], [None], 0.0),
+]
 
 
-def test_guess():
-    assert play(30, ["25", "33", "30"]) == (["h", "l", None], 1.0)
-    assert play(30, ["25"] * 5) == (["h"] * 4 + [None], 0.0), "five guesses"
-    assert play(30, ["25", "x"]) == (["h", None], 0.0) and play(30, ["030"]) == ([None], 0.0)
-    assert play(30, [""]) == ([None], 0.0)
+@pytest.mark.parametrize("guesses, replies, reward", GAMES)
+def test_a_game(guesses, replies, reward):
+    row, ids = {"prompt": "10-40:", "number": 30}, [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
+    assert [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))] == replies
+    assert guess.found(["10-40:"], [""], ids, turns=[guesses], number=[30]) == [reward]
+
+
+def test_the_rows_of_games():
+    """A range is on one side only, whatever its number, and each number is in its range."""
     task = guess.load(Config())
-    sides = [{row["prompt"] for row in rows} for rows in (task.train, task.eval)]
-    assert not sides[0] & sides[1] and len(task.train) > 8000 and len(task.eval) > 1000
+    assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
+    assert len(task.train) > 8000 and len(task.eval) > 1000
     for row in task.train + task.eval:
         low, high = map(int, row["prompt"].rstrip(":").split("-"))
         assert 1 <= low <= row["number"] <= high <= 99 and high - low >= 9
-    assert min(row["prompt"] for row in guess.load(Config()).eval) == min(sides[1]), "the same in every run"
