@@ -78,7 +78,7 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         _, *after = text.split(MARK)
         ids = tokenizer(after[0], add_special_tokens=False)["input_ids"] if len(after) == 1 else []
         if not ids or ids[0] not in eos_ids:
-            raise UserError("a reply to the model's turns: its chat template puts no end token after a turn")
+            raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if ended else ids
     if not ids:
         raise UserError(f"a reply has no tokens: {reply!r:.200}")

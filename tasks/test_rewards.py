@@ -176,10 +176,10 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def words(completions):
+def words(completions, user_error):
     import config
 
-    return [2.0 * (config.UserError is UserError)] * len(completions)
+    return [2.0 * (config.UserError is user_error)] * len(completions)
 
 
 def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(folder):
@@ -196,7 +196,8 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours
         for own in f"{__name__}:words", f"{__file__}:words":
-            assert call(load_reward(own, {})) == [2.0] * 3, "a reward of this program sees this program's modules"
+            values = call_rewards([load_reward(own, {})], COLUMNS, {"user_error": UserError})
+            assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
 
 
 def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):

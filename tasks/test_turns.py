@@ -1,4 +1,4 @@
-"""What is said between turns, as texts, messages and tokens; and the game of guessing."""
+"""Replies between turns, as texts, messages and tokens; and the game of guessing."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from tasks.test_tasks import group_of
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
 IN, OUT, USER, TOOL, AI = CHAT.convert_tokens_to_ids(["<in>", "<out>", "<user>", "<tool>", "<ai>"])
-MARKS = {  # a kind of template -> what it writes of messages, what it asks an answer with
+MARKS = {  # the kind of a chat template: how it writes a message, and how it asks for an answer
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
     "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
@@ -30,7 +30,7 @@ def template(kind: str) -> str:
     return f"{{% for m in messages %}}{of_message}{{% endfor %}}{{% if add_generation_prompt %}}{asked}{{% endif %}}"
 
 
-NO_END = "a reply to the model's turns: its chat template puts no end token after a turn"
+NO_END = "the model's chat template puts no end token after a turn"
 NOT_SHOWN = "the model's chat template does not show .*hi"
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
