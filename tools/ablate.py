@@ -65,6 +65,11 @@ def log_if_finished(run: Run) -> Lines:
     return lines if lines and lines[-1]["step"] >= run.config.steps else []
 
 
+def finished(run: Run) -> Lines:
+    """Return the log of the run, or exit if it is not finished."""
+    return log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
+
+
 def run_all(args: argparse.Namespace) -> None:
     """Make the runs that are not finished, but none if the settings of any run are wrong. If a run fails, the others
     continue."""
@@ -100,7 +105,7 @@ def figure(lines: Lines, name: str) -> float:
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown. Every run must be finished."""
-    logs = [log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished") for run in runs_of(args)]
+    logs = [finished(run) for run in runs_of(args)]
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     seeds, baseline = f"mean ± std of {len(args.seeds)} seeds", ", ".join(args.variants[0].values())
