@@ -37,7 +37,7 @@ from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
-from tasks._turns import Replies, check_template
+from tasks._turns import check_template, replies_to, with_replies
 
 # The settings that policy_loss takes as keyword arguments of the same name. A new switch needs no line here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -256,15 +256,11 @@ def generate_groups(
 
     def complete(run: Run, prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
-        replies = None
-        if run.task.reply is not None:
-            limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
-            how = run.tokenizer, sampling.eos_ids, cfg.max_turns, limit
-            replies = [Replies(run.task.reply, rows[picked[p]], *how) for p, _ in mine]
+        limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
+        asked = [rows[picked[p]] for p, _ in mine]
+        replies = replies_to(run.task, asked, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
         completions = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
-        for completion, own in zip(completions, replies or []):
-            completion.replies = own.said
-        return completions
+        return with_replies(completions, replies)
 
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])

@@ -1,4 +1,4 @@
-"""What the small tasks share: a tokenizer of single characters, a small Llama, and rows that are held out by a hash."""
+"""Helpers of the small tasks: a tokenizer of single characters, a small Llama, and a split into train and eval rows."""
 
 import hashlib
 import random
@@ -13,12 +13,13 @@ TRAIN_ROWS, EVAL_ROWS = 8192, 512
 
 
 def ended(ids: list[int]) -> bool:
-    """Stopped by EOS. A sampled PAD is invisible in the text, so it must not pass for a clean answer."""
+    """Say whether the completion ended with EOS and contains no PAD. The decoded text does not show a sampled PAD, so
+    without this check the answer would look clean."""
     return len(ids) > 0 and ids[-1] == EOS_ID and PAD_ID not in ids
 
 
 def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
-    """1 for each completion that ended and has the answer after its last mark."""
+    """Return 1 for each completion that ended and has exactly the answer after its last mark, otherwise 0."""
     return [
         float(ended(ids) and text.rpartition(mark)[1:] == (mark, right))
         for text, ids, right in zip(completions, completion_ids, answer, strict=True)
@@ -26,7 +27,7 @@ def exact(mark: str, completions: list[str], completion_ids: list[list[int]], an
 
 
 def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[dict]]:
-    """Rows to train on and distinct held-out ones, the same in every run."""
+    """Draw the rows to train on, and held-out rows with distinct prompts. They are the same in every run."""
     rng, train, evaluation = random.Random(0), [], {}
     while len(train) < TRAIN_ROWS or len(evaluation) < EVAL_ROWS:
         row = draw_row(rng)
@@ -38,12 +39,12 @@ def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[d
 
 
 def held_out(prompt: str) -> bool:
-    """One prompt in eight is kept for evaluation, whatever the seed: by a hash that is the same in every process."""
+    """Say whether this prompt is kept for evaluation, as one in eight is. A hash decides, so it is so in every run."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 8 == 0
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One id for each character. A character outside the alphabet is an error, never a silently shorter prompt."""
+    """Make a tokenizer with one id for each character. A character outside the alphabet raises an error."""
     vocab = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -52,7 +53,8 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, intermediate_size: int) -> LlamaConfig:
-    """Llama: in a Qwen2 folder AutoTokenizer ignores the saved class and drops unknown characters without a word."""
+    """Return the configuration of a small Llama. It is not a Qwen2, because AutoTokenizer would then ignore the saved
+    tokenizer's class and silently drop unknown characters."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

@@ -1,4 +1,4 @@
-"""Encode the prompts of all rows for this model, and check that they fit into its context."""
+"""Encode the prompts of all rows with the model's tokenizer, and check that they fit into its context."""
 
 import json
 import math
@@ -9,19 +9,18 @@ from tasks import Prompt, Task
 
 
 def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> None:
-    """Keep the token ids of each row's prompt in the row, as `prompt_ids`. Prompts are encoded only once, and many at a
-    time, because encoding a large data set one by one takes minutes."""
+    """Add to each row the token ids of its prompt, as `prompt_ids`. Many prompts are encoded at a time, because
+    encoding the prompts of a large data set one by one takes minutes."""
     for is_text in (True, False):
         same_kind = [row for row in rows if isinstance(row["prompt"], str) == is_text]
         for start in range(0, len(same_kind), at_once):
             batch = same_kind[start : start + at_once]
             try:
                 encoded = encode(tokenizer, [row["prompt"] for row in batch])
-            except Exception as error:  # a letter that the tokenizer does not know, a chat template that is missing
+            except Exception as error:  # for instance a letter that the tokenizer does not know
                 if at_once > 1:
-                    encode_prompts(tokenizer, batch, at_once=1)  # raises the error of the prompt that it is about
-                prompt = batch[0]["prompt"]
-                raise UserError(f"a prompt could not be encoded: {prompt!r:.200}: {error!r}") from error
+                    encode_prompts(tokenizer, batch, at_once=1)  # finds the prompt that the error is about
+                raise UserError(f"a prompt could not be encoded: {batch[0]['prompt']!r:.200}: {error!r}") from error
             for row, ids in zip(batch, encoded, strict=True):
                 if not ids:
                     raise UserError(f"a prompt has no tokens: {row['prompt']!r:.200}")
@@ -29,44 +28,38 @@ def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> Non
 
 
 def encode(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
-    """Prompts of one kind: chat messages go through the chat template, and strings are taken as they are."""
+    """Encode prompts that are all strings, or all chats. Only chats go through the chat template."""
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-    encoded = tokenizer(prompts)["input_ids"]
-    for n, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # this tokenizer ends every text, but a prompt goes on
-            own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            encoded[n] = ids if own[-1:] == ids[-1:] else ids[:-1]
-    return encoded
+    encoded, eos_id, eos = tokenizer(prompts)["input_ids"], tokenizer.eos_token_id, tokenizer.eos_token
+    # Some tokenizers end every text with this token, but a prompt must stay open. One that the user wrote is kept.
+    closed = [len(ids) > 1 and ids[-1] == eos_id and not text.endswith(eos) for text, ids in zip(prompts, encoded)]
+    return [ids[:-1] if is_closed else ids for ids, is_closed in zip(encoded, closed)]
 
 
 def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Config) -> int:
-    """Encode every prompt. One that leaves no room for its completion is an error, or is left out if the settings say
-    so. -> the number of tokens of the longest prompt"""
+    """Encode every prompt. If one leaves no room in the model's context for its completion, raise an error, or leave it
+    out with --drop_long_prompts. -> the number of tokens of the longest prompt"""
     if task.eos_id not in (None, tokenizer.eos_token_id):
-        raise UserError(f"--model {config.model}: --task {config.task} is for its own small model")
+        raise UserError(f"--model {config.model}: --task {config.task} works only with its own small model")
     encode_prompts(tokenizer, task.train + task.eval)
     room = (context or math.inf) - config.max_completion_length
-    too_long = [row for row in task.train + task.eval if len(row["prompt_ids"]) > room]
+    too_long = [row["prompt"] for row in task.train + task.eval if len(row["prompt_ids"]) > room]
     if too_long:
-        first = too_long[0]
-        message = (
-            f"{len(too_long)} prompts and a completion of {config.max_completion_length} exceed the model's context of "
-            f"{context}; the first has {len(first['prompt_ids'])} tokens: {first['prompt']!r:.200}"
-        )
+        limits = f"the model's context of {context} less --max_completion_length {config.max_completion_length}"
+        message = f"{len(too_long)} prompts have more than {room} tokens ({limits}), for instance {too_long[0]!r:.200}"
         if not config.drop_long_prompts:
             raise UserError(f"{message}; shorten them, --drop_long_prompts, or lower --max_completion_length")
-        task.train, task.eval = (
-            [row for row in rows if len(row["prompt_ids"]) <= room] for rows in (task.train, task.eval)
-        )
+        task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]
+        task.eval = [row for row in task.eval if len(row["prompt_ids"]) <= room]
         task.notes.append(f"{message}; they are left out")
     if (config.steps != 0 and not task.train) or (config.eval_every and not task.eval):
-        raise UserError("; ".join([*task.notes, "no prompts to train on, or none held out: see --eval_data"]))
+        raise UserError("; ".join([*task.notes, "no prompts to train on, or none to evaluate on: see --eval_data"]))
     return max(len(row["prompt_ids"]) for row in task.train + task.eval)
 
 
 def notes(task: Task, tokenizer: Any) -> list[str]:
-    """What was found, and where a figure would say something else than it seems to."""
+    """Return the task's notes, and warnings about rows that may not be what the user meant."""
     found = [*task.notes]
     trained_on = {json.dumps(row["prompt"]) for row in task.train}
     in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)

@@ -1,19 +1,17 @@
-"""Reward functions of users: how they are found, what they are given, and what their values are checked for. Left out:
-any further sandbox."""
+"""Users' reward functions: find them, call them, and check what they return. Left out: any further sandbox."""
 
 import asyncio
 import copy
 import functools
-import importlib.util
+import importlib
 import inspect
-import logging
 import math
+import pkgutil
 import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,123 +21,118 @@ from transformers import set_seed
 
 from config import UserError
 
-warn_once = functools.cache(logging.getLogger(__name__).warning)
-event_loop = functools.cache(asyncio.Runner)  # one for all calls, so that a client which is made once stays usable
-thread = ThreadPoolExecutor(1)  # of that loop, because in a notebook the main thread runs another one
-loaded_from: dict[tuple[str, ...], dict[str, ModuleType]] = {}  # folders -> modules whose names others have as well
-LARGEST = 1e100  # finite even when it is weighted, squared and summed
-IMMUTABLE = (str, int, float, bool, bytes, type(None))  # not copied, which would be slow
+event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that a client keeps its connections
+thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
+modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}  # by folders: their modules, while no reward runs
+PROGRAM = str(Path(__file__).resolve().parent.parent)
+LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
 
 
 def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
-    """The function of file.py:function, of package.module:function, or of one of the task's own rewards"""
+    """Return the function that `name` means: file.py:function, package.module:function, or one of the task's own."""
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
         known = ", ".join([*own, "file.py:function or package.module:function"])
         raise UserError(f"{setting} {name}: must be {known}")
-    module, folders = _run_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
+    module, folders = import_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
     found = getattr(module, function)
-    reward = functools.update_wrapper(functools.partial(found), found)  # takes attributes, whatever was found
+    reward = functools.update_wrapper(functools.partial(found), found)  # unlike `found`, a partial takes attributes
     reward.__name__, reward.folders = getattr(found, "__name__", function), folders
     return reward
 
 
-def _run_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
-    """Run the file as a module of the packages that it is in, so that it can import its neighbours, by relative imports
-    too. -> the module, and the folders that it imports from"""
-    names, folder = [path.stem], path.resolve().parent
-    folders = [str(folder)]
-    while (folder / "__init__.py").exists():
-        names, folder = [folder.name, *names], folder.parent
-        folders.append(str(folder))
-    with surroundings(tuple(folders)):
-        spec = importlib.util.spec_from_file_location(".".join(names), path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(spec.name, module)
-        spec.loader.exec_module(module)
-    return module, tuple(folders)
+def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
+    """Import the file as a module of the packages that contain it, so that relative imports work too.
+    -> the module, and the folders that it imports from"""
+    names, folders = [path.stem], [path.resolve().parent]
+    while (folders[-1] / "__init__.py").exists():
+        names.insert(0, folders[-1].name)
+        folders.append(folders[-1].parent)
+    folders = tuple(map(str, folders))
+    with surroundings(folders):
+        module = importlib.import_module(".".join(names))
+    if not path.samefile(module.__file__):  # for instance a module of the standard library
+        raise UserError(f"{path}: Python finds {module.__file__} under this name: rename the file")
+    return module, folders
 
 
 @contextmanager
 def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
-    """Import or call a reward from these folders. Meanwhile their modules come before modules of the same name in this
-    program or in the folders of other rewards. Afterwards the settings of PyTorch are what they were, and random
-    numbers do not depend on what the reward did with them."""
-    dtype, threads, seed, others = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32), {}
-    for name in {path.stem for folder in folders for path in Path(folder).iterdir()} - sys.stdlib_module_names:
-        loaded = getattr(sys.modules.get(name), "__file__", None)
-        own = PathFinder.find_spec(name, folders) if loaded else None
-        if own and own.origin and Path(loaded).resolve() != Path(own.origin).resolve():
-            for part in [part for part in sys.modules if part.partition(".")[0] == name]:
-                others[part] = sys.modules.pop(part)
-    sys.modules.update(loaded_from.get(folders, {}))
+    """Isolate a reward from this program while it is imported or called. A module in its own folders then comes before
+    a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global settings are
+    what they were, and the random generators are seeded with a number that was drawn before, so that no later draw
+    depends on the reward."""
+    dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
+    names = own_names(folders)
+    others = swap_modules(names, modules_of.get(folders, {}))
     sys.path[:] = dict.fromkeys([*folders, *sys.path])
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # puts it back
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield
     finally:
-        loaded_from[folders] = {name: sys.modules[name] for name in others.keys() & sys.modules.keys()}
-        sys.modules.update(others)
+        modules_of[folders] = swap_modules(names, others)
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         set_seed(seed)
 
 
+@functools.cache
+def own_names(folders: tuple[str, ...]) -> set[str]:
+    """Return the names of the modules in these folders. Modules of this program are not among them, because a reward in
+    the program's own folder shares them."""
+    names = {module.name for module in pkgutil.iter_modules(folder for folder in folders if folder != PROGRAM)}
+    return names - sys.stdlib_module_names
+
+
+def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    """Unload all modules with these names, and their submodules, and load others. -> those that were unloaded"""
+    unloaded = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
+    sys.modules.update(replacements)
+    return unloaded
+
+
 def call_rewards(
     rewards: list[Callable], columns: dict[str, list], run_arguments: dict[str, Any], time_limit: Callable = nullcontext
 ) -> list[list[float]]:
-    """-> for each function its values, one for each completion, NaN where it gave none. Functions that are awaited run
-    at the same time. Each function gets its own copy of the columns; `run_arguments` are not copied."""
+    """Call every function, and return its values: one for each completion, NaN where it gave none. Asynchronous
+    functions run at the same time. Each function gets its own copy of the columns; `run_arguments` are not copied."""
     results = []
     for reward in rewards:
-        taken = room_for(reward, columns | run_arguments)
-        given = {name: x if name in run_arguments else [copied(value) for value in x] for name, x in taken.items()}
+        parameters = inspect.signature(reward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        copies = {name: [*map(copy.deepcopy, x)] for name, x in columns.items() if takes_all or name in parameters}
+        given = copies | {name: x for name, x in run_arguments.items() if takes_all or name in parameters}
         with time_limit(reward.__name__), surroundings(getattr(reward, "folders", ())):
             results.append(as_list(reward(**given)))
     awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if awaited:
+
+        async def gather() -> list:
+            return await asyncio.gather(*(results[i] for i in awaited))
+
         folders = getattr(rewards[awaited[0]], "folders", ())
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
-            together = _all_of([results[i] for i in awaited])
-            for i, result in zip(awaited, thread.submit(lambda: event_loop().run(together)).result(), strict=True):
+            for i, result in zip(awaited, thread.submit(lambda: event_loop().run(gather())).result(), strict=True):
                 results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
 
 
-def copied(value: Any) -> Any:
-    return value if type(value) in IMMUTABLE else copy.deepcopy(value)
-
-
-def room_for(reward: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the given arguments that the function takes."""
-    parameters = inspect.signature(reward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {name: x for name, x in given.items() if name in parameters}
-
-
-async def _all_of(awaited: list) -> list:
-    return await asyncio.gather(*awaited)
-
-
 def as_list(values: Any) -> Any:
-    """A list in place of a tensor, an array or a generator; anything else as it is."""
+    """Turn a tensor, an array or a generator into a list, and return anything else unchanged."""
     values = list(values) if isinstance(values, Iterator) else values
     return values.tolist() if hasattr(values, "tolist") else values
 
 
 def numbers_of(reward: Callable, values: Any, prompts: list) -> list[float]:
-    """A number for each completion, and NaN where the function gave None."""
+    """Check what the function returned, and turn it into floats. None becomes NaN, which means "no reward"."""
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        due = f"a list of {len(prompts)} numbers was due, for prompt {prompts[0]!r:.200} and others"
-        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}, where {due}")
+        expected = f"a list of {len(prompts)} numbers was expected, for prompt {prompts[0]!r:.200} and others"
+        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}; {expected}")
     numbers = [math.nan if value is None else float(value) for value in values]
-    for value, number, prompt in zip(values, numbers, prompts, strict=True):
+    for number, prompt in zip(numbers, prompts, strict=True):
         if abs(number) > LARGEST:
-            raise UserError(f"reward function {reward.__name__} returned {value} for prompt {prompt!r:.200}")
-        if value is not None and math.isnan(number):
-            warn_once(f"reward function {reward.__name__} returned nan, which counts as None")
+            raise UserError(f"reward function {reward.__name__} returned {number} for prompt {prompt!r:.200}")
     return numbers

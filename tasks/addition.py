@@ -1,8 +1,8 @@
-"""Addition: "47+85=" is answered at once, "#132", or after a thought, "7+5+0=12,4+8+1=13#132".
+"""Addition: the answer to "47+85=" is "#132", at once or after the steps, "7+5+0=12,4+8+1=13#132".
 
-The reward is 1 for a completion that ended by itself with the sum after its last "#", and 0 for any other. The model
-comes with the repository; tools/make_models.py made it. It answers most long sums at once, and wrongly: that thinking
-pays for them too is what is left to learn. Columns: prompt, answer.
+The reward is 1 for a completion that ends by itself and has the sum after its last "#", and 0 otherwise. The model
+comes with the repository (tools/make_models.py made it). At first it writes the steps of short sums, but answers most
+long sums at once, and wrongly. It has to learn that the steps pay there too. Columns: prompt, answer.
 """
 
 import random
@@ -22,7 +22,7 @@ def draw_row(rng: random.Random) -> dict:
 
 
 def exact_sum(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
-    """1 if the completion ended and the text after its last '#' is the sum."""
+    """Return 1 if the completion ended and the text after its last "#" is the sum, otherwise 0."""
     return exact("#", completions, completion_ids, answer)
 
 

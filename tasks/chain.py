@@ -1,8 +1,9 @@
-"""Chain: "37+8*3-6:" is worked out from left to right, modulo 100: "+8=45*3=35-6=29".
+"""Chain: "37+8*3-6:" is worked out from left to right, modulo 100, as "+8=45*3=35-6=29".
 
-The reward is 1 for a completion that ended by itself with the result after its last "=", and 0 for any other: one in a
-hundred for a guess, and a mistake in any step loses all. The model comes with the repository; tools/make_models.py made
-it. It knows the steps, none of them well, and often gives the result at once. Columns: prompt, answer.
+The reward is 1 for a completion that ends by itself and has the result after its last "=", and 0 otherwise. A guess is
+right one time in a hundred, and a mistake in any step makes the result wrong. The model comes with the repository
+(tools/make_models.py made it). It can do each step, but not reliably, and often writes a result without the steps.
+Columns: prompt, answer.
 """
 
 import random
@@ -16,8 +17,8 @@ DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_
 ALPHABET = "0123456789+-*=:"
 
 
-def draw_chain(rng: random.Random) -> tuple[str, list[str]]:
-    """-> 37+8*3-6: and its steps, +8=45 *3=35 -6=29"""
+def draw_chain(rng: random.Random) -> dict:
+    """Draw a row, together with the steps of its solution, such as ["+8=45", "*3=35", "-6=29"]."""
     value = rng.randrange(100)
     prompt, steps = str(value), []
     for _ in range(rng.randint(2, 6)):
@@ -26,21 +27,21 @@ def draw_chain(rng: random.Random) -> tuple[str, list[str]]:
         value = {"+": value + number, "-": value - number, "*": value * number}[sign] % 100
         prompt += f"{sign}{number}"
         steps.append(f"{sign}{number}={value}")
-    return f"{prompt}:", steps
+    return {"prompt": f"{prompt}:", "answer": str(value), "steps": steps}
 
 
 def draw_row(rng: random.Random) -> dict:
-    prompt, steps = draw_chain(rng)
-    return {"prompt": prompt, "answer": steps[-1].partition("=")[2]}
+    row = draw_chain(rng)
+    return {"prompt": row["prompt"], "answer": row["answer"]}
 
 
 def exact_result(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
-    """1 if the completion ended and the text after its last '=' is the result."""
+    """Return 1 if the completion ended and the text after its last "=" is the result, otherwise 0."""
     return exact("=", completions, completion_ids, answer)
 
 
 def shortness(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Minus the tokens: a second reward, on another scale, for `--reward exact_result tasks.chain:shortness`."""
+    """Return minus the number of tokens. Add this reward with `--reward exact_result tasks.chain:shortness`."""
     return [-float(len(ids)) for ids in completion_ids]
 
 

@@ -1,8 +1,8 @@
-"""Countdown: reach a target with given numbers, each used exactly once.
+"""Countdown: write an expression that equals a target and uses each of the given numbers exactly once.
 
-The model is asked to think inside <think> and to give an expression inside <answer>. The reward is 1 for an expression
-that is right, and 0.1 more where the completion is a thought and an answer and nothing else. Columns: prompt, numbers
-(a list of integers), target.
+The model is asked to think inside <think> and to give the expression inside <answer>. The reward is 1 if the expression
+is right, plus 0.1 if the completion is a thought and an answer and nothing else. Columns: prompt, numbers (a list of
+integers), target, and solution, which no reward uses.
 """
 
 import ast
@@ -25,8 +25,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def draw_problem(rng: random.Random) -> dict:
-    """Three or four numbers, joined in the order drawn and shown in order of size. This solution passes through whole
-    numbers alone; an answer may have other brackets, and fractions on its way."""
+    """Draw three or four numbers and join them from left to right by signs that keep every intermediate result whole.
+    The prompt shows the numbers sorted. An answer may use any brackets, and may have fractions on its way."""
     drawn = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
     target, solution, numbers = drawn[0], str(drawn[0]), sorted(drawn)
     for number in drawn[1:]:
@@ -38,25 +38,26 @@ def draw_problem(rng: random.Random) -> dict:
 
 
 def equation(prompts, completions, completion_ids, numbers: list, target: list, **columns) -> list[float]:
-    """1 if the last <answer> is an expression of exactly the given numbers that equals the target."""
+    """Return 1 if the last <answer> is an expression of exactly these numbers that equals the target, otherwise 0."""
     answers = [(ANSWER.findall(text_of(completion)) or [""])[-1] for completion in completions]
     return [float(value_of(*pair) == Fraction(t)) for *pair, t in zip(answers, numbers, target, strict=True)]
 
 
 def well_formed(prompts, completions, completion_ids, **columns) -> list[float]:
-    """1 if the completion is a thought and an answer, and nothing else. The opening <think> may be missing: the chat
-    templates of some reasoning models put it into the prompt."""
+    """Return 1 if the completion is a thought and an answer and nothing else, otherwise 0. The opening <think> may be
+    missing, because the chat templates of some reasoning models put it into the prompt."""
     return [float(SHAPE.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
 
 
 def value_of(text: str, numbers: list[int]) -> Fraction | None:
-    """The exact value of an expression of + - * / and parentheses that uses every number once, or None."""
+    """Return the exact value of an expression of + - * / and parentheses that uses every number exactly once. Return
+    None if the text is anything else."""
     given = sorted(map(str, numbers))
     if len(text) > 200 or sorted(re.findall("[0-9]+", text)) != given or re.search(r"[^0-9+*/()\s-]", text):
         return None
     try:
         return _value(ast.parse(" ".join(text.split()), mode="eval").body)
-    except (SyntaxError, KeyError, AttributeError, ZeroDivisionError):  # no expression; another operator, a call; x / 0
+    except (SyntaxError, KeyError, AttributeError, ZeroDivisionError):  # no expression; another operator; a call; x / 0
         return None
 
 
@@ -67,7 +68,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def load(config: Config) -> Task:
-    """The same problems in every run, no two alike; none where --data brings others."""
+    """Draw distinct problems, the same in every run. None are drawn if --data replaces them."""
     rng, problems = random.Random(0), {}
     while not config.data and len(problems) < TRAIN_ROWS + config.eval_prompts:
         row = draw_problem(rng)

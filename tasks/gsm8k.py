@@ -1,7 +1,7 @@
-"""GSM8K: word problems of grade-school arithmetic, the hub's openai/gsm8k.
+"""GSM8K: word problems with grade-school arithmetic, from openai/gsm8k on the hub.
 
-The reward is 1 if the completion's final number is the answer's, else 0. Columns: prompt, answer (72, "72", or the data
-set's own text that ends in "#### 72").
+The reward is 1 if the final number of the completion equals the answer, and 0 otherwise. Columns: prompt, answer (72,
+"72", or the data set's own text that ends in "#### 72").
 """
 
 import re
@@ -17,13 +17,13 @@ def to_row(row: dict) -> dict:
     return {"prompt": [{"role": "user", "content": question}], "answer": row["answer"].rpartition("####")[2].strip()}
 
 
-# A minus after an operand is no sign ("10-5"), and what is glued to other digits is no number ("1,2", "1.2.3", "1e3").
+# In "10-5" the minus is not a sign, so the second number is 5. "1,2", "1.2.3" and "1e3" contain no number at all.
 NUMBER = re.compile(r"(?ai)(?<![a-z0-9.,)])(?<!\de[-+])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![.,]?\d|e[-+]?\d)")
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def right_number(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
-    """1 if the completion's final number is the answer's."""
+    """Return 1 if the final number of the completion equals the answer, otherwise 0."""
     numbers = [only_number(str(wanted).rpartition("####")[2]) for wanted in answer]
     for number, wanted, prompt in zip(numbers, answer, prompts, strict=True):
         if number is None:
@@ -32,7 +32,8 @@ def right_number(prompts, completions, completion_ids, answer: list, **columns) 
 
 
 def final_number(text: str) -> Decimal | None:
-    r"""In the last \boxed{}; without one, on the line after the last "####"; without either, the last of the text."""
+    r"""Return the number in the last \boxed{}. If there is no box, return the number on the line after the last "####",
+    and if there is neither, the last number of the text."""
     if "\\boxed{" in text:
         box = BOX.match(text, text.rindex("\\boxed{"))
         return only_number(box[1]) if box else None
@@ -42,12 +43,13 @@ def final_number(text: str) -> Decimal | None:
 
 
 def only_number(text: str) -> Decimal | None:
+    """Return the number in the text, or None if it has none or several."""
     found = numbers_in(text)
     return found[0] if len(found) == 1 else None
 
 
 def numbers_in(text: str) -> list[Decimal]:
-    """Decimal reads any number of digits exactly; 72.0 equals 72."""
+    """Return all numbers in the text. As Decimals they are exact, and 72.0 equals 72."""
     plain = re.sub(r"\\?\$|\\[,!]", "", text).replace("{,}", ",").replace("−", "-")  # dollars, LaTeX's thin spaces
     return [Decimal(number.replace(",", "")) for number in NUMBER.findall(plain)]
 

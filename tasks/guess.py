@@ -1,9 +1,9 @@
-"""Guess: "23-71:" asks for a number from 23 to 71. The model guesses "40", is answered "h" (the number is higher) or
-"l" (it is lower), and guesses again. It has five guesses.
+"""Guess: the prompt "23-71:" stands for a secret number from 23 to 71. The model guesses, say "40". The reply is "h" if
+the secret number is higher, or "l" if it is lower, and the model guesses again. It has five guesses.
 
-The reward is 1 if the last guess is the number, and 0 otherwise. Who always halves what is left can find 31 numbers of
-a range. The model comes with the repository; tools/make_models.py made it. It has learned from a player who guesses at
-random among the numbers that are left. Columns: prompt, number.
+The reward is 1 if the last guess is the number, and 0 otherwise. A player who always guesses the middle of what is left
+can find 31 different numbers. The model comes with the repository (tools/make_models.py made it). It has learned from
+games in which each guess is a random one of the numbers that are left. Columns: prompt, number.
 """
 
 import random
@@ -26,6 +26,7 @@ def draw_row(rng: random.Random) -> dict:
 
 
 def reply(row: dict, turns: list[str]) -> str | None:
+    """Reply to the last guess, or return None if the game is over."""
     guess = turns[-1]
     if not guess.isdecimal() or int(guess) == row["number"] or len(turns) == GUESSES:
         return None
@@ -33,13 +34,13 @@ def reply(row: dict, turns: list[str]) -> str | None:
 
 
 def found(prompts, completions, completion_ids, turns: list[list[str]], number: list[int], **columns) -> list[float]:
-    """1 if the last guess is the number."""
+    """Return 1 if the completion ended and the last guess is the number, otherwise 0."""
     played = zip(completion_ids, turns, number, strict=True)
     return [float(ended(ids) and guesses[-1] == str(right)) for ids, guesses, right in played]
 
 
 def load(config: Config) -> Task:
-    """A range is either trained on or held out, whatever the number."""
+    """Draw the rows. All rows with the same range are on the same side, trained on or held out."""
     rng = random.Random(0)
     rows = [draw_row(rng) for _ in range(10_000)]
     train = [row for row in rows if not held_out(row["prompt"])]

@@ -1,11 +1,12 @@
-"""Reasoning Gym: `--task gym:NAME` is any of its procedural data sets, judged by its own scorer.
+"""Reasoning Gym: `--task gym:NAME` is any of its procedurally generated data sets, scored by that data set itself.
 
     --task gym:chain_sum
-    --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    settings of the data set, as JSON
+    --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    with settings of the data set, as JSON
 
-Needs `pip install reasoning-gym`. The answer is what stands in the last <answer> and </answer>; a right one is worth 1,
-of some scorers a wrong one a part of it. Row i is drawn from seed + i, so sets of two seeds share rows: both splits
-are cut from one set, each question once. Some sets take seconds for a row, and want a smaller "size".
+Install it first: `pip install reasoning-gym`. The answer is the text in the last <answer> and </answer>. A right answer
+is worth 1, and some data sets give a part of it for a wrong one. Row i is drawn from the seed `seed` + i, so data sets
+of two seeds can share rows. For this reason, the held-out rows are a part of the same data set, in which each question
+occurs once. Some data sets take seconds for each row; give them a smaller "size". Columns: prompt, number.
 """
 
 import json
@@ -23,13 +24,10 @@ def load(config: Config) -> Task:
     _, name, settings = [*config.task.split(":", 2), "", ""][:3]
     if found := {*RUNS_ANSWERS} & {*re.findall(r"\w+", config.task)}:  # the data set, or a part of a composite one
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
-    try:
-        from reasoning_gym import create_dataset, utils
+    from reasoning_gym import create_dataset, utils  # only needed for this task
 
-        data_set = create_dataset(name, **dict(size=2048, seed=0) | json.loads(settings or "{}"))
-        entries = list({entry["question"]: entry for entry in data_set}.values())
-    except Exception as error:  # a data set may raise anything where an option has the wrong type
-        raise UserError(f"--task {config.task}: gym:NAME or gym:NAME:JSON of Reasoning Gym: {error}") from error
+    data_set = create_dataset(name, **dict(size=2048, seed=0) | json.loads(settings or "{}"))
+    entries = list({entry["question"]: entry for entry in data_set}.values())
 
     def gym_score(prompts, completions, completion_ids, number: list[int], **columns) -> list[float]:
         return [score(utils.extract_answer(text_of(x)), entries[n]) for x, n in zip(completions, number, strict=True)]
@@ -37,7 +35,7 @@ def load(config: Config) -> Task:
     def score(answer: str | None, entry: dict) -> float:
         try:
             return 0.0 if answer is None else data_set.score_answer(answer, entry)
-        except Exception:  # several scorers raise whatever Python's own functions do on what they cannot read
+        except Exception:  # several scorers raise an error if they cannot read the answer
             return 0.0
 
     asked = [[{"role": "user", "content": entry["question"] + ASK}] for entry in entries]

@@ -1,10 +1,11 @@
-r"""Math: problems whose answers are put in \boxed{} and judged by math-verify, as MATH and DAPO-17k are trained on.
+r"""Math: problems whose final answers are in \boxed{} and are judged by math-verify.
 
-    --task math                                                    the hub's DigitalLearningGmbH/MATH-lighteval
-    --task math --data agentica-org/DeepScaleR-Preview-Dataset     or a file: a problem and its answer in each row
+    --task math                                                    DigitalLearningGmbH/MATH-lighteval on the hub
+    --task math --data agentica-org/DeepScaleR-Preview-Dataset     other rows, each with a problem and its answer
 
-Needs `pip install math-verify==0.9.*`. The reward is 1 where it finds the last box equal to the answer, else 0. It is
-lenient: 2+1 equals 3, 10% equals 0.1. What takes it more than five seconds is wrong.
+Install math-verify first: `pip install math-verify==0.9.*`. The reward is 1 if math-verify finds the last box equal to
+the answer, and 0 otherwise. It is lenient: 2+1 equals 3, and 10% equals 0.1. An answer that takes it more than five
+seconds is wrong. Columns: prompt, answer.
 """
 
 from config import Config, UserError
@@ -15,17 +16,16 @@ ASK = "\nThink step by step, and put your final answer in \\boxed{}."
 
 
 def to_row(row: dict) -> dict:
-    """A row may call its problem the prompt, and have a solution for the answer. Chat messages stay what they are."""
+    """Make a row of this task. The problem may be in a column `prompt`, also as messages, which are kept unchanged. The
+    answer may be in a column `solution`."""
     problem, answer = row.get("problem", row.get("prompt")), row.get("answer", row.get("solution"))
     prompt = [{"role": "user", "content": problem + ASK}] if isinstance(problem, str) else problem
     return {"prompt": prompt, "answer": answer}
 
 
 def equal_answer(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
-    try:
-        from math_verify import LatexExtractionConfig, parse, verify
-    except ImportError:
-        raise UserError("--task math: pip install math-verify==0.9.*") from None
+    """Return 1 if the last box of the completion equals the answer, otherwise 0."""
+    from math_verify import LatexExtractionConfig, parse, verify  # only needed for this task
 
     def last_box(text: str) -> list:
         _, box, inside = text.rpartition("\\boxed{")
@@ -33,9 +33,9 @@ def equal_answer(prompts, completions, completion_ids, answer: list, **columns) 
 
     golds = [text if "\\boxed{" in text else f"\\boxed{{{text.strip(' $')}}}" for text in map(str, answer)]
     for prompt, wanted, gold in zip(prompts, answer, golds, strict=True):
-        if wanted is None or not last_box(gold):  # every answer would be wrong
-            raise UserError(f"no mathematics is found in the answer {wanted!r}, for prompt {prompt!r:.200}")
-    return [float(verify(last_box(a), last_box(text_of(b)))) for a, b in zip(golds, completions, strict=True)]
+        if wanted is None or not last_box(gold):  # otherwise every completion would count as wrong
+            raise UserError(f"the answer {wanted!r} is not mathematics, for prompt {prompt!r:.200}")
+    return [float(verify(last_box(gold), last_box(text_of(x)))) for gold, x in zip(golds, completions, strict=True)]
 
 
 def load(config: Config) -> Task:

@@ -1,7 +1,7 @@
-"""Sorting: "cab>" is answered by "abc".
+"""Sorting: the answer to "cab>" is "abc".
 
-The reward is graded, so that random weights, which the model has at first, earn something to start from: the mean of
-two shares, of letters kept and of letters in their place. Columns: prompt, answer.
+The model starts from random weights, so the reward also gives parts of 1, to have something to start from. It is the
+mean of two shares: of the letters that were kept, and of the letters in the right place. Columns: prompt, answer.
 """
 
 import random
@@ -24,8 +24,8 @@ def draw_row(rng: random.Random) -> dict:
 
 
 def sorted_share(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
-    """Both shares are of the longer text, so that 1 is an exact answer and surplus letters cost. Half of their mean if
-    the completion never ended."""
+    """Return the mean of the two shares, or half of it if the completion did not end. Both are shares of the longer of
+    the two texts, so only the exact answer is worth 1, and surplus letters cost something."""
     rewards = []
     for text, ids, right in zip(completions, completion_ids, answer, strict=True):
         kept = (Counter(text) & Counter(right)).total()
@@ -41,7 +41,7 @@ def load(config: Config) -> Task:
 
 
 def model(config: Config) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Random weights, the same for the same seed; torch's own random state is left as it was."""
+    """Make a model with random weights that depend only on the seed. PyTorch's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         tokenizer = char_tokenizer(LETTERS + ">")

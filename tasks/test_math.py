@@ -14,8 +14,8 @@ BOXES = [  # an answer, completions that are right, and wrong ones
     ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
     ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
     ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
-    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),  # the second, other than the next line's,
-    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),  # is refused: which one is the answer matters
+    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),  # an interval is not a pair,
+    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),  # but a pair may be an interval: the order of arguments matters
     ("x^2+1", ["\\boxed{1+x^2}"], ["\\boxed{x^2}"]),
     ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
     ("10\\%", ["\\boxed{0.1}"], ["\\boxed{10.1}"]),
@@ -32,14 +32,14 @@ def test_the_last_box_is_compared(answer, right, wrong):
 
 
 @pytest.mark.parametrize("answer", ["", None])
-def test_an_answer_without_mathematics_is_a_mistake_that_names_the_prompt(answer):
+def test_an_answer_without_mathematics_is_an_error_that_names_the_prompt(answer):
     pytest.importorskip("math_verify")
-    with pytest.raises(UserError, match=r"^no mathematics is found in the answer .*, for prompt 'how\?'$"):
+    with pytest.raises(UserError, match=r"^the answer .* is not mathematics, for prompt 'how\?'$"):
         equal_answer(["why?", "how?"], ["\\boxed{1}"] * 2, [[1]] * 2, answer=["1", answer])
 
 
 def test_rows_of_a_file(tmp_path):
-    """Problems are asked for in a box; chat messages stay what they are."""
+    """Texts are asked for an answer in a box. Chat messages are unchanged."""
     chat = [{"role": "user", "content": "Is it 7?"}]
     rows = [{"problem": f"{n} + 1?", "answer": n + 1, "level": 1} for n in range(20)]
     rows += [{"prompt": "2 + 2?", "solution": "It is \\boxed{4}."}, {"prompt": chat, "answer": "7"}]

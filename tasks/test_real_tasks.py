@@ -13,11 +13,10 @@ from tasks import countdown, gsm8k, math, tldr
 EXPRESSIONS = [  # text, numbers, its value
     ("1 + 2 * 3", [1, 2, 3], 7),  # precedence
     ("(1 + 2) * 3", [1, 2, 3], 9),
-    ("9 - 3 - 2", [2, 3, 9], 4),  # from left to right
     ("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24),  # through a fraction
     ("1 / 49 * 49", [1, 49, 49], 1),  # floats say 0.9999999999999999
     ("(" * 99 + "7" + ")" * 99, [7], 7),
-    ("1 + 2", [1, 2, 3], None),  # a number left out
+    ("1 + 2", [1, 2, 3], None),  # lacks a number
     ("1 + 2 3", [1, 23], None),  # digits pulled apart
     ("1 / 0", [0, 1], None),
     ("2²", [2, 2], None),
@@ -39,8 +38,6 @@ NUMBERS = [  # text, its final number
     ("**$1,234.50**.", "1234.5"),
     ("a loss of −5", "-5"),  # U+2212
     ("12-5", "5"),
-    ("72kg", "72"),
-    ("#### 5\n#### 6", "6"),
     ("\\boxed{5} or rather \\boxed{72}, not 9", "72"),
     ("$\\boxed{\\$1{,}072.00}$", "1072"),
     ("\\boxed{72\\text{ apples}}", "72"),
@@ -85,36 +82,38 @@ def test_problems():
     rows = task.train + task.eval
     assert (len(task.train), len(task.eval)) == (8192, 64) and rows == again.train + again.eval
     assert len({(*sorted(row["numbers"]), row["target"]) for row in rows}) == len(rows)
-    names = ("numbers", "target", "solution", "prompt")
-    numbers, target, solution, prompts = ([row[name] for row in rows] for name in names)
+    numbers, target, solution = ([row[name] for row in rows] for name in ("numbers", "target", "solution"))
     assert {*map(len, numbers)} == {3, 4} and {n for drawn in numbers for n in drawn} == {*range(1, 100)}
     assert all(sign in "".join(solution) for sign in "+-*/") and 10 <= min(target) <= max(target) <= 999
     texts = [f"<think></think><answer>{each}</answer>" for each in solution]
     for reward in task.rewards:
-        assert {*reward(prompts, texts, [[1]] * len(rows), numbers=numbers, target=target)} == {1.0}
-    ((message,), *_), drawn = prompts, ", ".join(map(str, numbers[0]))
-    assert message["role"] == "user" and f" {target[0]}." in message["content"] and drawn in message["content"]
+        assert {*reward([], texts, [], numbers=numbers, target=target)} == {1.0}
+    ((message,), *_), drawn = [row["prompt"] for row in rows], ", ".join(map(str, numbers[0]))
+    assert f" {target[0]}." in message["content"] and drawn in message["content"]
+
+
+HUB = {
+    ("openai/gsm8k", "main"): {"question": "why?", "answer": "6 * 2\n#### 1,072"},
+    ("trl-lib/tldr", None): {"prompt": "why? TL;DR:", "completion": " a summary"},
+    ("DigitalLearningGmbH/MATH-lighteval", None): {"problem": "why?", "solution": "\\boxed{1}"},
+}
 
 
 def test_rows_come_from_the_hub(monkeypatch):
-    hub = {("openai/gsm8k", "main"): [{"question": "why?", "answer": "6 * 2\n#### 1,072"}]}
-    hub |= {("trl-lib/tldr", None): [{"prompt": "why? TL;DR:", "completion": " a summary"}]}
-    hub |= {("DigitalLearningGmbH/MATH-lighteval", None): [{"problem": "why?", "solution": "\\boxed{1}"}]}
-
     def load_dataset(name, subset, split, data_files):
-        return [{column: f"{split}: {text}" for column, text in row.items()} for row in hub[name, subset]]
+        return [{column: f"{split}: {text}" for column, text in HUB[name, subset].items()}]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    gsm8k_task, math_task, tldr_task = (file.load(Config()) for file in (gsm8k, math, tldr))
+    tasks = [file.load(Config()) for file in (gsm8k, math, tldr)]
     for split, part in ("train", "train"), ("test", "eval"):
-        (question,), (problem,), (post,) = (getattr(task, part) for task in (gsm8k_task, math_task, tldr_task))
+        (question,), (problem,), (post,) = (getattr(task, part) for task in tasks)
         (message,) = question.pop("prompt")
         assert message["role"] == "user" and message["content"].startswith(f"{split}: why?\nThink")
         assert question == {"answer": "1,072"} and post == {"prompt": f"{split}: why? TL;DR:"}
         assert problem["prompt"] == [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
         assert problem["answer"] == f"{split}: \\boxed{{1}}"
-    assert gsm8k_task.rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [gsm8k_task.correct_at] == [1.0]
-    assert (gsm8k_task.correct, tldr_task.correct, tldr_task.correct_at) == ("right_number", "near_20", 0.0)
+    assert tasks[0].rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [1.0]
+    assert [(task.correct, task.correct_at) for task in tasks[::2]] == [("right_number", 1.0), ("near_20", 0.0)]
 
 
 @pytest.mark.parametrize("text", LONG)

@@ -1,10 +1,11 @@
-"""Rows from files and from the hub, and prompts of them in the tokens of a model."""
+"""Rows from files and from the hub, and their prompts as token ids."""
 
 import json
 import random
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -22,13 +23,12 @@ ROWS = [
 FILES = [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
 READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "more": None, "level": 2}]
 NO_ROW = 'needs a "prompt", a string or chat messages: '
-WRONG = [  # what is in a file, and what is said
+WRONG = [  # what a file contains, and the error
     (b'{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
-    (b'{"question": "a", "answer": 1}\n', f":1: {NO_ROW}{{'question': 'a', 'answer': 1}}"),
     (b'{"prompt": [], "more": "' + b"a" * 10_000 + b'"}', f":1: {NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
     (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
-    (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", ":1: not JSON: "),
-    (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: not JSON: 'utf-8' codec can't decode byte 0xe9"),
+    (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
+    (b'["prompt"]\n', f":1: {NO_ROW}"),
 ]
 ASKED = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -39,20 +39,20 @@ ENDING.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special
 ENCODED = [
     (WITH_TEMPLATE, "1+1=", "1+1="),
     (WITH_TEMPLATE, CHAT, "[1+1]:"),
-    (ENDING, "1+1=", "1+1="),  # which would end every text
-    (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # one that the user wrote stays
+    (ENDING, "1+1=", "1+1="),  # this tokenizer puts <eos> after every text
+    (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # the user wrote this one
 ]
-CANNOT = [
-    (PLAIN, "", "a prompt has no tokens: ''"),
-    (PLAIN, "1x", "a prompt could not be encoded: '1x': Exception.*UNK"),
-    (PLAIN, CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
-    (PLAIN, "1" * 8, "^1 prompts and .* 3 exceed .* context of 10; .* 8 tokens: '11111111'; .*--drop_long_prompts"),
+CANNOT = [  # a prompt, and the error
+    ("", "a prompt has no tokens: ''"),
+    ("1x", "a prompt could not be encoded: '1x': Exception.*UNK"),
+    (CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
+    ("1" * 8, "^1 prompts have more than 7 tokens .*context of 10 .*, for instance '11111111'; .*--drop_long_prompts"),
 ]
-NOTED = [
-    ([], "1", ["2"], PLAIN),
-    (["strings do not get the model's chat template"], "1", [], WITH_TEMPLATE),
-    (["1 of the 2 held-out prompts are trained on as well"], "1", ["3", "1"], PLAIN),
-    (["1 of the 1 held-out prompts are trained on as well"], CHAT, [CHAT], WITH_TEMPLATE),
+NOTED = [  # a prompt to train on, held-out prompts, the tokenizer, and a part of the note
+    ("1", ["2"], PLAIN, []),
+    ("1", [], WITH_TEMPLATE, ["strings do not get the model's chat template"]),
+    ("1", ["3", "1"], PLAIN, ["1 of the 2 held-out prompts are trained on as well"]),
+    (CHAT, [CHAT], WITH_TEMPLATE, ["1 of the 1 held-out prompts are trained on as well"]),
 ]
 
 
@@ -64,12 +64,12 @@ def test_read_rows(tmp_path, name, start, newline):
     assert read_rows(str(tmp_path / name)) == READ
 
 
-@pytest.mark.parametrize(("text", "words"), WRONG)
-def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, words):
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_bytes(text)
     with pytest.raises(UserError) as error:
         read_rows(f"{tmp_path}/rows.jsonl")
-    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl{words}") and len(str(error.value)) < 1000
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl{message}") and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(("source", "kind"), ASKED)
@@ -83,30 +83,17 @@ def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
             read_rows(source)
         (tmp_path / source).touch()
     assert read_rows(source) == READ
-    found[next(iter(found))] = [{"prompt": "a"}, {"question": "b"}]
-    with pytest.raises(UserError, match=f"^{source}:2: {NO_ROW}"):
+    error = FileNotFoundError("Couldn't find\nany data file")  # a message of several lines
+    monkeypatch.setattr(library, "load_dataset", Mock(side_effect=error))
+    with pytest.raises(UserError, match=f"^{source}: the package datasets cannot read it: [^\n]+ any data file$"):
         read_rows(source)
-
-
-@pytest.mark.parametrize("source", ["folder", "word", "them/theirs", "torn.csv"])
-def test_what_datasets_cannot_read_is_named_in_one_line(tmp_path, monkeypatch, source):
-    def load_dataset(*args, **kwargs):
-        raise FileNotFoundError("Couldn't find\nany data file")  # one of many kinds, over several lines
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "torn.csv").touch()
-    for library in SimpleNamespace(load_dataset=load_dataset), None:
-        monkeypatch.setitem(sys.modules, "datasets", library)
-        with pytest.raises(UserError, match=f"^{source}: the package datasets cannot read it: [^\n]+$"):
-            read_rows(source)
 
 
 def test_hold_out_depends_on_the_prompts_alone():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
     train, held = hold_out(rows, 6)
     prompts = {row["prompt"] for row in held}
-    assert prompts == {"8", "9", "10", "11", "20", "21"}, "runs that were made are continued with the same"
+    assert prompts == {"8", "9", "10", "11", "20", "21"}, "the choice of the runs that are kept in results/"
     assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
     assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
     assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
@@ -125,23 +112,11 @@ def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokeniz
     assert [PLAIN.decode(row["prompt_ids"]) for row in rows] == ["1", text, text, "2"]
 
 
-def test_prompts_are_encoded_many_at_a_time():
-    calls = []
-
-    def tokenizer(prompts: list[str]) -> dict:
-        calls.append(len(prompts))
-        return PLAIN(prompts)
-
-    tokenizer.eos_token_id = EOS_ID
-    encode_prompts(tokenizer, [{"prompt": "1+1="} for _ in range(2500)])
-    assert calls == [1000, 1000, 500]
-
-
-@pytest.mark.parametrize(("tokenizer", "prompt", "words"), CANNOT)
-def test_prompts_that_cannot_be_used(tokenizer, prompt, words):
+@pytest.mark.parametrize(("prompt", "message"), CANNOT)
+def test_prompts_that_cannot_be_used(prompt, message):
     for task in task_of("1", prompt), task_of("1", held_out=["1", prompt]):
-        with pytest.raises(UserError, match=words):
-            check_prompts(task, tokenizer, 10, Config(max_completion_length=3))
+        with pytest.raises(UserError, match=message):
+            check_prompts(task, PLAIN, 10, Config(max_completion_length=3))
 
 
 def test_prompts_that_are_too_long_can_be_left_out():
@@ -151,9 +126,9 @@ def test_prompts_that_are_too_long_can_be_left_out():
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
     assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
     (note,) = task.notes
-    assert note.startswith("2 prompts and a completion of 3 exceed") and note.endswith("they are left out")
+    assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")
     for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]), task_of("1"):
-        with pytest.raises(UserError, match="no prompts to train on, or none held out: see --eval_data"):
+        with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on: see --eval_data"):
             check_prompts(task, PLAIN, 10, config)
         assert len(task.notes) == ("1" * 8 in str(task.notes))
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, replace(config, steps=0)) == 1
@@ -165,12 +140,12 @@ def test_a_task_for_its_own_small_model_takes_no_other():
     task.eos_id = EOS_ID
     assert check_prompts(task, PLAIN, 10, config) == 3, "the longest prompt may fill the context"
     task.eos_id = EOS_ID + 1
-    with pytest.raises(UserError, match="--model mine: --task addition is for its own small model"):
+    with pytest.raises(UserError, match="--model mine: --task addition works only with its own small model"):
         check_prompts(task, PLAIN, None, config)
 
 
-@pytest.mark.parametrize(("expected", "prompt", "held_out", "tokenizer"), NOTED)
-def test_a_figure_that_would_be_wrong_is_noted(expected, prompt, held_out, tokenizer):
+@pytest.mark.parametrize(("prompt", "held_out", "tokenizer", "expected"), NOTED)
+def test_notes(prompt, held_out, tokenizer, expected):
     task = task_of(prompt, held_out=held_out)
     task.notes = ["before"]
     assert all(words in note for words, note in zip(["before", *expected], notes(task, tokenizer), strict=True))

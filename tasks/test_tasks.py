@@ -31,15 +31,17 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
 ]
 SHORT = "mine.py:short"
-REWARDS = [  # a task, rewards, settings -> names, weights, what says what is right, and from which value on
-    ("addition", [SHORT], {}, (["short"], [1.0], None, 1.0)),
+REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
     ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
     ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
 ]
-CALLS = [("1+1=", 100, 2, [2, 100]), ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1])]
+CALLS = [  # a prompt, the steps of the run, the steps that are done, and both as the rewards see them
+    ("1+1=", 100, 2, [2, 100]),
+    ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1]),
+]
 
 
 def group_of(row: dict, *texts: str) -> Group:
@@ -67,7 +69,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     task = load_task(Config(task="mine", steps=7))
     assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
-    with pytest.raises(UserError, match=r"cannot hold baseline, delta, step, temperature, which no task decides$"):
+    with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_file("other")
 
 
@@ -91,7 +93,7 @@ def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_
 
 @pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)
 def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, settings, expected):
-    """They keep their weights, and the task's own reward still says what is right unless --correct names one."""
+    """The task's rewards keep their weights, and its `correct` counts unless --correct names another reward."""
     given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
@@ -114,8 +116,8 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps", "done", "told"), CALLS)
-def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, told):
+@pytest.mark.parametrize(("prompt", "max_steps", "done", "steps"), CALLS)
+def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, steps):
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -136,7 +138,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     scores, metrics = score(task, groups, TOKENIZER, done, lambda name: contextlib.nullcontext(limited.append(name)))
     a, b, c = texts = "abc" if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [told, [math.nan, told[1]]], [[3.0, told[1]]]
+    values = [steps, [math.nan, steps[1]]], [[3.0, steps[1]]]
     extras = [dict(text=a[-1:], n=1, kind=kind), dict(text=b[-1:], n=1, kind=kind)], [dict(text=c[-1:], n=2, kind=kind)]
     np.testing.assert_equal(scores, [*zip(values, extras)])
     assert metrics == [("logged/i", 0.0), ("logged/i", 1.0), ("logged/i", 2.0), ("logged/n", 1.0)]
@@ -147,8 +149,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "nothing is called for nothing"
 
 
-@pytest.mark.parametrize("wrong", [[1], "abcde", None])
-def test_a_log_of_the_wrong_length(wrong):
-    task = Task([], [], [lambda log_extra, **given: log_extra("x", wrong)], [1.0])
-    with pytest.raises((ValueError, TypeError)):
+def test_a_log_of_the_wrong_length():
+    task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
+    with pytest.raises(ValueError):
         score(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)

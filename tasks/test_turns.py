@@ -1,4 +1,4 @@
-"""What is said between turns, as texts, messages and tokens; and the game of guessing."""
+"""Replies between turns, as texts, messages and tokens; and the game of guessing."""
 
 import contextlib
 
@@ -8,13 +8,13 @@ from config import Config, UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess, load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, check_template, encode_reply
+from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
 from tasks.test_tasks import group_of
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
 IN, OUT, USER, TOOL, AI = CHAT.convert_tokens_to_ids(["<in>", "<out>", "<user>", "<tool>", "<ai>"])
-MARKS = {  # a kind of template -> what it writes of messages, what it asks an answer with
+MARKS = {  # the kind of a chat template: how it writes a message, and how it asks for an answer
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
     "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
@@ -22,7 +22,6 @@ MARKS = {  # a kind of template -> what it writes of messages, what it asks an a
     "no tools": ("{% if m.role != 'tool' %}<in>{{ m.role }}:{{ m.content }}<out>{% endif %}", "<in>assistant:"),
     "no history": ("{% if loop.last %}{{ m.content }}<out>{% endif %}", "<in>"),
     "twice": ("{{ m.content }}<out>{{ m.content }}<out>", "<in>"),
-    "strict": ("{{ m.content if m.role != 'tool' else raise_exception('no tools here') }}<out>", "<in>"),
 }
 
 
@@ -31,21 +30,19 @@ def template(kind: str) -> str:
     return f"{{% for m in messages %}}{of_message}{{% endfor %}}{{% if add_generation_prompt %}}{asked}{{% endif %}}"
 
 
-GOES_ON = "the model's chat template does not go on from the end token of a turn"
-SHOWN = "the model's chat template does not show it"
-TEMPLATES = [  # of which kind, who says "hi", the ids that end a turn -> what stands behind a turn, or what is said
+NO_END = "the model's chat template puts no end token after a turn"
+NOT_SHOWN = "the model's chat template does not show .*hi"
+TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
-    ("chatml", "user", [EOS_ID], GOES_ON),
+    ("chatml", "user", [EOS_ID], NO_END),
     ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),
-    ("glm", "tool", [USER, TOOL], "hi<ai>"),
-    ("gpt-oss", "user", [OUT], GOES_ON),
+    ("gpt-oss", "user", [OUT], NO_END),
     ("no tools", "user", [OUT], "<in>user:hi<out><in>assistant:"),
-    ("no tools", "tool", [OUT], SHOWN),
-    ("no history", "user", [OUT], GOES_ON),
-    ("twice", "user", [OUT], GOES_ON),
-    ("strict", "tool", [OUT], "no tools here"),
+    ("no tools", "tool", [OUT], NOT_SHOWN),
+    ("no history", "user", [OUT], NO_END),
+    ("twice", "user", [OUT], NO_END),
 ]
 
 
@@ -65,63 +62,59 @@ def test_a_reply_is_what_the_template_puts_behind_a_turn(monkeypatch, kind, role
         with pytest.raises(Exception, match=expected):
             encode_reply(CHAT, [message], ends)
         if role == "user":
-            with pytest.raises(UserError, match=f"^a reply to the model's turns: {expected}$"):
+            with pytest.raises(UserError, match=expected):
                 check_template(task, CHAT, ends)
     check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
     check_template(Task(rows, [], [], []), TOKENIZER, ends)
 
 
 USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
-DUE = "a text or messages or None was expected, and not an empty one"
-WRONG = [  # is the prompt a chat, what is returned, what is said of it
-    (True, "", f"returned '', for prompt .*: {DUE}$"),
-    (True, [], DUE),
-    (True, 7, f"returned 7, .*: {DUE}$"),
-    (True, ["7"], DUE),
-    (True, [{"role": "user", "content": None}], DUE),
-    (False, USER_SAYS, "returned .*, for prompt '1': a text or None was expected"),
-    (False, "", "a text or None was expected, and not an empty one$"),
-    (False, b"7", "a text or None was expected"),
-    (False, "?", r"returned '\?', for prompt '1': .*UNK"),
-]
 
 
-def replies_to(said: object, is_chat: bool, **how) -> Replies:
+def replies_of(said: object, is_chat: bool, **how) -> Replies:
     def answer(row, turns):
         row.setdefault("seen", []).append([*turns])
-        turns.clear()  # it gets copies
-        return said(row) if callable(said) else said
+        turns.clear()  # changes only its own copy
+        return said
 
     row = {"prompt": [{"role": "user", "content": "1"}] if is_chat else "1", "prompt_ids": [3], "answer": ["2"]}
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-@pytest.mark.parametrize("is_chat, said, told", WRONG)
-def test_what_is_no_reply_is_named_with_its_function_and_prompt(monkeypatch, is_chat, said, told):
-    monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
-    with pytest.raises(UserError, match=f"^reply function answer .*{told}"):
-        replies_to(said, is_chat)([8, EOS_ID])
+def test_a_reply_without_tokens_is_an_error():
+    with pytest.raises(UserError, match=r"^a reply has no tokens: ''$"):
+        replies_of("", is_chat=False)([8, EOS_ID])
 
 
-def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch):
+@pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
+def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch, is_chat, said):
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
-    before = "<in>user:7<out><in>assistant:"
-    for is_chat, said, text in [(False, "7", "7"), (True, "7", before), (True, USER_SAYS, before)]:
-        limits = []
-        limit = lambda name, limits=limits: limits.append(name) or contextlib.nullcontext()  # noqa: E731
-        made = replies_to(said, is_chat, time_limit=limit)
-        assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
-        assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-        assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
-    made = replies_to(MESSAGES, True)
-    assert CHAT.decode(made([2, OUT])) == "<in>tool:7<out>" * 2 + "<in>assistant:"
-    assert CHAT.decode(made([2])) == "<out>" + "<in>tool:7<out>" * 2 + "<in>assistant:", "after a stop string"
-    row = {"prompt": "1", "answer": ["2"]}
-    kept = Replies(lambda row, turns: row["answer"].append("3"), row, TOKENIZER, [EOS_ID])
-    assert kept([2, EOS_ID]) is None and kept.said == [] and row == {"prompt": "1", "answer": ["2"]}, "a copy"
-    limited = replies_to("7", False, max_turns=2)
+    limits = []
+    made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
+    text = "<in>user:7<out><in>assistant:" if is_chat else "7"
+    assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
+    assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
+    assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
+    limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
-    assert limited.row["seen"] == [["a"], ["a", "a"]] and limited.said == ["7"], "it sees the last turn"
+    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.said) == 1, "the function sees the last turn"
+
+
+def test_several_messages_after_an_end_token_and_after_a_stop_string(monkeypatch):
+    monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
+    made, text = replies_of(MESSAGES, True), "<in>tool:7<out>" * 2 + "<in>assistant:"
+    assert [CHAT.decode(made(ids)) for ids in ([2, OUT], [2])] == [text, "<out>" + text]
+
+
+def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
+    row = {"prompt": "1", "answer": ["2"]}
+    task = Task([], [], [], [], reply=lambda row, turns: row["answer"].append("3") or ("a" if turns == ["b"] else None))
+    made = replies_to(task, [row, row], TOKENIZER, [EOS_ID])
+    ids = [replies([token, EOS_ID]) for replies, token in zip(made, (2, 3))]
+    assert ids == [None, [2]] and row == {"prompt": "1", "answer": ["2"]}
+    completions = [Completion([], [], False) for _ in made]
+    assert [each.replies for each in with_replies(completions, made)] == [[], ["a"]]
+    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID]) is None
 
 
 def test_rewards_get_all_messages_and_the_turns_by_themselves():
@@ -146,12 +139,10 @@ def test_rewards_get_all_messages_and_the_turns_by_themselves():
 def test_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
-    assert load_task(Config(task="addition", reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    assert load_task(Config(task="guess", max_turns=3)).reply is guess.reply
-    assert load_task(Config(task="guess", reply="mine.py:say")).reply({}, []) == "a"
-    for given, error in {"mine.py:no": AttributeError, "no.py:say": FileNotFoundError, "say": UserError}.items():
-        with pytest.raises(error, match="^--reply say: must be file.py:function or " if error is UserError else None):
-            load_task(Config(task="addition", reply=given))
+    for task in "addition", "guess":
+        assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
+    with pytest.raises(UserError, match="--reply say: must be"):
+        load_task(Config(task="addition", reply="say"))
     with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
         load_task(Config(task="addition", max_turns=3))
 
@@ -159,22 +150,27 @@ def test_settings(tmp_path, monkeypatch):
 # ---- The game ----
 
 
-def play(number: int, guesses: list[str]) -> tuple[list[str | None], float]:
-    row, (reward,) = {"prompt": "10-40:", "number": number}, guess.load(Config()).rewards
-    said = [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))]
-    ids = [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
-    return said, reward(["10-40:"], [""], ids, turns=[guesses], number=[number])[0]
+GAMES = [  # the guesses of a number from 10 to 40 that is 30, the replies, and the reward
+    (["25", "33", "30"], ["h", "l", None], 1.0),
+    (["25"] * 5, ["h"] * 4 + [None], 0.0),
+    (["25", "x"], ["h", None], 0.0),
+    (["030"], [None], 0.0),
+    ([""], [None], 0.0),
+]
 
 
-def test_guess():
-    assert play(30, ["25", "33", "30"]) == (["h", "l", None], 1.0)
-    assert play(30, ["25"] * 5) == (["h"] * 4 + [None], 0.0), "five guesses"
-    assert play(30, ["25", "x"]) == (["h", None], 0.0) and play(30, ["030"]) == ([None], 0.0)
-    assert play(30, [""]) == ([None], 0.0)
+@pytest.mark.parametrize("guesses, replies, reward", GAMES)
+def test_a_game(guesses, replies, reward):
+    row, ids = {"prompt": "10-40:", "number": 30}, [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
+    assert [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))] == replies
+    assert guess.found(["10-40:"], [""], ids, turns=[guesses], number=[30]) == [reward]
+
+
+def test_the_rows_of_games():
+    """A range is on one side only, whatever its number, and each number is in its range."""
     task = guess.load(Config())
-    sides = [{row["prompt"] for row in rows} for rows in (task.train, task.eval)]
-    assert not sides[0] & sides[1] and len(task.train) > 8000 and len(task.eval) > 1000
+    assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
+    assert len(task.train) > 8000 and len(task.eval) > 1000
     for row in task.train + task.eval:
         low, high = map(int, row["prompt"].rstrip(":").split("-"))
         assert 1 <= low <= row["number"] <= high <= 99 and high - low >= 9
-    assert min(row["prompt"] for row in guess.load(Config()).eval) == min(sides[1]), "the same in every run"

@@ -1,7 +1,7 @@
-"""TL;DR: TRL's quick start, to see a run work. Posts are answered in 20 characters.
+"""TL;DR: the task of TRL's quick start, to see a run work. A completion should be 20 characters long.
 
-The reward is minus the distance from 20 characters of decoded text (not tokens; special tokens are not in the text).
-The rows are the hub's trl-lib/tldr. Columns: prompt.
+The reward is minus the difference from 20 characters, counted in the text without special tokens. The rows are from
+trl-lib/tldr on the hub. Columns: prompt.
 """
 
 from config import Config

@@ -3,20 +3,21 @@
     python -m tools.ablate --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --out runs/clip --figures entropy:last -- --num_iterations 4
 
-Each run is a `train.py` with its own folder. It gets the flags after `--` and its own settings from the grid, which
-take precedence. Repeating a command continues the runs that were stopped and makes no finished run again. Runs that
-other code has made are used with --keep only. A figure is a metric's mean over the second half of a run (`entropy`),
-its mean over some steps (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first
-one, seed by seed: the table shows the mean of the paired differences and its 95 % interval (Student's t). One
-comparison in twenty "differs" by chance, so decide before the runs which figure counts. Left out: values that contain a
-comma, runs of several processes, choosing a GPU for each run.
+Each run is a `train.py` with its own folder. It gets the flags after `--`, and its settings from the grid, which win if
+both name a setting. Repeating a command continues the runs that were stopped and does not repeat finished runs. Runs
+that were made by other code are used only with --keep.
+
+Each row of the table shows a metric: its mean over the second half of a run (`entropy`), its mean over some steps
+(`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first one, seed by seed. The
+table shows the mean of these differences and its 95 % interval (Student's t). One comparison in twenty "differs" by
+chance, so decide before the runs which row counts. Left out: values that contain a comma, runs of several processes,
+choosing a GPU for each run.
 """
 
 import argparse
 import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -35,7 +36,8 @@ Run = namedtuple("Run", "folder words config")  # all of config is resolved exce
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
-    """Ordered by seed, so that the first finished runs can be compared. A wrong setting in any of them is an error."""
+    """Return the runs of the grid, or exit if a setting is wrong in any of them. They are ordered by seed, so that
+    runs that can be compared finish together."""
     runs = []
     for seed, variant in itertools.product(args.seeds, args.variants):
         words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
@@ -49,14 +51,14 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 
 def check_settings(run: Run, made: Config) -> None:
-    """Exit if the run in this folder was made with other settings. One with fewer steps can be continued."""
+    """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
     for name in run_folder.other_settings(made, run.config) + ["steps"] * (made.steps > run.config.steps):
         if (wanted := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 
 
 def log_if_finished(run: Run) -> Lines:
-    """The log of a finished run. It is empty if the run has steps left."""
+    """Return the log of the run if it is finished, otherwise an empty list."""
     if made := run_folder.settings_of(run.folder):
         check_settings(run, made)
     lines = run_folder.read_lines(run.folder / "metrics.jsonl")
@@ -64,11 +66,13 @@ def log_if_finished(run: Run) -> Lines:
 
 
 def finished(run: Run) -> Lines:
+    """Return the log of the run, or exit if it is not finished."""
     return log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """No run starts if the settings of any run are wrong. When a run fails, the others continue."""
+    """Make the runs that are not finished, but none if the settings of any run are wrong. If a run fails, the others
+    continue."""
     unfinished = [run for run in runs_of(args) if not log_if_finished(run)]
     for run in runs_of(args) if not args.keep else ():
         about = run_folder.content_of(run.folder / "config.json")
@@ -87,16 +91,20 @@ def run_one(run: Run) -> int:
 
 
 def figure(lines: Lines, name: str) -> float:
-    """entropy, entropy:21-40 or entropy:last -> its value in a run, or NaN if those steps have none"""
+    """Return the value of entropy, entropy:21-40 or entropy:last in a run. It is NaN if those steps have no value."""
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; the log has {', '.join(lines[-1])}")
-    first, last = map(int, when.split("-")) if "-" in when else (0 if when else lines[-1]["step"] // 2 + 1, math.inf)
+    if when in ("", "last"):
+        first, last = 0 if when else lines[-1]["step"] // 2 + 1, math.inf
+    else:
+        first, last = map(int, when.split("-"))
     values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
     return np.mean(values[-1:] if when == "last" else values) if values else math.nan
 
 
 def table(args: argparse.Namespace) -> str:
+    """Return the table in Markdown. Every run must be finished."""
     logs = [finished(run) for run in runs_of(args)]
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
@@ -105,7 +113,7 @@ def table(args: argparse.Namespace) -> str:
 
 
 def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
-    """A row for each variant: its mean, its difference from the first variant, and the verdict on that difference."""
+    """Return a row of the table for each variant: its mean, its difference from the first variant, and a verdict."""
     values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])  # (variants, seeds)
     digits, rows = decimals(values[0].mean()), []
     for variant, seeds, differences in zip(variants, values, values - values[0], strict=True):
@@ -118,7 +126,7 @@ def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[lis
 
 
 def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, float]:
-    """-> the mean, and half the width of its interval; both are NaN if a run has no value"""
+    """Return the mean and half the width of its interval. Both are NaN if a run has no value."""
     n = len(differences)
     if n < 2:
         return differences[0], math.inf
@@ -137,7 +145,7 @@ def with_interval(differences: list[float], digits: int) -> str:
 
 
 def decimals(value: float) -> int:
-    """How many decimals show three significant digits; at least two."""
+    """Return the number of decimals that shows three significant digits, but at least two."""
     return max(2, 2 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 2
 
 
@@ -162,10 +170,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
     args = parser.parse_args(own)
-    for name in args.figures:
-        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
-        if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
-            parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]
     args.flags = words[len(own) + 1 :]

@@ -3,19 +3,15 @@
     python -m tools.bench step --out runs/step               ours, TRL, and TRL with a plain output head
     python -m tools.bench step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
-    python -m tools.bench long --out runs/lengths            what a token costs, up to completions of 16,384
 
 Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
 them. Every run is a separate process with its own folder, and the ways take turns. Repeating a command makes only the
-runs that are missing. The table has the mean of each figure, its difference from the first way as in tools/ablate.py,
+runs that are missing. The table shows the mean of each metric, its difference from the first way as in tools/ablate.py,
 and the ratio of the means.
 
-The completions of `step` are drawn in advance: both samplers do their usual work, but the planned token has nearly all
+In `step`, the completions are drawn in advance. Both samplers do their usual work, but the planned token has nearly all
 the probability. So lengths, rewards and gradients are the same in every way, and the gradient norms are compared to
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
-
-`long` measures the parts of one step of this codebase for several limits of the completions' length. Its model is tiny,
-so that lists, tensors and files are most of what is measured.
 """
 
 import argparse
@@ -28,31 +24,24 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import rollout
 import train
-from infra import checkpoint, command_line, report, run_folder
-from tasks._characters import char_tokenizer, small_config
-from tasks.sorting import LETTERS
+from infra import command_line, report, run_folder
 from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
-LIMITS = ["256", "1024", "4096", "16384"]  # of the length of completions: the ways of `long`
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
-LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
-    --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
 SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
 FIGURES = {
     "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
@@ -63,51 +52,8 @@ FIGURES = {
 # ---- One run ----
 
 
-def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list[str]) -> None:
-    """Write what each part of a step takes: CPU-microseconds and bytes for each token of the completions. The bytes are
-    those of the peak of memory, or those that are sent or written."""
-    tokenizer, found = char_tokenizer(LETTERS + ">"), {}
-    shape = small_config(tokenizer, hidden_size=16, intermediate_size=32)
-    shape.max_position_embeddings = 2 * int(limit)
-    wrap(train, "open_model", lambda original, _, config: original((LlamaForCausalLM(shape), tokenizer), config))
-    config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(folder)], on_gpu=False)
-    run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
-    folder.mkdir(parents=True)
-    force_ours(plan_tokens(run, np.random.default_rng(0)))
-
-    def timed(part: str, call: Callable, *given: Any, **settings: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory starts again
-        start, held = read_clock(), bytes_of("VmRSS")
-        result = call(*given, **settings)
-        found[part] = [1e6 * (read_clock() - start), bytes_of("VmHWM") - held]
-        return result
-
-    for part in ("rollout", "collate", "update"):
-        wrap(train, part, partial(timed, part))
-    metrics, groups = train.training_step(run, 1)
-    timed("gather", lambda: ForkingPickler.loads(ForkingPickler.dumps(groups)))  # what each of two ranks does
-    found["gather"][1] = ForkingPickler.dumps(groups).nbytes
-    log.open(done=0)
-    timed("samples", log.step, metrics, groups, [])
-    timed("checkpoint", checkpoint.save, folder, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
-    for part, files in (("samples", "samples.jsonl"), ("checkpoint", "state.*")):
-        found[part][1] = sum(file.stat().st_size for file in folder.rglob(files))
-    n = metrics["tokens"]
-    write_log(folder, {}, [{"tokens": n} | {part: [x / n for x in figures] for part, figures in found.items()}])
-
-
-def bytes_of(kind: str) -> int:
-    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def write_log(folder: Path, settings: dict, lines: list[dict]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
-    run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
-
-
 def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) -> None:
-    """Train a run, and write its settings and a line for each step, whose cost does not include evaluation."""
+    """Train a run, and write its settings and a line of metrics for each step. Evaluations do not count as cost."""
     config = command_line.ready(command_line.parse(words, ON_GPU), ON_GPU)
     run, lines = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))[0], []
 
@@ -120,7 +66,7 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         start, *_, sampled, end = [*clock, read_clock()]
         line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
         line |= report.of_machine(line["tokens"], sampled - start, end - sampled) | {"seconds_step": end - start}
-        line["seconds"] = end - start + sum(last["seconds"] for last in lines[-1:])  # of all steps so far
+        line["seconds"] = sum(each["seconds_step"] for each in [*lines, line])  # so far
         if config.eval_every and line["step"] % config.eval_every == 0:
             line |= train.evaluate(run, line["step"])[0]
         lines.append(line)
@@ -130,7 +76,7 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         tokens = plan_step(run, args)
         force_ours(tokens) if way == "ours" else wrap(run.model, "generate", partial(force_trl, tokens))
     if way != "ours":
-        from tools.trl_side import trainer_of  # without TRL, this codebase can still be measured
+        from tools.trl_side import trainer_of  # imports TRL, which `ours` does not need
 
         trainer = trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
     wrap(*((train, "rollout") if way == "ours" else (run.model, "generate")), timed)
@@ -142,16 +88,19 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         trainer.train()
     on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
     lines[-1]["seconds to target"] = on_target[0] if on_target else None
-    write_log(folder, vars(config) | {"trainer": way}, lines)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = vars(config) | {"trainer": way}
+    (folder / "config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
+    run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
-    """Replace the function `owner.name` with `wrapper`, which gets the original as its first argument."""
+    """Replace the function `owner.name` with a call of `wrapper` that has the original function as first argument."""
     setattr(owner, name, partial(wrapper, getattr(owner, name)))
 
 
 def read_clock() -> float:
-    """CPU-seconds, which hardly depend on what else the machine does. On a GPU, seconds."""
+    """Return CPU-seconds, which hardly depend on what else the machine does. On a GPU, return seconds."""
     (torch.cuda if ON_GPU else torch.cpu).synchronize()
     return time.perf_counter() if ON_GPU else time.process_time()
 
@@ -163,16 +112,11 @@ def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. -> the planned completions
     (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
+    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
-    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
-    return plan_tokens(run, rng)
-
-
-def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
-    cfg, tokenizer = run.config, run.tokenizer
-    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
+    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + limit))
     tokens = rng.integers(1 + max(tokenizer.all_special_ids), len(tokenizer), (n, limit))
     lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
     tokens[np.arange(limit) == lengths - 1] = tokenizer.eos_token_id
@@ -181,8 +125,8 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
 
 
 def force_ours(tokens: Tensor) -> None:
-    """The planned token is picked whatever the random number is, so the random number can say which completion it is
-    for, and which of its tokens."""
+    """Make our sampler pick the planned tokens. Because it picks them whatever the random numbers are, each random
+    number can tell it the place of its token in `tokens`."""
     n = tokens.numel()
 
     def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
@@ -193,6 +137,8 @@ def force_ours(tokens: Tensor) -> None:
 
 
 def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Call `generate` so that it picks the planned tokens."""
+
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
 
@@ -211,19 +157,13 @@ def make_missing_runs(args: argparse.Namespace) -> None:
         folder = folder_of(args, way, seed)
         if not (folder / "metrics.jsonl").exists():
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
-                process.submit(
-                    measure_long if args.what == "long" else measure, args, way, folder, [*args.flags, "--seed", seed]
-                ).result()
+                process.submit(measure, args, way, folder, [*args.flags, "--seed", seed]).result()
 
 
 def table(args: argparse.Namespace) -> str:
-    """A figure that a run does not have, because it did not reach the target, is left out."""
+    """Return the table in Markdown, without the time to the target if not every run reached it."""
     folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
     logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
-    if args.what == "long":
-        lines = [line | {"tokens": [line["tokens"]]} for ((line,),) in logs]
-        rows = [[" / ".join(f"{x:,.0f}" for x in line[part]) for part in line] for line in lines]
-        return ablate.markdown(["limit", *lines[0]], *([way, *row] for way, row in zip(args.ways, rows)))
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
@@ -238,18 +178,15 @@ def table(args: argparse.Namespace) -> str:
 def parse(words: list[str]) -> argparse.Namespace:
     own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "learn", "long"])
-    parser.add_argument("--ways", type=lambda text: text.split("; "), help="separated by '; '")
+    parser.add_argument("what", choices=["step", "learn"])
+    parser.add_argument("--ways", type=lambda text: text.split("; "), default=WAYS, help="separated by '; '")
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(own)
-    if args.what == "long":
-        args.seeds = ["1"]
-    args.ways = args.ways or (LIMITS if args.what == "long" else WAYS)
-    args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *words[len(own) + 1 :]]
+    args.flags = [*dict(step=STEP, learn=LEARN)[args.what].split(), *words[len(own) + 1 :]]
     return args
 
 

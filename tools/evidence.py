@@ -4,11 +4,11 @@
     python -m tools.evidence --check            reports every table and picture that does not match the logs
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-A page has a table between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. NAME is `default`, or the NAME of
-a command in a code block of any page, `python -m tools.ablate ... --out runs/NAME` or `python -m tools.bench ... --out
-runs/NAME`, whose logs are in results/NAME/. Each `python -m tools.plot ... --out results/...` in a code block makes a
-picture, which contains a fingerprint of its logs and flags. Left out: whether the code that draws the pictures has
-changed.
+On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
+in results/NAME/, by the command on any page that made the runs: `python -m tools.ablate ... --out runs/NAME`, or
+`tools.bench` in its place. The table `default` needs no command. Each command `python -m tools.plot ... --out
+results/...` on a page makes a picture, which contains a fingerprint of its logs and flags. Left out: noticing that the
+code that draws the pictures has changed.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def pictures() -> dict[Path, tuple[plot.Figure, str]]:
 
 
 def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> list[str]:
-    """-> a message for every table and picture that does not match the logs"""
+    """Return a message for every table and picture that does not match the logs."""
     found = []
     for page in pages:
         name, text = page.relative_to(ROOT), page.read_text()

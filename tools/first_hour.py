@@ -1,10 +1,10 @@
-"""The first hour on a GPU: does it work, does it use the memory that was planned, how fast is it, and does it learn?
-Paste the file that it writes into an issue. docs/distributed.md says how to read it.
+"""The first hour on a GPU: does training work, does it stay within the planned memory, how fast is it, does it learn?
 
     python -m tools.first_hour                                  a small model from this repository
     torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k     any settings
 
-It writes first_hour.json, and first_hour.txt with the same figures, into the current directory.
+It prints what it measures, and writes it to first_hour.json in the current directory. docs/distributed.md says how to
+read it. Please paste the file into an issue.
 """
 
 import json
@@ -20,14 +20,14 @@ import train
 from infra import memory, ranks, run_folder
 from infra.command_line import parse, ready
 
-KINDS = {  # the settings that are measured, and in how many steps; only the last one is timed
+KINDS = {  # flags, and for how many steps they are tried; the times are those of the last step
     "plain": ("--decode plain", 20),
     "graph": ("--decode graph", 3),
     "sharded": ("--decode plain --shard", 3),
 }
 
 
-def figures(words: list[str], steps: int, device: torch.device) -> dict:
+def measure(words: list[str], steps: int, device: torch.device) -> dict:
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
     run, *_ = train.set_up(config, device)  # prints the memory plan
     longest = max(len(row["prompt_ids"]) for row in [*run.task.train, *run.task.eval])
@@ -51,7 +51,7 @@ def figures(words: list[str], steps: int, device: torch.device) -> dict:
 
 
 def gpu_tests() -> str:
-    """The last line of `pytest -m gpu`, which starts its own ranks."""
+    """Return the last line of `pytest -m gpu`. The tests start their own ranks, so they must not see this rank's."""
     env = {name: x for name, x in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_"))}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
     shown = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
@@ -65,15 +65,13 @@ def main(words: list[str]) -> None:
     for kind, (flags, steps) in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found[kind] = figures([*words, *flags.split(), "--out", f"{folder}/out"], steps, device)
-            except Exception as error:  # the others are still worth having
+                found[kind] = measure([*words, *flags.split(), "--out", f"{folder}/out"], steps, device)
+            except Exception as error:  # the other kinds may still work
                 found[kind] = {"failed": f"{type(error).__name__}: {error}"}
     if ranks.rank() == 0:
-        text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
-        text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]
-        run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
-        run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
-        print(*text, "all of it is in first_hour.json and first_hour.txt", sep="\n")
+        text = json.dumps(found, indent=1)
+        run_folder.write_text(Path("first_hour.json"), text)
+        print(text, "all of this is in first_hour.json", sep="\n")
 
 
 if __name__ == "__main__":

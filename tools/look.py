@@ -2,9 +2,9 @@
 
     python -m tools.look runs/addition-grpo-0
 
-The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. It
-says what it leaves out: completions beyond 40 MB, points of long curves, and the end of a completion of more than
-10,000 tokens.
+The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. If
+they take more than 40 MB, the page leaves some out and says how many. Of a completion with more than 10,000 tokens, it
+shows the beginning.
 """
 
 import argparse
@@ -16,12 +16,10 @@ from pathlib import Path
 
 from infra import run_folder
 
-MOST_POINTS = 10_000  # of a curve
-
 
 def content(run: Path, megabytes: float = 40.0) -> dict:
-    """The data of the page. If the completions take more than that many megabytes, some steps are left out, and if the
-    last step takes more, some of its completions."""
+    """Return the data of the page. If the completions take more than that many megabytes, some steps are left out, and
+    if the last step alone takes more, some of its completions."""
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps, ends = sorted({line["step"] for line in trained}), [line["step"] for line in held_out[:1] + held_out[-1:]]
@@ -30,12 +28,10 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     shown = [line for line in trained if line["step"] in kept]
     sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))
     shown = shown[-max(1, sum(size <= megabytes * 1e6 for size in sizes)) :]
-    sparse = metrics[:: -math.ceil(len(metrics) / MOST_POINTS) or None][::-1]
-    parts = (len(shown), trained, "completions"), (len(sparse), metrics, "points of the curves")
-    left_out = [f"; {n:,} of {len(whole):,} {what}" for n, whole, what in parts if n < len(whole)]
+    left_out = f"; {len(shown):,} of {len(trained):,} completions" if len(shown) < len(trained) else ""
     return {
-        "title": "".join([run.resolve().name, *left_out]),
-        "metrics": sparse,
+        "title": run.resolve().name + left_out,
+        "metrics": metrics,
         "trained": shown,
         "held_out": [line for line in held_out if line["step"] in ends],
     }

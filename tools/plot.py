@@ -3,9 +3,9 @@
     python -m tools.plot runs/addition-grpo-0
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
-Runs that differ only in their seed become one line, their mean, in a band from the lowest to the highest value. The
-legend names the settings that differ. The picture is saved as PNG and SVG, or in the format that the suffix of --out
-asks for. PNG and SVG contain a fingerprint of the logs and flags that they were made from.
+Runs that differ only in their seed share one line, which shows their mean, and a band from the lowest to the highest
+value. The legend names the settings that differ. The picture is saved as PNG and SVG, or in another format if --out has
+its suffix. PNG and SVG contain a fingerprint of the logs and flags that they were made from.
 """
 
 import argparse
@@ -49,14 +49,14 @@ def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
 
 
 def series(logs: list[Log], metric: str) -> tuple[list[int], np.ma.MaskedArray]:
-    """-> steps (T,), values (runs, T). Missing values are masked."""
+    """Return the steps (T,) and the values (runs, T) of a metric. Missing values are masked."""
     by_step = [{line["step"]: line[metric] for line in log.lines if line.get(metric) is not None} for log in logs]
     steps = sorted({step for values in by_step for step in values})
     return steps, np.ma.masked_invalid([[values.get(step, np.nan) for step in steps] for values in by_step])
 
 
 def smooth(values: np.ma.MaskedArray, width: int) -> np.ma.MaskedArray:
-    """A centred running mean over `width` steps. Masked values do not count."""
+    """Return the centred running mean over `width` steps. Masked values do not count."""
     windows = [values[:, max(0, t - width // 2) : t + width // 2 + 1] for t in range(values.shape[1])]
     return np.ma.stack([window.mean(axis=1) for window in windows], axis=1)
 
@@ -96,7 +96,7 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
-    """-> the picture and its fingerprint. Panels without data are skipped, and so are folders that are not runs."""
+    """Return the picture and its fingerprint. Panels without data and folders that are not runs are skipped."""
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +20,7 @@ STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROO
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """Runs start at once. What the benchmark wraps is undone."""
+    """Start runs in this process, because a new one takes seconds, and undo what the benchmark wraps."""
     monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda max_tasks_per_child: ThreadPoolExecutor())
     for owner, name in ((train, "uniforms"), (train, "rollout"), (rollout, "sample")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -28,7 +28,7 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def planned():
-    """The run of a small step, and its planned completions."""
+    """A run of small steps, and its planned completions."""
     args = bench.parse(STEP.format("out").split())
     config = bench.command_line.ready(bench.command_line.parse(args.flags, on_gpu=False), on_gpu=False)
     run, *_ = train.set_up(config, torch.device("cpu"))
@@ -36,7 +36,7 @@ def planned():
 
 
 def completions(run, tokens: torch.Tensor) -> list[list[int]]:
-    """Each up to and including its end-of-sequence token."""
+    """Return the ids of each completion, up to and including its end-of-sequence token."""
     ends = [[*row, run.tokenizer.eos_token_id].index(run.tokenizer.eos_token_id) for row in tokens.tolist()]
     return [row[: end + 1] for row, end in zip(tokens.tolist(), ends)]
 
@@ -59,7 +59,7 @@ def test_our_steps_have_the_planned_completions(planned):
 
 
 def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
-    """Where TRL is installed, its steps too."""
+    """TRL's steps are compared only where TRL is installed."""
     words, ways = STEP.format(tmp_path).split(), bench.WAYS if find_spec("trl") else ["ours"]
     bench.main([*words[:1], "--ways", "; ".join(ways), *words[1:]])
     assert "| seconds_step:2-3 | ours |" in capsys.readouterr().out
@@ -75,8 +75,8 @@ def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
 
 
 def test_what_is_learned(tmp_path):
-    """The run is the one that train.py makes. The table compares two ways."""
-    flags = "--steps 4 --prompts_per_step 2 --eval_every 2 --eval_prompts 16 --eval_k 1"
+    """Our way makes the same run as train.py. The table compares two ways, without a metric that one of them lacks."""
+    flags = "--steps 2 --prompts_per_step 2 --num_generations 4 --eval_every 2 --eval_prompts 16 --eval_k 1"
     words = f"--out {tmp_path} --seeds 3 --target 0.3 -- {flags}".split()
     bench.main(["learn", "--ways", "ours", *words])
     made = lines(tmp_path / "ours-3" / "metrics.jsonl")
@@ -85,27 +85,14 @@ def test_what_is_learned(tmp_path):
     for name in ("step", "reward", "eval/accuracy"):
         assert [line.get(name) for line in made] == [line.get(name) for line in plain]
     seconds = [line["seconds"] for line in made]
-    assert seconds == pytest.approx([sum(line["seconds_step"] for line in made[:n]) for n in (1, 2, 3, 4)])
+    assert seconds == pytest.approx([sum(line["seconds_step"] for line in made[:n]) for n in (1, 2)])
     assert made[-1]["seconds to target"] == seconds[1]
     assert json.loads((tmp_path / "ours-3" / "config.json").read_text())["settings"]["trainer"] == "ours"
 
     args = bench.parse(["learn", "--ways", "ours; TRL", *words])
     add_run(tmp_path / "TRL-3", [line | {"seconds": 2 * line["seconds"]} for line in made])
     bench.make_missing_runs(args)  # there are none
-    assert re.search(r"reward:1-4 \| ours .*\n\| \| TRL \| 0\..* \| \+0\.000, .* \| 1\.00 \|\n", bench.table(args))
+    assert re.search(r"reward:1-2 \| ours .*\n\| \| TRL \| 0\..* \| \+0\.000, .* \| 1\.00 \|\n", bench.table(args))
     assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
     add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
     assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)
-
-
-def test_long_completions(tmp_path, monkeypatch):
-    """Four times the limit costs no more for each token where a token is sent or written."""
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", ProcessPoolExecutor)  # what one length has replaced, stays so
-    asked = bench.parse(["long", "--ways", "40; 160", "--out", str(tmp_path)])
-    bench.make_missing_runs(asked)
-    (short,), (long,) = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in asked.ways)
-    assert 3 < long.pop("tokens") / short.pop("tokens") < 5
-    assert {*long} == {"rollout", "gather", "collate", "update", "samples", "checkpoint"}
-    assert all(microseconds > 0 for microseconds, _ in long.values())
-    assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))
-    assert bench.table(asked).count("\n") == 3

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from conftest import contents
 from tools import evidence
 
 BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
@@ -53,13 +52,3 @@ def test_a_mismatch_is_reported_and_repaired(root):
     assert_reported("^README.md: no command on a page draws results/other.png$")
     (root / "docs" / "findings.md").write_text(FINDING.replace("--steps 100", "--steps 90"))
     assert_reported(r"0\.2-1 was made with --steps 100, not 90")
-
-
-def test_kept_logs_are_copies(root):
-    made = root / "results" / "clip_higher" / "0.5-2"
-    for name in ("0.1-1", "0.1-1.replaced-1"):
-        run = shutil.copytree(made, root / "runs" / "beta" / name)
-        (run / "samples.jsonl").write_text("")
-    evidence.main(["--keep", str(root / "runs" / "beta")])
-    (kept,) = (root / "results" / "beta").iterdir()
-    assert kept.name == "0.1-1" and contents(kept) == contents(made)

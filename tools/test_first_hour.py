@@ -15,6 +15,7 @@ def first_hour_of(words: list[str], folder: Path) -> None:
     os.chdir(folder)
     conftest.replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
+    conftest.replace("tools.first_hour.KINDS", lambda kinds: {kind: (flags, 2) for kind, (flags, _) in kinds.items()})
     first_hour.main(words)
 
 
@@ -24,10 +25,7 @@ def test_the_first_hour(sorting, tmp_path):
     pretend_gpu.on_pretended_gpu(first_hour_of, words.split(), tmp_path)
     found = json.loads((tmp_path / "first_hour.json").read_text())
     assert found["hardware"]["gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == 1
-    assert [len(found[kind]["rewards"]) for kind in first_hour.KINDS] == [20, 3, 3]
-    text = (tmp_path / "first_hour.txt").read_text()
     for kind in first_hour.KINDS:
-        assert all(f"{kind}, {name}: {x}\n" in text for name, x in found[kind].items())
-        assert found[kind].pop("dtype") == "bfloat16" and found[kind].pop("rewards")
+        assert found[kind].pop("dtype") == "bfloat16" and len(found[kind].pop("rewards")) == 2
         assert all(value > 0 for value in found[kind].values())
         assert found[kind]["peak_memory_gb"] < found[kind]["planned_memory_gb"]

@@ -67,12 +67,6 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
         assert len(json.dumps(part["trained"])) <= megabytes * 1.1e6 or len(part["trained"]) == 1
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
     assert part["title"] == f"{run.name}; 1 of 12 completions"
-    lines = [json.dumps({"step": step, "reward": step}) + "\n" for step in range(25_001)]
-    (run / "metrics.jsonl").write_text("".join(lines))
-    part = look.content(run, 1.0)
-    assert [line["step"] for line in part["metrics"]] == [*range(25_000, -1, -3)][::-1]
-    assert part["title"] == f"{run.name}; 8,334 of 25,001 points of the curves"
-    (run / "metrics.jsonl").write_text("".join(lines[:4]))
     (run / "samples.jsonl").unlink()
     part = look.content(run, 1.0)
     assert (part["title"], len(part["metrics"]), part["trained"], part["held_out"]) == (run.name, 4, [], [])
@@ -91,14 +85,10 @@ def seen_in_a_browser(run: Path, reader: str) -> str:
     return shown.stdout
 
 
-def test_a_browser_shows_very_long_runs_and_completions(run):
-    """130,001 steps, and a completion of 200,000 tokens: as many as fit, and how many do not."""
-    lines = (json.dumps({"step": step, "reward": step % 7}) + "\n" for step in range(130_001))
-    (run / "metrics.jsonl").write_text("".join(lines))
-    long = sample(130_000, 0) | {"tokens": [["a", -1.0]] * 200_000}
-    (run / "samples.jsonl").write_text(json.dumps(long) + "\n")
+def test_a_browser_shows_the_beginning_of_a_very_long_completion(run):
+    (run / "samples.jsonl").write_text(json.dumps(sample(3, 0) | {"tokens": [["a", -1.0]] * 12_000}) + "\n")
     page = seen_in_a_browser(run, "")
-    assert page.count("<polyline") == 1 and page.count('class="token"') == 10_000 and "(190,000 more tokens)" in page
+    assert page.count('class="token"') == 10_000 and "(2,000 more tokens)" in page
 
 
 def test_a_browser_shows_all_text_and_executes_none_of_it(run):

@@ -1,4 +1,4 @@
-"""TRL's trainer for a run of this codebase: what tools/bench.py compares with.
+"""Make TRL's trainer for a run of this codebase, so that tools/bench.py can compare the two.
 
 The trainer gets the run's model, tokenizer and rewards, its prompts in the same order, and every setting that TRL has
 too. `plain_head` replaces TRL's output head, which is written for Triton and slow on a CPU.
@@ -48,6 +48,6 @@ def log(trainer: GRPOTrainer, end_step: Callable[[dict], None], original: Callab
 
 
 def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, **unused: Any) -> tuple:
-    """Computes the logits of all completion positions at once, as TRL did before its tiled head."""
+    """Compute the logits of all completion positions at once, as TRL did before it had its tiled head."""
     logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits[:, :-1] / temperature
     return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
