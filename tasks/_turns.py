@@ -47,7 +47,13 @@ class Replies:
         if said is None or len(self.turns) == self.max_turns:
             return None
         self.said.append([{"role": "user", "content": said}] if is_chat and isinstance(said, str) else said)
-        return encode_reply(self.tokenizer, self.said[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
+        try:
+            if isinstance(self.said[-1], list) != is_chat:
+                raise UserError("a text" + " or messages" * is_chat + " was expected")
+            return encode_reply(self.tokenizer, self.said[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
+        except Exception as error:  # such as a role that the chat template does not know
+            returned = f"reply function {self.reply.__name__} returned {said!r:.200}"
+            raise UserError(f"{returned}, for prompt {self.row['prompt']!r:.200}: {error}") from error
 
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
@@ -74,14 +80,14 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *said], **how) for said in (reply, changed))
         if text == changed_text:
-            raise UserError(f"the model's chat template does not show {reply!r:.200}")
+            raise UserError("the model's chat template does not show it")
         _, *after = text.split(MARK)
         ids = tokenizer(after[0], add_special_tokens=False)["input_ids"] if len(after) == 1 else []
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if ended else ids
     if not ids:
-        raise UserError(f"a reply has no tokens: {reply!r:.200}")
+        raise UserError("it has no tokens")
     return ids
 
 

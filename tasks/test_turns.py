@@ -31,7 +31,7 @@ def template(kind: str) -> str:
 
 
 NO_END = "the model's chat template puts no end token after a turn"
-NOT_SHOWN = "the model's chat template does not show .*hi"
+NOT_SHOWN = "the model's chat template does not show it"
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
@@ -81,9 +81,19 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-def test_a_reply_without_tokens_is_an_error():
-    with pytest.raises(UserError, match=r"^a reply has no tokens: ''$"):
-        replies_of("", is_chat=False)([8, EOS_ID])
+WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
+    (False, "", "it has no tokens"),
+    (False, USER_SAYS, "a text was expected"),
+    (False, "?", "UNK"),
+    (True, 7, "a text or messages was expected"),
+    (True, [{"role": "user", "content": None}], "unsupported operand"),
+]
+
+
+@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
+def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wrong):
+    with pytest.raises(UserError, match=f"^reply function answer returned .*, for prompt .*: .*{wrong}"):
+        replies_of(said, is_chat)([8, EOS_ID])
 
 
 @pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
