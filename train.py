@@ -103,7 +103,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # calls fixed_logprobs(run, batch, model), and repeats the call with smaller micro-batches if memory runs out.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if cfg.beta:
+    if run.reference is not None or cfg.beta:  # with LoRA, there is no separate reference
         reference = run.reference or run.model
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
