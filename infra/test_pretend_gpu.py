@@ -128,7 +128,7 @@ def count_waits() -> None:
 
 
 @LACKING
-@pytest.mark.parametrize("cut, expected", [({}, 17), (dict(top_p=0.9), 23)])
+@pytest.mark.parametrize("cut, expected", [({}, 6), (dict(top_p=0.9), 12)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
     """Each wait has its reason: how long the longest row is, which tokens are scored, whether there is a gradient ...
     Another one, for a figure of the micro-batch, say, must not be added without noticing."""
