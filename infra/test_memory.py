@@ -1,7 +1,7 @@
-"""The memory that is planned from a configuration, compared with the tensors of a small model and with what whole steps
-of real shapes hold on a pretended GPU.
+"""Compare the plan of memory with the tensors of a small model, and with what whole steps of real models take on a
+pretended GPU.
 
-    python -m infra.test_memory          the table of docs/distributed.md, in some minutes and 1 GB
+    python -m infra.test_memory          prints the tables of docs/distributed.md; takes some minutes and 1 GB
 """
 
 import json
@@ -26,22 +26,19 @@ from infra.command_line import parse, ready
 from infra.lora import add_adapters
 from infra.model import Opened, weights_dtype
 
-SMALL = Qwen2Config(
-    vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256,
+SMALL = Qwen2Config(**conftest.SIZES)
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "tie_word_embeddings",
 )  # fmt: skip
-QWEN = {  # 2.5
-    "0.5B": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                 num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True),
-    "1.5B": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                 num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
-    "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
-               num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
-    "14B": dict(vocab_size=152_064, hidden_size=5120, intermediate_size=13_824, num_hidden_layers=48,
-                num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
-}  # fmt: skip
-SIZES = list(QWEN)
-PARAMETERS = 7_615_616_512  # of 7B
+SHAPES = {  # of Qwen2.5
+    "0.5B": (151_936, 896, 4864, 24, 14, 2, True),
+    "1.5B": (151_936, 1536, 8960, 28, 12, 2, True),
+    "7B": (152_064, 3584, 18_944, 28, 28, 4, False),
+    "14B": (152_064, 5120, 13_824, 48, 40, 8, False),
+}
+QWEN = {name: dict(zip(FIELDS, shape)) for name, shape in SHAPES.items()}
+PARAMETERS = 7_615_616_512  # of the 7B model
 QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=2)
 
 
@@ -65,8 +62,8 @@ def test_weights_and_cache_are_counted_exactly(dtype):
     cached = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    repeated = 2 * cached / 3  # one of three layers, whose keys four heads share in pairs
-    assert cost.row == cached + max(repeated + 4 * 500, 500 * (dtype.itemsize + 4 + 4 + 4))
+    repeated = 2 * cached / 2  # one of two layers, whose keys four heads share in pairs
+    assert cost.row == cached + max(repeated + 4 * conftest.VOCAB, conftest.VOCAB * (dtype.itemsize + 4 + 4 + 4))
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy of the weights"
 
 
@@ -92,25 +89,19 @@ def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_those_of_their_dt
     assert cost.checkpoints == 2 * 12 * adapters
 
 
-MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
-FITTING = [  # bytes free, ranks, what was given, rollout_tokens and micro_batch_tokens
-    (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the most, in completions
+FITTING = [  # bytes free, ranks, settings; the expected rollout_tokens and micro_batch_tokens
+    (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the most that is ever chosen, in completions of 4608 tokens
     (80e9, 8, dict(shard=True, max_completion_length=1024), (256 * 1536, 2 * 1536)),
-    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion
-    (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # rows given alone: any number of tokens
+    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion is always allowed
+    (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # a limit of rows leaves the tokens without a limit
 ]
 
 
 @pytest.mark.parametrize("free, ranks, given, budgets", FITTING)
-def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(free, ranks, given, budgets):
+def test_budgets_that_were_not_given_are_chosen_by_the_free_memory(free, ranks, given, budgets):
     config, cost = large(ranks, **given)
     config = memory.fitting(config, cost, free)
     assert (config.rollout_tokens, config.micro_batch_tokens) == budgets
-    if ranks > 1:
-        enough = replace(cost, sampled=10**6, trained=10**6)  # completions for any budget
-        for name in ("rollout_tokens", "micro_batch_tokens"):
-            twice = replace(config, **{name: 2 * getattr(config, name)})
-            assert memory.peak(config, enough) <= memory.ROOM * free < memory.peak(twice, enough)
 
 
 def test_a_run_that_cannot_fit_ends_before_anything_is_loaded():
@@ -132,53 +123,46 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_loaded():
 
 
 @pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
-def test_completions_are_read_together_where_prompt_and_completion_fit_into_the_models_window(prompt, together):
+def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt, together):
     model = conftest.tiny_model("mistral", sliding_window=30)
     limits = memory.limits(small(max_completion_length=20)[0], model, prompt)
     assert limits.hidden_size == (32 if together else None)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """Budgets are chosen as on a GPU with this much free memory."""
+    """Choose budgets as on a GPU with this much free memory."""
     conftest.replace("infra.command_line.resolve", lambda resolve: lambda config, task, _: resolve(config, task, True))
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)
 
 
-def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
-    """They fit on the rank with the least memory."""
+def test_a_resumed_run_keeps_the_budgets_that_it_started_with(sorting, tmp_path):
+    """They must fit on the rank with the least memory."""
 
     def budgets(*before, world: int = 1, **changes) -> tuple[int, int]:
         conftest.run(sorting | dict(dtype="float32") | changes, tmp_path / "out", *before, world=world)
         settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
         return settings["rollout_tokens"], settings["micro_batch_tokens"]
 
-    began = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
-    assert began[0] < MOST[0] and began[1] < MOST[1]
-    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (began[0], 64)
+    rollout_tokens, micro_batch_tokens = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
+    assert rollout_tokens < memory.MOST_ROLLOUT_TOKENS and micro_batch_tokens < memory.MOST_MICRO_BATCH_TOKENS
+    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (rollout_tokens, 64)
 
 
-# ---- What steps of real shapes hold ----
+# ---- Steps of real models ----
 
-LENGTH, SAMPLED = 1024, 3  # tokens; only so many are sampled, the others are added for the update
+LENGTH, SAMPLED = 1024, 3  # tokens of a completion; only 3 are sampled, and the others are added before the update
 CONTEXT = 0.6e9  # bytes that CUDA itself takes
-CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at least
+CASES = {  # model, GB of the GPU, settings
     "0.5B": ("0.5B", 24, "--prompts_per_step 1"),
     "0.5B, checkpointing": ("0.5B", 24, "--prompts_per_step 4 --gradient_checkpointing"),
-    "0.5B, much room": ("0.5B", 80, "--prompts_per_step 4"),
     "0.5B, fp32": ("0.5B", 80, "--prompts_per_step 2 --dtype float32"),
-    "1.5B": ("1.5B", 80, "--prompts_per_step 1"),
-    "1.5B, checkpointing": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
     "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing --top_p 0.9"),
-    "0.5B, long prompts": (
-        "0.5B",
-        80,
-        "--prompts_per_step 32 --num_generations 2 --gradient_checkpointing",
-    ),  # of 1024 tokens, not of 256
+    # of 1024 tokens instead of 256; as many prompts as are read in two parts
+    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 32 --num_generations 2 --gradient_checkpointing"),
     "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 8 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
-    "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
     "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
     "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
     "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
@@ -188,7 +172,7 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
 
 
 def one_of_eight() -> None:
-    """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
+    """Make this process rank 0 of 8. The other ranks are not there; it is as if they sent what this one sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
@@ -196,7 +180,7 @@ def one_of_eight() -> None:
 
 
 class Counting:
-    """A tokenizer for which a text is the number of its tokens."""
+    """A tokenizer whose texts are numbers: how many tokens the text has. The first token differs from text to text."""
 
     eos_token_id, chat_template = 1, None
 
@@ -212,7 +196,8 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 
 
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
+    """Make a step with the planned budgets on a GPU that has only shapes. Return the bytes that were planned and the
+    bytes that were needed, for the rollout and for the update."""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
     prompt = 1024 if "long prompts" in name else 256
     world = 8 if "--shard" in flags else 1
@@ -222,8 +207,8 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     shape = Qwen2Config(**shape | dict(max_position_embeddings=8192, eos_token_id=1, bos_token_id=None))
     with torch.device("meta" if world > 1 else "cuda"):
         whole = AutoModelForCausalLM.from_config(shape)
-    whole.named_buffers = lambda: []  # of which nothing could be copied
-    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
+    whole.named_buffers = lambda: []  # buffers without numbers could not be copied to the shards
+    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # a real run loads the weights only after it was planned
 
     def opened(_: str, config: Config) -> Opened:
         adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
@@ -249,24 +234,18 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"] = gpu.peak
-            ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
+            ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # a beginning in common would be read once
             return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
         return sampling
 
-    def collating(collate):
-        def collated(*given):
-            gpu.peak = gpu.held  # from here on the weights that the rollout had gathered are gone
-            return collate(*given)
-
-        return collated
-
     conftest.replace("train.rollout", lengthened)
-    conftest.replace("train.collate", collating)
+    # The update starts after the weights that the rollout had gathered were freed.
+    conftest.at("train.collate", 1, lambda: setattr(gpu, "peak", gpu.held))
     gpu.capacity = math.inf
     for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
-    run.optimizer.step()  # Adam's moments, as in every step but the first
+    run.optimizer.step()  # makes Adam's moments, which are there in every step but the first
     run.optimizer.zero_grad()
     train.training_step(run, 1)
     held["update"] = gpu.peak
@@ -274,21 +253,16 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 
 KINDS = [
-    "1.5B, top-p",
-    "0.5B, windows",
-    "0.5B, fp32",
-    "1.5B, checkpointing",
-    "1.5B, reference, two updates",
-    "7B on 8, checkpointing, reference",
-    "7B on 8, adapters",
-]
+    "1.5B, top-p", "0.5B, windows", "0.5B, fp32", "1.5B, reference, two updates",
+    "0.5B, long prompts", "7B, adapters, checkpointing", "7B on 8, checkpointing, reference", "7B on 8, adapters",
+]  # fmt: skip
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_planned_is_held(name):
-    """A step holds at most what is planned, and at least four fifths of it. Six layers are enough to show that."""
-    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6, shapes_only=True)
+def test_the_plan_is_an_upper_bound_and_at_most_a_quarter_too_high(name):
+    """Four layers of each model are enough to see a part of the step that the plan leaves out or counts twice."""
+    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 4, shapes_only=True)
     for planned, held in found.values():
         assert held <= planned <= 1.25 * held
 
@@ -299,7 +273,7 @@ def budgets_with_adapters() -> None:
     print("\n| | 16 GB | 24 GB | 48 GB | 80 GB |\n|---|---|---|---|---|")
     given = dict(lora_rank=16, gradient_checkpointing=True, max_completion_length=LENGTH, steps=1, num_generations=8)
     config = resolve(Config(**given), {}, on_gpu=True)
-    for name in SIZES:
+    for name in SHAPES:
         cost, cells = memory.costs(Qwen2Config(**QWEN[name]), config, 1, longest_prompt=256), []
         for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
             fitted = memory.fitting(config, cost, free)
