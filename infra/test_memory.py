@@ -1,12 +1,14 @@
 """Compare the plan of memory with the tensors of a small model, and with what whole steps of real models take on a
 pretended GPU.
 
-    python -m infra.test_memory          prints the tables of docs/distributed.md; takes some minutes and 1 GB
+    python -m infra.test_memory                     prints the tables of docs/distributed.md; takes minutes and 1 GB
+    python -m infra.test_memory "0.5B, windows"     measures only this case
 """
 
 import json
 import math
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -285,7 +287,7 @@ def budgets_with_adapters() -> None:
 if __name__ == "__main__":
     budgets_with_adapters()
     print("\n| | GB | rollout planned | held | update planned | held |\n|---|---|---|---|---|---|")
-    for name, (_, gigabytes, _) in CASES.items():
+    for name in sys.argv[1:] or CASES:
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
-        print(f"| {' | '.join([name, str(gigabytes), *figures])} |", flush=True)
+        print(f"| {' | '.join([name, str(CASES[name][1]), *figures])} |", flush=True)
