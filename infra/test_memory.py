@@ -160,13 +160,13 @@ CASES = {  # model, GB of the GPU, settings
     "0.5B, checkpointing": ("0.5B", 24, "--prompts_per_step 4 --gradient_checkpointing"),
     "0.5B, fp32": ("0.5B", 80, "--prompts_per_step 2 --dtype float32"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
-    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing --top_p 0.9"),
+    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 2 --gradient_checkpointing --top_p 0.9"),
     # of 1024 tokens instead of 256; as many prompts as are read in two parts
     "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 32 --num_generations 2 --gradient_checkpointing"),
     "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 8 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
     "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
-    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 1 --lora_rank 16 --gradient_checkpointing"),
     "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
     "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
@@ -263,8 +263,9 @@ KINDS = [
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 @pytest.mark.parametrize("name", KINDS)
 def test_the_plan_is_an_upper_bound_and_at_most_a_quarter_too_high(name):
-    """Four layers of each model are enough to see a part of the step that the plan leaves out or counts twice."""
-    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 4, shapes_only=True)
+    """A few layers are enough to see what the plan leaves out or counts twice. Sharded models need more of them, as the
+    plan adds up two gathered layers and the gathered head, which are not needed at the same time."""
+    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6 if "on 8" in name else 4, shapes_only=True)
     for planned, held in found.values():
         assert held <= planned <= 1.25 * held
 
