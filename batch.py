@@ -67,7 +67,8 @@ class Batch:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        tensors = {name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        index = torch.tensor(rows, device=self.ids.device)  # copied once; a list would be copied for every tensor
+        tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
 
     @property

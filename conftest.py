@@ -96,7 +96,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 # ---- Whole runs ----
 
 ROOT = Path(__file__).parent
-TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
+TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb", "peak_memory_reserved_gb"}
 
 # Processes are forked from a server that has imported everything, so that one starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")

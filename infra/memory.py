@@ -1,5 +1,5 @@
-"""How much memory a run needs on each rank, estimated from the configurations before anything is loaded. From that, how
-many tokens fit into a rollout and into a micro-batch. And what to do if memory runs out all the same.
+"""Plan the memory of a run on each rank, from the configurations and before anything is loaded. Choose how many
+tokens fit into a rollout and into a micro-batch. If memory runs out all the same, continue with smaller parts.
 
 All amounts are upper bounds, for completions of full length and Llama-like models with fused attention. A table in
 docs/distributed.md compares them with measurements. Left out: what the allocator loses to fragmentation, about a tenth.
@@ -28,32 +28,32 @@ from rollout import PROMPT_TOKENS
 
 ROOM = 0.8  # the budgets may fill this share of the free memory
 MOST_ROLLOUT_TOKENS = 1 << 22  # more rows would gain little: attention reads the whole cache for each token
-SMALLER = "try --gradient_checkpointing, a smaller --max_completion_length, or a smaller model"
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
+SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micro_batch_tokens, --max_completion_length"
 
 
 @dataclass
 class Costs:
-    """Bytes on each rank, unless it says otherwise. `needed` adds them up."""
+    """What needs how many bytes on each rank, and the sizes to multiply these by. `needed` adds them up."""
 
-    stays: dict[str, float]  # what is held from step to step: weights, Adam, reference
+    stays: dict[str, float]  # what stays in memory from step to step: weights, Adam, reference
     rollout: float  # a rollout, without its completions
     row: float  # a completion of full length in a rollout
-    read: float  # a token of a prompt that is being read
+    read: float  # a token of a prompt while the prompt is read
     update: float  # an update, without its micro-batches
     token: float  # a token of a micro-batch
-    head: float  # the backward pass of the output head; it and `layer` are not needed at the same time
+    head: float  # the backward pass of the output head; it is over before that of the layers starts
     layer: float  # the backward pass of a layer, for each token
-    prompt: int  # the most tokens of a prompt
-    length: int  # and of a prompt with its completion
+    prompts: int  # the most prompts that a rank reads for a rollout
+    length: int  # of the longest prompt with a completion of full length
     sampled: int  # the most completions that a rank samples
     trained: int  # the most completions that a rank trains on
     checkpoints: float  # on disk, for all ranks; a new one is written before an old one is deleted
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, same: dict) -> tuple[Config, str]:
-    """-> settings with budgets of tokens that fit, the same on all ranks, and a line for the screen. `same` is what all
-    ranks must have been started with."""
+    """Return the settings with budgets of tokens that fit, the same on all ranks, and a line for the screen. Fail if
+    the ranks differ in `same`."""
     free = min(ranks.gather([free_memory()], same))
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
@@ -62,8 +62,8 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, sa
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """The limits of a micro-batch. If the log-probs of a sharded model come from its logits, one row is one call of the
-    model, and all ranks must make as many calls, so a micro-batch is one row."""
+    """Return the limits of a micro-batch. If the log-probs of a sharded model come from its logits, the model is called
+    once for each row. All ranks must call it equally often, so a micro-batch is then one row."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     packs = reads_together(model, longest_prompt + config.max_completion_length)
@@ -74,12 +74,13 @@ def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limit
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
-    compute, held = 2 if config.dtype == "bfloat16" else 4, weights_dtype(config).itemsize  # bytes
-    part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # of this rank
+    compute, stored = 2 if config.dtype == "bfloat16" else 4, weights_dtype(config).itemsize  # bytes of a number
+    part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # the shard of this rank
     adapters = config.lora_rank * sum(sum(layer.weight.shape) for layer in linear_layers(model).values())
-    full = config.lora_rank == 0  # all weights are trained
-    learnt, reference = part if full else adapters, held * part * full * (config.beta != 0)
-    copy = compute * (adapters + (parameters if compute < held or config.shard else 0))
+    full, learnt = adapters == 0, adapters or part  # without adapters all weights are trained
+    # Adapters need no reference, because they can be switched off.
+    adam, reference = 8 * learnt * (config.steps != 0), stored * part * full * (config.beta != 0)
+    copy = compute * (adapters + (parameters if compute < stored or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     i = getattr(text, "intermediate_size", None) or 4 * h
@@ -89,101 +90,102 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
     length = longest_prompt + config.max_completion_length
     trained = config.prompts_per_step * config.num_generations
-    sampled = max(trained, config.eval_prompts * config.eval_k if config.eval_every else 0)
-    # Layers with a sliding window hold no more than that.
-    kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
-    of_a_head = 2 * head_size * compute  # for each token
-    cache = of_a_head * heads * sum(kept_tokens or [layers * length])
-    # Besides the cache, the most of: a layer that grows; a layer with its keys repeated for the heads that share them,
-    # which is done if prompts are padded, and logits; logits, those in fp32, probabilities, and those in blocks. If ids
-    # are cut, what sorting takes, and the ids that were left.
-    repeated = of_a_head * all_heads * length * (all_heads > heads) + 4 * vocabulary
-    cut = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
-    distribution = vocabulary * (compute + 4 + 4 + 4 + 30 * cut)
+    evaluated = config.eval_prompts if config.eval_every else 0
 
-    # In an update: the head, and two layers with their gradients.
+    # Layers with a sliding window cache no more tokens than the window.
+    kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
+    of_a_head = 2 * head_size * compute  # the key and the value of a token
+    cache = of_a_head * heads * sum(kept_tokens or [layers * length])
+    # The sampler has the logits, the same in fp32, the probabilities, and these in blocks. To cut the distribution it
+    # also sorts them (values and places), sums them up, cuts them, undoes the sorting, and records which ids were left.
+    distribution = vocabulary * (compute + 4 + 4 + 4 + 30 * config.truncates)
+
+    # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
     gathered = compute * (adapters + vocabulary * h) + 2 * (compute + 4 * full) * (parameters - vocabulary * h) / layers
-    # ids, attention and mask; log-probs of sampler, old policy and reference, with the sampler's entropies; weights
+    # Each token has an id, attention, mask; log-probs of sampler, old policy and reference; the sampler's entropy; a
+    # weight.
     batch = trained * length * (3 * 8 + 4 * 4 + 8)
-    # Logits and log-probs; or log-probs, their gradient, and that of the weights, which is added to another.
     chunk = chunk_tokens(torch.cuda.is_available())
-    between = compute if config.shard else held  # between layers is the dtype in which the weights are held
+    between = compute if config.shard else stored  # activations between layers have the dtype of the weights
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # What norms see and, for each product, give; query, key, value, output of each head; four of the feed-forward part.
-    layer = h * (norms * (between + 4) + 2.5 * between) + compute * 4 * (all_heads * head_size + i)
+    # There is a mask if completions of a prompt share a row (fast/shared_prompts.py chooses how many do) or if a layer
+    # has a sliding window. For each token of a row it has an entry for all tokens of the row.
+    shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
+    mask = length if min(kept_tokens, default=length) < length else shared_row
+    # A layer saves for its backward pass: inputs of norms, as they are and in fp32; inputs of products with weights;
+    # query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
+    layer = h * (norms * (between + 4) + 2.5 * between) + compute * (4 * (all_heads * head_size + i) + mask)
     return Costs(
-        stays={"weights": held * part + 4 * adapters, "Adam": 8 * learnt * (config.steps != 0), "reference": reference},
+        stays={"weights": stored * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
-        row=cache + max(of_a_head * heads * length, repeated, distribution),
+        # While a token is computed, one layer's keys and values are copied. With padded prompts they are also repeated
+        # for the query heads that share them. After that its distribution is needed.
+        row=cache + max(of_a_head * all_heads * length + 4 * vocabulary, distribution),
         # The feed-forward part; what it is added to; keys and values for all heads; the mask.
         read=compute * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute),
         update=4 * learnt + (gathered if config.shard else copy) + batch + 4 * h * vocabulary * full,
-        token=(layers + 1) * (h * between if config.gradient_checkpointing else layer),
+        # What all layers save; embeddings, last norm, input of the head and its gradient; the mask as truth values.
+        token=layers * (h * between if config.gradient_checkpointing else layer) + 2 * h * (between + compute) + mask,
+        # The logits and log-probs of a chunk; or its log-probs, their gradient, and that of the head's weights.
         head=vocabulary * max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h * full),
-        layer=layer + (0 if full else compute * i),  # adapters have a gradient for the input, too
-        prompt=longest_prompt,
+        layer=layer + (0 if full else compute * i),  # an adapter adds a gradient of its own to that of the input
+        # The part of a rank may begin and end in the middle of a prompt's completions.
+        prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (world > 1),
         length=length,
-        sampled=math.ceil(sampled / world),
+        sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
         trained=math.ceil(trained / world),
         checkpoints=(adapters or parameters) * (16 if reference else 12) * (config.keep_checkpoints + 1),
     )
 
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
-    """Choose the budgets that are None. Each has room for a power of two of full completions, so that it seldom changes
-    when the free memory changes a little."""
+    """Choose the budgets that are None. Each is the largest power of two of full completions that fits, so it seldom
+    changes when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
-    before = max(PROMPT_TOKENS, cost.prompt) * cost.read  # while prompts are read, the cache holds no more than these
-    sampled = min(room - cost.rollout, (room - cost.rollout - before) * cost.length / cost.prompt) / cost.row
-    sampled = min(sampled, MOST_ROLLOUT_TOKENS / cost.length)
-    trained = (room - cost.update - cost.head) / ((cost.token + cost.layer) * cost.length)
-    trained = min(trained, MOST_MICRO_BATCH_TOKENS / cost.length)
-    return with_budgets(config, *(cost.length << int(math.log2(max(1, n))) for n in (sampled, trained)))
+    cost = replace(cost, sampled=MOST_ROLLOUT_TOKENS, trained=MOST_ROLLOUT_TOKENS)  # enough to fill any budget
+
+    def largest(part: str, most: int) -> int:
+        tokens = cost.length
+        while 2 * tokens <= most and needed(with_budgets(config, 2 * tokens, 2 * tokens), cost)[part] <= room:
+            tokens *= 2
+        return tokens
+
+    return with_budgets(config, largest("rollout", MOST_ROLLOUT_TOKENS), largest("update", MOST_MICRO_BATCH_TOKENS))
 
 
 def needed(config: Config, cost: Costs) -> dict[str, float]:
-    """-> how many bytes are needed for what"""
+    """Return how many bytes are needed for what."""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
+    prompts, of_a_prompt = min(cost.prompts, rows), cost.length - config.max_completion_length
+    reading = min(prompts * of_a_prompt, max(PROMPT_TOKENS, of_a_prompt)) * cost.read
+    reading += prompts * cost.row * of_a_prompt / cost.length  # the cache of what has been read
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
-    before = min(rows * cost.prompt, max(PROMPT_TOKENS, cost.prompt)) * cost.read
-    rollout = cost.rollout + max(rows * cost.row, before + rows * cost.row * cost.prompt / cost.length)
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
+    rollout = cost.rollout + max(rows * cost.row, reading)
     return cost.stays | {"rollout": rollout, "update": update * (config.steps != 0)}
 
 
 def peak(config: Config, cost: Costs) -> float:
-    """The most that is held at once: what stays from step to step, and either a rollout or an update."""
+    """Return the most that is needed at once: what stays from step to step, and either a rollout or an update."""
     need = needed(config, cost)
     return sum(cost.stays.values()) + max(need["rollout"], need["update"])
 
 
 def plan_line(config: Config, cost: Costs, free: float) -> str:
-    """-> a line for the screen. It is a UserError if the run cannot fit even when it is computed in smaller parts."""
+    """Return a line for the screen. Raise UserError if the run cannot fit even when it is computed in smaller parts."""
     need, most = needed(config, cost), peak(config, cost)
-    least = peak(replace(config, rollout_tokens=1, micro_batch_tokens=1), cost)
+    # Sharded updates must fit as they are, because one rank cannot start again by itself. All else can be made smaller.
+    smallest = replace(config, rollout_tokens=1, micro_batch_tokens=config.micro_batch_tokens if config.shard else 1)
+    least = peak(smallest, cost)
     parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
-    line = (
-        f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}, "
-        f"with up to {config.rollout_tokens} tokens in the cache of a rollout"
-    )
+    line = f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}"
     if config.steps != 0:
         disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
         line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
-        raise UserError(
-            f"{line}. It needs {readable(least)} with one completion at a time: {SMALLER}, --lora_rank or --shard"
-        )
-    if config.shard and sum(cost.stays.values()) + need["update"] > free:
-        raise UserError(f"{line}. An update cannot fit: {lower(config.micro_batch_size, config.micro_batch_tokens)}")
-    return line if most <= free else f"{line}. Where it does not fit, it is done in smaller parts"
-
-
-def lower(rows: int | None, tokens: int | None) -> str:
-    """Advice for an update of sharded weights that does not fit."""
-    now = {"--micro_batch_size": rows, "--micro_batch_tokens": tokens}
-    given = " or ".join(f"{flag} (now {limit})" for flag, limit in now.items() if limit)
-    return f"with --shard one rank cannot start again by itself, so lower {given}, or try --gradient_checkpointing"
+        raise UserError(f"{line}. It needs at least {readable(least)}: {SMALLER}")
+    return line if most <= free else f"{line}. What does not fit is computed in smaller parts"
 
 
 def readable(amount: float) -> str:
@@ -191,7 +193,8 @@ def readable(amount: float) -> str:
 
 
 def free_memory() -> float:
-    """On a GPU, what is free before the model is loaded. Otherwise, all memory of the machine."""
+    """Return the bytes that are free on the GPU before the model is loaded. Without a GPU, return all memory of the
+    machine."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
@@ -199,13 +202,13 @@ def free_memory() -> float:
 
 
 def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: Any) -> Any:
-    """-> compute(run, *work). Whenever memory runs out, `make_smaller` halves a budget of the run, and it is computed
-    again. The result is the same, because no budget changes what is computed."""
+    """Return compute(run, *work). Whenever memory runs out, let `make_smaller` halve a budget of the run, and start the
+    work again. The result stays the same, because no budget changes what is computed."""
     while True:
         try:
             return compute(run, *work)
         except torch.OutOfMemoryError:
-            pass  # outside of this block, the tensors that the error held are free
+            pass  # the error refers to the tensors of the failed attempt, which are free only after this block
         torch.cuda.empty_cache()
         make_smaller(run, *work)
 
@@ -221,7 +224,7 @@ def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
 
 def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if run.config.shard:
-        raise UserError(f"out of memory in an update: {lower(run.limits.rows, run.limits.tokens)}")
+        raise UserError(f"out of memory in an update: with --shard one rank cannot start again by itself: {SMALLER}")
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")

@@ -1,17 +1,16 @@
-"""A GPU that is pretended: tensors that say cuda:0, and keep their numbers on the CPU or have shapes alone. For tests.
+"""Pretend that there is a GPU, for tests: tensors claim to be on cuda:0, but their numbers are on the CPU.
 
-    install(capacity=80e9)               from here on this process has a GPU; before the code under test makes a tensor
-    install(80e9, shapes_only=True)      of floats there are only shapes: a 7B model fits anywhere
-    on_pretended_gpu(function, *args)    what a function returns, called in a process that has one
+    install(capacity=80e9)               give this process a GPU; call it before the code under test makes a tensor
+    install(80e9, shapes_only=True)      keep only the shapes of floating-point tensors: a 7B model fits anywhere
+    on_pretended_gpu(function, *args)    call a function in a new process that has a pretended GPU; return its result
 
-Tensors of two devices in one call raise as on CUDA. Autocast is CUDA's own. The memory that is held is counted as
-PyTorch's allocator counts it, in blocks of 512 bytes, and beyond the capacity torch.OutOfMemoryError is raised. Reads
-by the host that wait for the device are counted in gpu.waits, and raise while a CUDA graph is captured.
+A call with tensors of two devices raises an error, as on CUDA. Autocast is CUDA's own. Memory is counted in blocks of
+512 bytes, like in PyTorch's allocator, and torch.OutOfMemoryError is raised beyond the capacity. gpu.waits counts how
+often the host waits for the GPU; waiting while a CUDA graph is captured raises an error.
 
-How: a wrapper subclass whose C++ device is XLA. Of all devices that is the one that autograd serves in a build without
-CUDA and that CUDA's own rules of autocast accept. What has no public name is that of torch 2.13.
-
-Left out, since it cannot be pretended: kernels (their limits, rounding and speed), streams, NCCL, fragmentation.
+A tensor is a wrapper subclass whose C++ device is XLA, because autograd supports that device without CUDA, and because
+CUDA's rules for autocast accept it. This relies on private names of torch 2.13.
+Left out, because it cannot be pretended: kernels (limits, rounding and speed), streams, NCCL, fragmentation.
 """
 
 import collections
@@ -45,17 +44,17 @@ TAKES_CPU_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.
 gpu = SimpleNamespace(
     capacity=80e9,  # bytes
     shapes_only=False,
-    held=0,  # bytes; and at most since torch.cuda.reset_peak_memory_stats()
-    peak=0,
-    waits=collections.Counter(),  # by the name of the operation
-    set_to=None,  # what torch.cuda.set_device was called with
+    held=0,  # bytes that are allocated now
+    peak=0,  # the most bytes since torch.cuda.reset_peak_memory_stats()
+    waits=collections.Counter(),  # how often the host waited, by the name of the operation
+    set_to=None,  # the last argument of torch.cuda.set_device
     captured=None,  # the calls of the CUDA graph that is being captured
 )
 
 
 # ---- Memory ----
 
-_blocks: dict[int, tuple[int, weakref.ref]] = {}  # by the address of a storage: its bytes
+_blocks: dict[int, tuple[int, weakref.ref]] = {}  # address of a storage -> its bytes, and a reference that frees them
 
 
 def count(storage: torch.UntypedStorage) -> None:
@@ -75,7 +74,7 @@ def release(address: int) -> None:
 
 
 def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.UntypedStorage.resize_) -> None:
-    """As FSDP frees weights that were gathered."""
+    """FSDP resizes a storage to 0 to free weights that were gathered."""
     resize_(storage, size)
     if storage._cdata in _blocks:
         count(storage)
@@ -85,7 +84,7 @@ def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.U
 
 
 def each(f: Callable, x: Any) -> Any:
-    """f of the tensors in arguments or results. PyTorch's own `tree_map` takes most of a run's time."""
+    """Apply f to every tensor in arguments or results. PyTorch's `tree_map` would take most of a run's time."""
     if isinstance(x, torch.Tensor):
         return f(x)
     return type(x)([each(f, y) for y in x]) if isinstance(x, (list, tuple)) else x
@@ -94,7 +93,7 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        if gpu.shapes_only:  # whole numbers and truths are there
+        if gpu.shapes_only:  # integers and booleans have numbers even then
             inner = inner.to("meta") if inner.is_floating_point() else numbers_of(inner)
         count(inner.untyped_storage())
         outer = torch.Tensor._make_wrapper_subclass(
@@ -108,7 +107,7 @@ class Pretended(torch.Tensor):
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # checkpoints compare it
         return f"{self.inner!r} on {DEVICE}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -120,9 +119,6 @@ class Pretended(torch.Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
-    def numpy(self, **_: Any) -> None:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first (pretended)")
-
     def __deepcopy__(self, memo: dict) -> "Pretended":
         copy = self.detach().clone().requires_grad_(self.requires_grad)
         copy._is_param = getattr(self, "_is_param", False)
@@ -132,9 +128,7 @@ class Pretended(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func == torch.Tensor.data.__set__:  # then another tensor is wrapped
-            if not isinstance(args[1], Pretended):
-                raise RuntimeError("incompatible tensor type: .data of cuda:0 cannot be one of cpu (pretended)")
+        if func == torch.Tensor.data.__set__:
             args[0].inner = args[1].inner
         return result
 
@@ -170,18 +164,19 @@ class Pretended(torch.Tensor):
             return each(numbers_of, out)
         if func._schema.is_mutable:
             for x in outer.values():
-                if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # resized
+                if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # the operation resized it
                     torch.Tensor.data.__set__(x, Pretended(x.inner))
             if isinstance(out, torch.Tensor) and id(out) not in outer and args and args[0] is out:
-                return out  # copied to the CPU
+                return out  # a tensor of the CPU, which this was copied to
         return each(wrap, out)
 
 
-Pretended.__name__ = "Tensor"  # as the class of a tensor on a real GPU
+Pretended.__name__ = "Tensor"  # the name of the class on a real GPU
 
 
 def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
-    """As CUDA has it: copies go anywhere; with indices of the CPU, and numbers in operations on single entries."""
+    """Raise the error that CUDA raises. It allows copies between devices, indices on the CPU, and single numbers of the
+    CPU in pointwise operations."""
     elsewhere = [x for x in tensors if not isinstance(x, Pretended)]
     if not elsewhere or func.namespace == "c10d" or func in (aten._to_copy.default, aten.copy_.default):
         return
@@ -194,7 +189,7 @@ def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
-    """Whether the host waits for what the device computes."""
+    """Return whether the host must wait for the result of a computation on the GPU."""
     by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
     return name in WAITS or by_mask or target == "cpu" or (name == "copy_" and not all_ours)
 
@@ -202,25 +197,28 @@ def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
 def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name == "copy_" and args[0].is_meta:
         return args[0]
-    if name == "mm" and len(args) == 3 and args[0].dtype == args[1].dtype:  # out_dtype, which a CPU does not know
+    if (
+        name == "mm" and len(args) == 3 and args[0].dtype == args[1].dtype
+    ):  # with out_dtype, which the CPU does not support
         return torch.mm(args[0].to(args[2]), args[1].to(args[2]))
     return func(*args, **kwargs)
 
 
 def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Floats have no numbers. What whole numbers are made of them is 0, and what truths is true."""
+    """Compute the shape of a result that depends on tensors without numbers. Integers made from these are 0, and
+    booleans are true."""
     if name in ("_local_scalar_dense", "equal"):
         return 1.0
     if name == "copy_":
         return args[0] if args[0].is_meta else args[0].zero_()
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # of a mask how many it takes must be known
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # the shape depends on a mask's numbers
         places = [i.nonzero().unbind(1) if i is not None and i.dtype == torch.bool else [i] for i in args[1]]
         args = (args[0], list(itertools.chain(*places)), *args[2:])
     real = {}
 
     def to_shape(x: torch.Tensor) -> torch.Tensor:
         shape = x.to("meta")
-        real[id(shape)] = x, shape  # which must live as long as its id counts
+        real[id(shape)] = x, shape  # keep the shape alive, so that no other tensor gets its id
         return shape
 
     def back(x: torch.Tensor) -> torch.Tensor:
@@ -236,10 +234,10 @@ def numbers_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """Of numbers the kernel that a CPU takes, so that in fp32 a run computes the very same ones. Of shapes the one that
-    CUDA takes: flash attention in bf16 without a mask, else the memory-efficient one; which, in torch 2.13, knows no
-    shared key heads, and then it is the plain one."""
-    if q.is_cuda and torch.is_autocast_enabled("cuda"):  # it is among what is cast
+    """With numbers, call the CPU's kernel, so that a run in fp32 gives the same numbers as on a CPU. With shapes, call
+    the kernel that CUDA would choose: flash attention in bf16 without a mask, otherwise memory-efficient attention. In
+    torch 2.13 the latter does not support shared key heads, and then plain attention is computed."""
+    if q.is_cuda and torch.is_autocast_enabled("cuda"):  # autocast includes attention
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     settings = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     flash = q.dtype != torch.float32 and attn_mask is None
@@ -261,7 +259,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 
 class Graph:
-    """Its calls are made again in the same memory. What the host put in is as it was."""
+    """Records calls and repeats them on the same tensors. Arguments from the host stay as they were recorded."""
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
@@ -281,7 +279,7 @@ def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 class Stream(MagicMock):
-    """A stream or an event, on which everything is done at once."""
+    """A stream or an event. Nothing has to wait, because everything is computed at once."""
 
 
 def empty(size, dtype=None, **_: Any) -> Pretended:
@@ -296,11 +294,11 @@ _kept_alive: list = []
 
 
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
-    """From here on this process has a GPU. -> gpu"""
+    """Give this process a GPU, for good. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
     if _kept_alive:
         return gpu
-    # Autograd asks how many devices there are, and for their streams: there is one, without a stream.
+    # Autograd asks for the number of devices and for their streams. This guard answers: one device, no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
     library = torch.library.Library("aten", "IMPL")
     _kept_alive.extend([guard, library])
@@ -313,9 +311,9 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     for key in ("CUDA", "XLA"):
         library.impl("empty.memory_format", empty, key)
         library.impl("empty_strided", empty_strided, key)
-    # What has a kernel is not taken apart; it gets no further than to `__torch_dispatch__`.
+    # Without a kernel, PyTorch would decompose this operation. It is never called: __torch_dispatch__ comes first.
     library.impl("silu_backward", lambda *_: None, "XLA")
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") copies like any other call
+    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") is a copy that can be counted
 
     answers = dict(
         is_available=True, is_initialized=True, is_bf16_supported=True, device_count=gpus, current_device=0,
@@ -324,7 +322,6 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
         set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
         get_device_properties=SimpleNamespace(name="pretended GPU", major=9, minor=0, multi_processor_count=132),
         mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
-        memory_allocated=lambda: gpu.held, memory_reserved=lambda: gpu.held,
         max_memory_allocated=lambda: gpu.peak, max_memory_reserved=lambda: gpu.peak,
         reset_peak_memory_stats=lambda: setattr(gpu, "peak", gpu.held),
         stream=contextlib.nullcontext, device=contextlib.nullcontext, current_stream=Stream, default_stream=Stream,
@@ -336,7 +333,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.cuda._initialized, torch.cuda.Stream, torch.cuda.Event = True, Stream, type("Event", (Stream,), {})
     torch.Event, torch.cuda.CUDAGraph, torch.cuda.graph = torch.cuda.Event, Graph, capture
     torch.accelerator.current_stream = Stream
-    torch.__future__.set_swap_module_params_on_conversion(True)  # what is tied stays tied in model.to(device)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps weights tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention
     DTensor.device = property(lambda self: self._local_tensor.device)
@@ -345,6 +342,6 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
 
 
 def on_pretended_gpu(function: Callable, *args: Any, **settings: Any) -> Any:
-    """What it returns in a process of its own, since a GPU that is installed stays."""
+    """Call the function in a new process, because a pretended GPU cannot be removed. Return its result."""
     with ProcessPoolExecutor(1, PROCESSES, partial(install, **settings)) as pool:
         return pool.submit(function, *args).result()

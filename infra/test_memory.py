@@ -1,12 +1,14 @@
-"""The memory that is planned from a configuration, compared with the tensors of a small model and with what whole steps
-of real shapes hold on a pretended GPU.
+"""Compare the plan of memory with the tensors of a small model, and with what whole steps of real models take on a
+pretended GPU.
 
-    python -m infra.test_memory          the table of docs/distributed.md, in some minutes and 1 GB
+    python -m infra.test_memory                     prints the tables of docs/distributed.md; takes minutes and 1 GB
+    python -m infra.test_memory "0.5B, windows"     measures only this case
 """
 
 import json
 import math
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -26,22 +28,20 @@ from infra.command_line import parse, ready
 from infra.lora import add_adapters
 from infra.model import Opened, weights_dtype
 
-SMALL = Qwen2Config(
-    vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256,
+SMALL = Qwen2Config(**conftest.SIZES)
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "tie_word_embeddings",
 )  # fmt: skip
-QWEN = {  # 2.5
-    "0.5B": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                 num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True),
-    "1.5B": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                 num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
-    "7B": dict(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
-               num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
-    "14B": dict(vocab_size=152_064, hidden_size=5120, intermediate_size=13_824, num_hidden_layers=48,
-                num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False),
-}  # fmt: skip
-PARAMETERS = 7_615_616_512  # of 7B
-QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=4)
+SHAPES = {  # of Qwen2.5
+    "0.5B": (151_936, 896, 4864, 24, 14, 2, True),
+    "1.5B": (151_936, 1536, 8960, 28, 12, 2, True),
+    "7B": (152_064, 3584, 18_944, 28, 28, 4, False),
+    "14B": (152_064, 5120, 13_824, 48, 40, 8, False),
+}
+QWEN = {name: dict(zip(FIELDS, shape)) for name, shape in SHAPES.items()}
+PARAMETERS = 7_615_616_512  # of the 7B model
+QWEN["0.5B, windows"] = QWEN["0.5B"] | dict(use_sliding_window=True, sliding_window=64, max_window_layers=2)
 
 
 def small(**flags) -> tuple[Config, memory.Costs]:
@@ -57,37 +57,16 @@ def large(ranks: int = 1, **flags) -> tuple[Config, memory.Costs]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_counted_is_what_a_model_has(dtype):
-    """Weights and cache are exact. Autograd keeps 85 % or more of what is counted: a CPU does not repeat the keys."""
-    model, kept = Qwen2ForCausalLM(SMALL).train(), []
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def test_weights_and_cache_are_counted_exactly(dtype):
     _, cost = small(dtype=str(dtype).removeprefix("torch."))
-    if dtype == torch.float32:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            out = model.model(input_ids=torch.ones(8, 64, dtype=torch.long), use_cache=False)
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-        activation_bytes = sum(size for place, size in storages.items() if place not in own)
-        assert out is not None and 0.85 < activation_bytes / (8 * 64 * cost.token * 3 / 4) < 1.0
-    cache = DynamicCache(config=SMALL)
-    model.to(dtype)(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    model, cache = Qwen2ForCausalLM(SMALL).to(dtype), DynamicCache(config=SMALL)
+    model(torch.ones(1, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
+    cached = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    weights = sum(p.numel() * 4 for p in model.parameters())
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    repeated = 2 * held / 3  # for one layer the keys, which four heads share in pairs
-    distribution = 500 * (dtype.itemsize + 4 + 4 + 4)
-    assert cost.row == held + max(repeated + 4 * 500, distribution)
-    assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy"
-
-
-def test_an_update_of_a_real_model_by_hand(monkeypatch):
-    """7B in bf16 on one GPU, which has a copy of the weights, and on 8, which gather the head and two layers."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    P, V, h = PARAMETERS, 152_064, 3584  # the last two are the vocabulary and the hidden size
-    for ranks, gathered in ((1, 2 * P), (8, 2 * V * h + 2 * (P - V * h) / 28 * (2 + 4))):  # layers with their gradients
-        _, cost = large(ranks, prompts_per_step=16, num_generations=ranks, shard=ranks > 1)
-        completions = 16 * ranks * 4608 * (3 * 8 + 4 * 4 + 8)  # as tensors
-        assert cost.update == pytest.approx(4 * P / ranks + gathered + completions + 4 * V * h)
-        assert cost.head == V * (6 * 2048 + 4 * h), "the log-probs of a chunk and what is made of them"
+    repeated = 2 * cached / 2  # one of two layers, whose keys four heads share in pairs
+    assert cost.row == cached + max(repeated + 4 * conftest.VOCAB, conftest.VOCAB * (dtype.itemsize + 4 + 4 + 4))
+    assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy of the weights"
 
 
 def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
@@ -112,30 +91,24 @@ def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_those_of_their_dt
     assert cost.checkpoints == 2 * 12 * adapters
 
 
-MOST = (memory.MOST_ROLLOUT_TOKENS, memory.MOST_MICRO_BATCH_TOKENS)
-FITTING = [  # bytes free, ranks, what was given, rollout_tokens and micro_batch_tokens
-    (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the most, in completions
+FITTING = [  # bytes free, ranks, settings; the expected rollout_tokens and micro_batch_tokens
+    (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the most that is ever chosen, in completions of 4608 tokens
     (80e9, 8, dict(shard=True, max_completion_length=1024), (256 * 1536, 2 * 1536)),
-    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion
-    (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # rows given alone: any number of tokens
+    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion is always allowed
+    (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # a limit of rows leaves the tokens without a limit
 ]
 
 
 @pytest.mark.parametrize("free, ranks, given, budgets", FITTING)
-def test_budgets_that_are_left_open_fit_and_twice_as_much_would_not(free, ranks, given, budgets):
+def test_budgets_that_were_not_given_are_chosen_by_the_free_memory(free, ranks, given, budgets):
     config, cost = large(ranks, **given)
     config = memory.fitting(config, cost, free)
     assert (config.rollout_tokens, config.micro_batch_tokens) == budgets
-    if ranks > 1:
-        enough = replace(cost, sampled=10**6, trained=10**6)  # completions for any budget
-        for name in ("rollout_tokens", "micro_batch_tokens"):
-            twice = replace(config, **{name: 2 * getattr(config, name)})
-            assert memory.peak(config, enough) <= memory.ROOM * free < memory.peak(twice, enough)
 
 
-def test_what_cannot_fit_is_said_before_anything_is_loaded():
-    """What does not fit is done in smaller parts, down to one completion at a time; sharded, an update must fit as it
-    is, since no rank can go back without the others."""
+def test_a_run_that_cannot_fit_ends_before_anything_is_loaded():
+    """What does not fit is computed in smaller parts, down to one completion at a time. A sharded update must fit as it
+    is, because no rank can start again without the others."""
     config, cost = small()
     most = memory.peak(config, cost)
     least = memory.peak(small(rollout_tokens=1, micro_batch_size=1)[0], cost)
@@ -143,62 +116,57 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded():
     assert said == [False, True, True]
     disk = memory.readable(2 * 4 * 3 * sum(p.numel() for p in Qwen2ForCausalLM(SMALL).parameters()))  # Adam has two
     assert f"checkpoints up to {disk} on disk" in memory.plan_line(config, cost, most)
-    with pytest.raises(UserError, match=r"with one completion at a time: try --gradient_checkpointing"):
-        memory.plan_line(config, cost, least - 1)
     assert small(beta=0.1)[1].checkpoints * 12 == small()[1].checkpoints * 16, "with the weights of the reference"
-    config, cost = small(shard=True, micro_batch_size=9)
-    most = memory.peak(config, cost)
-    memory.plan_line(config, cost, most)
-    with pytest.raises(UserError, match=r"lower --micro_batch_size \(now 9\) or --micro_batch_tokens \(now 512\)"):
-        memory.plan_line(config, cost, most - 1)
+    sharded = small(shard=True, micro_batch_size=9)
+    for planned, enough in (((config, cost), least), (sharded, memory.peak(*sharded))):
+        memory.plan_line(*planned, enough)
+        with pytest.raises(UserError, match="needs at least"):
+            memory.plan_line(*planned, enough - 1)
 
 
 @pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
-def test_completions_are_read_together_where_prompt_and_completion_fit_into_the_models_window(prompt, together):
+def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt, together):
     model = conftest.tiny_model("mistral", sliding_window=30)
     limits = memory.limits(small(max_completion_length=20)[0], model, prompt)
     assert limits.hidden_size == (32 if together else None)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """Budgets are chosen as on a GPU with this much free memory."""
+    """Choose budgets as on a GPU with this much free memory."""
     conftest.replace("infra.command_line.resolve", lambda resolve: lambda config, task, _: resolve(config, task, True))
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)
 
 
-def test_a_run_goes_on_with_the_budgets_that_it_began_with(sorting, tmp_path):
-    """They fit on the rank with the least memory."""
+def test_a_resumed_run_keeps_the_budgets_that_it_started_with(sorting, tmp_path):
+    """They must fit on the rank with the least memory."""
 
     def budgets(*before, world: int = 1, **changes) -> tuple[int, int]:
         conftest.run(sorting | dict(dtype="float32") | changes, tmp_path / "out", *before, world=world)
         settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
         return settings["rollout_tokens"], settings["micro_batch_tokens"]
 
-    began = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
-    assert began[0] < MOST[0] and began[1] < MOST[1]
-    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (began[0], 64)
+    rollout_tokens, micro_batch_tokens = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
+    assert rollout_tokens < memory.MOST_ROLLOUT_TOKENS and micro_batch_tokens < memory.MOST_MICRO_BATCH_TOKENS
+    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (rollout_tokens, 64)
 
 
-# ---- What steps of real shapes hold ----
+# ---- Steps of real models ----
 
-LENGTH, SAMPLED = 1024, 3  # tokens; only so many are sampled, the others are added for the update
+LENGTH, SAMPLED = 1024, 3  # tokens of a completion; only 3 are sampled, and the others are added before the update
 CONTEXT = 0.6e9  # bytes that CUDA itself takes
-CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at least
+CASES = {  # model, GB of the GPU, settings
     "0.5B": ("0.5B", 24, "--prompts_per_step 1"),
     "0.5B, checkpointing": ("0.5B", 24, "--prompts_per_step 4 --gradient_checkpointing"),
-    "0.5B, much room": ("0.5B", 80, "--prompts_per_step 4"),
     "0.5B, fp32": ("0.5B", 80, "--prompts_per_step 2 --dtype float32"),
-    "1.5B": ("1.5B", 80, "--prompts_per_step 1"),
-    "1.5B, checkpointing": ("1.5B", 80, "--prompts_per_step 4 --gradient_checkpointing"),
     "1.5B, reference, two updates": ("1.5B", 80, "--prompts_per_step 4 --beta 0.1 --minibatches 2"),
-    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 16 --gradient_checkpointing --top_p 0.9"),
-    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 64 --micro_batch_size 1"),  # of 1024 tokens, not of 256
-    "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 64 --gradient_checkpointing"),
+    "1.5B, top-p": ("1.5B", 80, "--prompts_per_step 2 --gradient_checkpointing --top_p 0.9"),
+    # of 1024 tokens instead of 256; as many prompts as are read in two parts
+    "0.5B, long prompts": ("0.5B", 80, "--prompts_per_step 32 --num_generations 2 --gradient_checkpointing"),
+    "0.5B, windows": ("0.5B, windows", 80, "--prompts_per_step 8 --gradient_checkpointing"),
     "7B on 8": ("7B", 80, "--prompts_per_step 8 --shard"),
-    "7B on 8, checkpointing": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing"),
     "0.5B, adapters": ("0.5B", 24, "--prompts_per_step 4 --lora_rank 16"),
-    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 4 --lora_rank 16 --gradient_checkpointing"),
+    "7B, adapters, checkpointing": ("7B", 24, "--prompts_per_step 1 --lora_rank 16 --gradient_checkpointing"),
     "7B, adapters of rank 256, reference": ("7B", 80, "--prompts_per_step 2 --lora_rank 256 --beta 1"),
     "7B on 8, adapters": ("7B", 24, "--prompts_per_step 32 --shard --lora_rank 16"),
     "7B on 8, checkpointing, reference": ("7B", 80, "--prompts_per_step 32 --shard --gradient_checkpointing --beta 1"),
@@ -206,7 +174,7 @@ CASES = {  # model, GB of the GPU, settings; of each update two micro-batches at
 
 
 def one_of_eight() -> None:
-    """This process is rank 0 of 8, and the other ranks hold and send the same as this one."""
+    """Make this process rank 0 of 8. The other ranks are not there; it is as if they sent what this one sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
@@ -214,12 +182,12 @@ def one_of_eight() -> None:
 
 
 class Counting:
-    """A tokenizer for which a text is the number of its tokens."""
+    """A tokenizer whose texts are numbers: how many tokens the text has. The first token differs from text to text."""
 
     eos_token_id, chat_template = 1, None
 
     def __call__(self, texts: list[str]) -> dict:
-        return {"input_ids": [[2] * int(text) for text in texts]}
+        return {"input_ids": [[3 + i] + [2] * (int(text) - 1) for i, text in enumerate(texts)]}
 
     def decode(self, ids: list[int], **settings) -> str:
         return ""
@@ -230,7 +198,8 @@ def some_reward(completions: list[str], **columns) -> list[float]:
 
 
 def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """A step with the planned budgets, on a GPU of shapes only. -> for rollout and update, bytes planned and held"""
+    """Make a step with the planned budgets on a GPU that has only shapes. Return the bytes that were planned and the
+    bytes that were needed, for the rollout and for the update."""
     (model, gigabytes, flags), gpu = CASES[name], pretend_gpu.gpu
     prompt = 1024 if "long prompts" in name else 256
     world = 8 if "--shard" in flags else 1
@@ -240,8 +209,8 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     shape = Qwen2Config(**shape | dict(max_position_embeddings=8192, eos_token_id=1, bos_token_id=None))
     with torch.device("meta" if world > 1 else "cuda"):
         whole = AutoModelForCausalLM.from_config(shape)
-    whole.named_buffers = lambda: []  # of which nothing could be copied
-    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # what is loaded is there already
+    whole.named_buffers = lambda: []  # buffers without numbers could not be copied to the shards
+    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # a real run loads the weights only after it was planned
 
     def opened(_: str, config: Config) -> Opened:
         adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
@@ -251,8 +220,8 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in [prompt // 2] + [prompt] * 63))
-        flags += f" --model Qwen --data {prompts} --reward infra.test_memory:some_reward --out {folder}/out"
-        flags += f" --num_generations 8 --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0"
+        flags = f"--num_generations 8 {flags} --model Qwen --data {prompts} --reward infra.test_memory:some_reward"
+        flags += f" --max_completion_length {LENGTH} --eval_every 0 --warmup_steps 0 --out {folder}/out"
         run, *_ = train.set_up(ready(parse(flags.split(), True), True), torch.device("cuda"))
     cost = memory.costs(shape, run.config, world, prompt)
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
@@ -267,24 +236,18 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"] = gpu.peak
-            ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # none like another, or they are read as one
+            ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]  # a beginning in common would be read once
             return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
         return sampling
 
-    def collating(collate):
-        def collated(*given):
-            gpu.peak = gpu.held  # from here on the weights that the rollout had gathered are gone
-            return collate(*given)
-
-        return collated
-
     conftest.replace("train.rollout", lengthened)
-    conftest.replace("train.collate", collating)
+    # The update starts after the weights that the rollout had gathered were freed.
+    conftest.at("train.collate", 1, lambda: setattr(gpu, "peak", gpu.held))
     gpu.capacity = math.inf
     for p in (p for p in run.model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)
-    run.optimizer.step()  # Adam's moments, as in every step but the first
+    run.optimizer.step()  # makes Adam's moments, which are there in every step but the first
     run.optimizer.zero_grad()
     train.training_step(run, 1)
     held["update"] = gpu.peak
@@ -292,48 +255,40 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
 
 
 KINDS = [
-    "1.5B, top-p",
-    "0.5B, windows",
-    "0.5B, fp32",
-    "1.5B, checkpointing",
-    "1.5B, reference, two updates",
-    "7B on 8, checkpointing, reference",
-    "7B on 8, adapters",
-]
+    "1.5B, top-p", "0.5B, windows", "0.5B, fp32", "1.5B, reference, two updates",
+    "0.5B, long prompts", "7B, adapters, checkpointing", "7B on 8, checkpointing, reference", "7B on 8, adapters",
+]  # fmt: skip
 
 
 @pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_planned_is_held(name):
-    """A step holds at most what is planned, and at least four fifths of it. Six layers are enough to show that."""
-    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6, shapes_only=True)
+def test_the_plan_is_an_upper_bound_and_at_most_a_quarter_too_high(name):
+    """A few layers are enough to see what the plan leaves out or counts twice. Sharded models need more of them, as the
+    plan adds up two gathered layers and the gathered head, which are not needed at the same time."""
+    found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, 6 if "on 8" in name else 4, shapes_only=True)
     for planned, held in found.values():
         assert held <= planned <= 1.25 * held
 
 
-def budgets_with_adapters() -> list[str]:
-    """Of rank 16, with checkpointing: tokens of a rollout and of a micro-batch in thousands, for each size and GPU."""
+def budgets_with_adapters() -> None:
+    """Print how many thousands of tokens fit into a rollout and into a micro-batch with adapters of rank 16 and
+    checkpointing, for each size and GPU."""
+    print("\n| | 16 GB | 24 GB | 48 GB | 80 GB |\n|---|---|---|---|---|")
     given = dict(lora_rank=16, gradient_checkpointing=True, max_completion_length=LENGTH, steps=1, num_generations=8)
-    rows, open_config = (
-        ["| | 16 GB | 24 GB | 48 GB | 80 GB |", "|---|---|---|---|---|"],
-        resolve(Config(**given), {}, True),
-    )
-    for name, shape in QWEN.items():
-        if "windows" in name:
-            continue
-        cost, cells = memory.costs(Qwen2Config(**shape), open_config, 1, longest_prompt=256), []
+    config = resolve(Config(**given), {}, on_gpu=True)
+    for name in SHAPES:
+        cost, cells = memory.costs(Qwen2Config(**QWEN[name]), config, 1, longest_prompt=256), []
         for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
-            config = memory.fitting(open_config, cost, free)
-            fits = memory.peak(config, replace(cost, sampled=10**6, trained=10**6)) <= free
-            cells.append(f"{config.rollout_tokens / 1e3:.0f}, {config.micro_batch_tokens / 1e3:.0f}" if fits else "no")
-        rows.append(f"| {' | '.join([name, *cells])} |")
-    return rows
+            fitted = memory.fitting(config, cost, free)
+            fits = memory.peak(fitted, replace(cost, sampled=10**6, trained=10**6)) <= free
+            cells.append(f"{fitted.rollout_tokens / 1e3:.0f}, {fitted.micro_batch_tokens / 1e3:.0f}" if fits else "no")
+        print(f"| {' | '.join([name, *cells])} |")
 
 
 if __name__ == "__main__":
-    table = ["| | GB | rollout planned | held | update planned | held |", "|---|---|---|---|---|---|"]
-    for name, (_, gigabytes, _) in CASES.items():
+    budgets_with_adapters()
+    print("\n| | GB | rollout planned | held | update planned | held |\n|---|---|---|---|---|---|")
+    for name in sys.argv[1:] or CASES:
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
-        table.append(f"| {' | '.join([name, str(gigabytes), *figures])} |")
-    print("\n".join([*table, "", *budgets_with_adapters()]))
+        print(f"| {' | '.join([name, str(CASES[name][1]), *figures])} |", flush=True)
