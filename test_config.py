@@ -24,30 +24,32 @@ from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
 GIVEN = dict(
-    epsilon_high=0.3, normalization="sequence", dynamic_sampling=0, num_generations=3, learning_rate=0.5, steps=7,
-    warmup_steps=0, micro_batch_tokens=5, rollout_tokens=7, dtype="bfloat16", out="here", reward=["a.py:f"],
+    epsilon_high=0.3, normalization="sequence", dynamic_sampling=0, num_generations=3, learning_rate=0.5,
+    warmup_steps=0, micro_batch_tokens=5, rollout_tokens=7, dtype="bfloat16", out="here", algorithm="dapo",
 )  # fmt: skip
-RESOLVED = [  # whether there is a GPU, the settings that are given, those that are filled in
-    (False, {}, TASK | dict(task="addition", dtype="float32", micro_batch_tokens=2048, rollout_tokens=32768)),
-    (True, {}, dict(dtype="bfloat16", micro_batch_tokens=None, rollout_tokens=None)),  # from free memory, later
-    (True, dict(dtype="float32"), {}),
-    # A setting that is an argument of policy_loss has the same default there.
-    (False, {}, {name: x for name, x in policy_loss.__kwdefaults__.items() if name in vars(Config())}),
-    (False, dict(task='gym:chain_sum:{"size": 9}', seed=4), dict(out="runs/gym-chain_sum-grpo-4")),
-    (False, dict(algorithm="dapo") | GIVEN, dict(epsilon_low=0.2, max_completion_length=12)),
-    (True, GIVEN, {}),
-    *((False, dict(algorithm=name), switches) for name, switches in ALGORITHMS.items()),
-]
 
 
-@pytest.mark.parametrize("on_gpu, given, filled_in", RESOLVED)
-def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, given, filled_in):
-    config = Config(**given)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu):
+    config = Config(**GIVEN)
     once = resolve(config, TASK, on_gpu)
-    assert vars(once) | given | filled_in == vars(once)
-    assert config == Config(**given) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
+    assert vars(once) | ALGORITHMS["dapo"] | TASK | dict(task="addition") | GIVEN == vars(once)
+    assert config == Config(**GIVEN) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
     with pytest.raises(FrozenInstanceError):
         config.beta = 0.1
+
+
+def test_what_the_machine_fills_in():
+    on_cpu, on_gpu = (resolve(Config(), TASK, on_gpu) for on_gpu in (False, True))
+    assert (on_cpu.dtype, on_cpu.micro_batch_tokens, on_cpu.rollout_tokens) == ("float32", 2048, 32768)
+    assert (on_gpu.dtype, on_gpu.micro_batch_tokens, on_gpu.rollout_tokens) == ("bfloat16", None, None)
+
+
+def test_the_loss_gets_every_setting_that_it_takes():
+    """Where a setting has a default, it is also the default of policy_loss."""
+    switches, settings = policy_loss.__kwdefaults__, vars(resolve(Config(), TASK, on_gpu=False))
+    assert {*train.LOSS_SWITCHES} == switches.keys() - {"ref_logp", "sampler_logp"}
+    assert all(settings[name] == switches[name] for name in train.LOSS_SWITCHES)
 
 
 # ---- A setting changes what it is for, and nothing else ----
@@ -78,22 +80,16 @@ PLAIN = dict(
 OFF_POLICY = dict(num_iterations=2, learning_rate=0.02, beta=0.5)
 
 # A setting: another value for it, other settings that both runs have, and the aspects of `outcome` that must differ.
-# Settings are left out here if they are arguments of policy_loss (test_loss.py) or if test_train.py compares their
-# effect with an equation or a count.
+# Settings are left out here if they are arguments of policy_loss (test_loss.py), or if test_train.py, test_lora.py or
+# test_shard.py compare their effect with an equation or with another run.
 DIFFERS = {
     "model": ("other", {}, "completions"),
     "task": ("sorting", dict(model=None, data=None, reward=[], eval_data=None), "prompts completions"),
     "data": ("held.jsonl", {}, "prompts completions"),
     "eval_data": ("rows.jsonl", dict(eval_every=1), "eval"),
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
-    "reward": (["short"], {}, "reward weights"),
-    "reward_weights": ([1.0, 9.0], dict(reward=["letters", "short"]), "reward weights"),
-    "drop_long_prompts": (True, dict(data="long.jsonl"), "error"),
-    "correct": ("letters", {}, "length_correct"),
     "reply": (f"{__name__}:again", {}, "completions turns"),
     "max_turns": (1, dict(reply=f"{__name__}:again"), "completions turns"),
-    "lora_rank": (4, {}, "update weights"),
-    "lora_alpha": (8, dict(lora_rank=4), "weights"),
     "max_completion_length": (5, {}, "completions"),
     "temperature": (0.7, {}, "completions entropy"),
     "stop": (["a", "bc"], {}, "completions truncated"),
@@ -111,8 +107,6 @@ DIFFERS = {
     "attn_implementation": ("eager", {}, "rollout update"),
     "gradient_checkpointing": (True, {}, "update"),
     "gradient_checkpointing, sharded": (True, dict(shard=True), "update"),
-    "shard": (True, {}, "rollout update"),
-    "shard_size": (2, dict(shard=True), "error"),  # there is one rank
     "eval_every": (1, {}, "eval"),
     "save_every": (1, dict(keep_checkpoints=2), "files"),
     "keep_checkpoints": (2, dict(save_every=1), "files"),
@@ -141,7 +135,6 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
     words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
     chats = [[{"role": "user", "content": word}] for word in words]
     files = {"rows": words, "one": words[:1], "held": [word[1] + word for word in words], "chat": chats}
-    files["long"] = [*words, "f" * 300]
     for name, prompts in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
@@ -211,9 +204,3 @@ def test_a_setting_changes_what_it_is_for(outcome, line):
     assert expected <= changed and ("error" in without) + ("error" in given) == ("error" in expected)
     if setting.metadata["may_change"] and expected != {"error"}:
         assert changed <= expected - {"weights"} | {"rollout", "update"}, "a run may be continued with another value"
-
-
-def test_the_loss_gets_every_setting_that_it_takes():
-    tensors = {"ref_logp", "sampler_logp"}
-    assert {*train.LOSS_SWITCHES} == policy_loss.__kwdefaults__.keys() - tensors
-    assert {*train.LOSS_SWITCHES} <= vars(Config()).keys()
