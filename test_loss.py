@@ -670,6 +670,7 @@ def test_the_loss_has_the_dtype_of_logp():
 
 # ---- Errors name what is valid or what is missing ----
 
+NEED_SAMPLER = "tis_cap", "off_policy_mask", "sampler_coef", "gate_low"
 ERRORS = [  # switches, and words of the message
     ({"kl_estimator": "k9"}, KL_ESTIMATORS),
     ({"objective": "k9"}, OBJECTIVES),
@@ -678,10 +679,7 @@ ERRORS = [  # switches, and words of the message
     *(({"kl_importance": True, "kl_estimator": k}, ["kl_importance", k]) for k in ("k2", "abs", "k1+", "k3+")),
     ({"ratio": "geometric", "delta": 2.0}, ["delta", "geometric"]),
     ({"ref_logp": None}, ["ref_logp"]),
-    *(
-        ({"sampler_logp": None, "tis_cap": None, name: 0.9}, ["sampler_logp"])
-        for name in ("tis_cap", "off_policy_mask", "sampler_coef", "gate_low")
-    ),
+    *(({"sampler_logp": None, "tis_cap": None, name: 0.9}, ["sampler_logp"]) for name in NEED_SAMPLER),
 ]
 
 
