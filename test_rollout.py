@@ -223,16 +223,6 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
         assert_scored_as_sampled(model, prompts, completions, 0.9)
 
 
-@pytest.mark.parametrize("room", [0, 1])
-def test_a_reply_is_dropped_if_it_leaves_no_room_for_a_turn(room):
-    model = build()
-    i, plain = next((i, c) for i, c in enumerate(rollout(model, PROMPTS, streams(), SAMPLING)) if len(c.ids) < 11)
-    n = len(plain.ids)
-    replies = [lambda turn: [7] * (12 - n - room)]
-    (made,) = rollout(model, [PROMPTS[i]], streams([SAMPLES[i]]), SAMPLING, replies=replies)
-    assert made.truncated and made.length == n + room and len(made.ids) == (12 if room else n)
-
-
 @pytest.mark.parametrize("u, expected", [(0.0, 2), (1.0 - 2**-53, 3), (1.0, 3)])
 def test_a_token_of_probability_zero_is_never_picked(u, expected):
     logits = torch.full((1, 6), float("-inf"))

@@ -25,6 +25,7 @@ from batch import collate, minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, lines, metrics, run, samples
 from infra import faults
+from loss import policy_loss
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
 from tasks.sorting import model as sorting_model
@@ -390,6 +391,20 @@ def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, mon
     with pytest.raises(AssertionError):
         go("policy")
     assert "--old_policy policy: another policy sampled the completions of earlier steps" in capsys.readouterr().err
+
+
+def test_a_fork_can_add_a_statistic_to_the_loss(go, monkeypatch):
+    """It becomes a metric: a mean over the step, or a maximum if its name ends in _max."""
+
+    def with_another(*args, **switches):
+        loss, stats = policy_loss(*args, **switches)
+        sizes.append(tokens := args[4].sum())
+        return loss, stats | {"mine": (2.0 * tokens, tokens), "mine_max": (tokens, torch.ones(()))}
+
+    sizes = []
+    monkeypatch.setattr(train, "policy_loss", with_another)
+    (line,) = metrics(go(minibatches=2, micro_batch_size=2, steps=1))
+    assert line["mine"] == 2.0 and line["mine_max"] == max(sizes) > min(sizes)
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
