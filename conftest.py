@@ -1,7 +1,7 @@
-"""Helpers that several test files use: tiny models, whole runs in forked processes, and what goes wrong in them.
+"""Helpers of several test files: tiny models, whole runs in forked processes, and faults that a test causes in a run.
 
-Each process has one thread, because the tests start several processes and more threads than cores wait for each other.
-No process sees a GPU, because all of them would share it."""
+Each process has one thread, because a test may start more processes than there are cores. No process sees a GPU,
+because all of them would share it."""
 
 import os
 
@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# ---- Models of every kind, small enough to be run in milliseconds; gradients as vectors ----
+# ---- Models of every family, small enough to run in milliseconds; gradients as vectors ----
 
-EOS = PAD = 2  # one id for both
+EOS = PAD = 2  # the same id, as in many real models
 VOCAB = 61
 UNTIED = dict(vocab_size=VOCAB, tie_word_embeddings=False)
 TOKENS = UNTIED | dict(pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS)
@@ -49,7 +49,6 @@ FAMILIES = {  # name: model type, settings
     "gemma2": ("gemma2", SIZES | {"final_logit_softcapping": 20.0}),
     "gemma3": ("gemma3_text", SIZES | {"sliding_window": 4}),
     "granite": ("granite", SIZES | {"logits_scaling": 8.0}),
-    "granite unscaled": ("granite", SIZES),
     "gpt2": ("gpt2", GPT),
     "gpt2 tied": ("gpt2", GPT | {"tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
@@ -65,7 +64,7 @@ FAMILIES = {  # name: model type, settings
 
 
 def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: float = 4.0, **settings) -> nn.Module:
-    """Random weights, scaled so that logits have this standard deviation. Without dropout, and in train mode."""
+    """Make a model in train mode, without dropout. `spread` is the standard deviation of its logits."""
     kind, sizes = FAMILIES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(sizes | settings))
@@ -84,12 +83,12 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative error that a hundred roundings may add up to."""
+    """Return the relative error of a hundred roundings."""
     return 100 * torch.finfo(dtype).eps
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """The length of the difference, relative to the length of the expected vector."""
+    """Return the length of the difference, divided by the length of the expected vector."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -105,7 +104,7 @@ PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.d
 
 @pytest.fixture(scope="session")
 def sorting(tmp_path_factory) -> dict:
-    """Settings of a small run that learns to sort forty words."""
+    """Return the settings of a small run that learns to sort forty words."""
     path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
     words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
     path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
@@ -117,7 +116,7 @@ def sorting(tmp_path_factory) -> dict:
 
 def flags(settings: dict, out: Path) -> list[str]:
     words = []
-    unread = {"eval_k"} if settings.get("eval_every") == 0 else set()  # the settings of a test that others build on
+    unread = {"eval_k"} if settings.get("eval_every") == 0 else set()  # refused in a run that does not evaluate
     for name, value in (settings | {"out": out}).items():
         if name in unread:
             continue
@@ -127,7 +126,7 @@ def flags(settings: dict, out: Path) -> list[str]:
 
 
 def work(before: tuple[Callable, ...], args: list[str]) -> None:
-    """One rank of a run. Functions that are called before it may make something go wrong."""
+    """Run one rank. The functions in `before` are called first, and may cause a fault."""
     for arrange in before:
         arrange()
     resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
@@ -138,7 +137,7 @@ def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> No
     with screen.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # because a shell ignores it in background jobs
     do(*args)
 
 
@@ -147,20 +146,20 @@ def screen(out: Path) -> Path:
 
 
 def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
-    """Wait for all processes, longer than the busiest machine takes. One that hangs is killed."""
+    """Wait for all processes and return their exit codes. The limit is long enough for a busy machine."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
     hanging = [process for process in processes if process.exitcode is None]
     for process in hanging:
         process.kill()
-    assert not hanging, f"{len(hanging)} of {len(processes)} processes went on after {seconds} seconds"
+    assert not hanging, f"{len(hanging)} of {len(processes)} processes did not end within {seconds} seconds"
     return [process.exitcode for process in processes]
 
 
 def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
-    """A whole run, with a process for each rank. `code` is the exit code of every rank, a list with one code for each
-    rank, or None for any. -> what the run printed"""
+    """Make a whole run, with a process for each rank, and return what it printed. `code` is the exit code of every
+    rank, or a list with one code for each rank, or None if any code will do."""
     screen(out).write_text("")
     with socket.create_server(("127.0.0.1", 0)) as free:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
@@ -175,7 +174,8 @@ def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int 
 
 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
-    """Two ranks under the agent that torchrun starts, until all processes have closed the pipe. -> exit code, screen"""
+    """Run two ranks under the agent of torchrun. Wait until all processes have ended, which closes the pipe. Return the
+    exit code and what was printed."""
     screen(out).write_text("")
     gone, held = PROCESSES.Pipe(duplex=False)
     args = screen(out), {}, supervise, before, flags(settings, out), restarts, held
@@ -191,7 +191,7 @@ def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int =
 
 
 def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held: object) -> None:
-    """The agent forks its ranks, so that nothing is imported again."""
+    """Start the agent of torchrun in this process. It forks its ranks, so that nothing is imported again."""
     launcher = resolve_name("torch.distributed.launcher.api")
     os.setsid()
     meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
@@ -200,7 +200,7 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """From here on the program of this process is a module of a copy of the code, under the name `train`."""
+    """Make this process use a copy of the code. `module` of the copy takes the place of `train`."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -209,18 +209,19 @@ def in_a_copy(folder: Path, module: str) -> None:
     sys.modules["train"] = importlib.import_module(module)
 
 
-# What goes wrong in a run
+# ---- Faults in a run ----
 
 
 def replace(name: str, make: Callable[[Callable], Callable], rank: int | None = None) -> None:
-    """Replace the function of this name by make(function), in this process, or only if it is this rank."""
+    """Replace the function of this name by make(function), on every rank or on one."""
     owner, _, attribute = name.rpartition(".")
     if rank is None or os.environ.get("RANK", "0") == str(rank):
         setattr(resolve_name(owner), attribute, make(resolve_name(name)))
 
 
 def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
-    """`action` happens before (or after) the n-th call of this function whose first argument ends with `of`."""
+    """Call `action` before (or after) the n-th call of this function. Only calls whose first argument ends with `of`
+    are counted."""
     calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
@@ -242,7 +243,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What a run leaves
+# ---- What a run writes ----
 
 
 def lines(path: Path) -> list[dict]:
@@ -250,7 +251,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl without timings, which depend on the machine."""
+    """Return the lines of metrics.jsonl without timings, which depend on the machine."""
     return [{name: x for name, x in line.items() if name not in TIMINGS} for line in lines(out / "metrics.jsonl")]
 
 
@@ -267,7 +268,7 @@ def errors(shown: str) -> list[str]:
 
 
 def assert_same_files(out: Path, whole: Path) -> None:
-    """Two runs left the same files, bit for bit, timings aside."""
+    """Compare the files of two runs, bit for bit, without timings."""
     assert metrics(out) == metrics(whole)
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert contents(out / "model") == contents(whole / "model")
@@ -275,8 +276,9 @@ def assert_same_files(out: Path, whole: Path) -> None:
 
 
 def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
-    """The very same completions; advantages, metrics and weights up to rounding in float32, which Adam enlarges: it
-    divides by the size of each entry of a gradient, however small. Log-probs of tokens are written with two digits."""
+    """Compare two runs. Completions must be identical. Advantages, metrics and weights may differ by rounding in
+    float32, which Adam enlarges, because it divides each entry of a gradient by its size. Log-probs of tokens are
+    written with two digits."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
         for token, other in zip(ours.pop("tokens"), theirs.pop("tokens"), strict=True):
             assert token == [other[0], *(pytest.approx(x, abs=0.01 + tolerance) for x in other[1:])]

@@ -1,5 +1,5 @@
-"""Completions as tensors, and how a step is split: loss, gradient, statistics and updated weights are the same for any
-micro-batches and any number of ranks."""
+"""Completions as tensors, and the split of a step: loss, gradient, statistics and updated weights do not depend on
+micro-batches or ranks."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,6 @@ from batch import (
     micro_batches,
     minibatches,
     trained_lengths,
-    trained_tokens,
 )
 from config import ALGORITHMS, GRPO, Config
 from conftest import VOCAB, distance, flat_gradient, tiny_model
@@ -32,7 +31,7 @@ from rollout import Completion, KeptSets, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
-TOGETHER = partial(Limits, hidden_size=1000)  # completions of a prompt share a row as far as the limits allow
+TOGETHER = partial(Limits, hidden_size=1000)  # so large that completions share a row whenever the limits allow it
 
 # ---- Completions as tensors ----
 
@@ -44,13 +43,11 @@ def test_collate():
         long.kept.append(np.array(ids, dtype=np.int32), VOCAB)
     cut = Completion([9, 9], [-0.4, -0.5], True, entropy=[4.5, 4.5])
     short, unscored = Completion([eos], [-0.6], False, entropy=[1.0]), Completion([5, eos], [-0.7, -0.8], False)
-    advantages = torch.tensor([1.5, -1.5], dtype=torch.float64)
     groups = [
-        Group(prompt_ids=[3, 4], completions=[long, cut], rewards=torch.tensor([1.0, 0.0]), advantages=advantages),
-        Group(prompt_ids=[eos, 0, 6], completions=[short, unscored], rewards=[1.0, nan], advantages=[3.0, -3.0]),
+        Group([3, 4], completions=[long, cut], rewards=torch.tensor([1.0, 0.0]), advantages=torch.tensor([1.5, -1.5])),
+        Group([eos, 0, 6], completions=[short, unscored], rewards=[1.0, nan], advantages=[3.0, -3.0]),
     ]
     batch = collate(groups, mask_truncated=False, device=CPU)
-    assert len(batch) == 4
     assert batch.ids.tolist() == [[3, 4, 7, 8, eos], [3, 4, 9, 9, 0], [eos, 0, 6, eos, 0], [eos, 0, 6, 5, eos]]
     assert batch.attention.tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
     assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
@@ -58,52 +55,45 @@ def test_collate():
     assert trained_lengths(groups, mask_truncated=False).tolist() == [[3, 2], [1, 0]]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
+    entropy = [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]  # the last one has no entropies
+    assert batch.sampler_entropy.tolist() == entropy
     kept = [[None if ids is None else ids.tolist() for ids in row] for row in batch.kept]
     assert kept == [[None, None, [7, 9], [8], [1, eos]], [None] * 5, [None] * 5, [None] * 5]
     assert batch[[2, 0]].kept == [batch.kept[2], batch.kept[0]]
-
-    long.written, groups[0].advantages = [True, False, True], [torch.tensor([1.0, 7.0, 2.0]), torch.tensor([0.0, 0.0])]
-    turned = collate(groups, mask_truncated=False, device=CPU)
-    assert turned.mask.tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
-    of_tokens = [[0, 0, 1.0, 7.0, 2.0], [0] * 5, [0, 0, 0, 3.0, 0], [0, 0, 0, -3.0, -3.0]]
-    assert turned.advantages.tolist() == of_tokens and turned.has_gradient.tolist() == [True, False, True, False]
-    assert trained_lengths(groups, mask_truncated=False).tolist() == [[2, 2], [1, 0]] and long.length == 2
-    long.written = None
+    assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "nothing was cut"
 
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
     assert torch.equal(masked.attention, batch.attention)
     assert trained_lengths(groups, mask_truncated=True).tolist() == [[3, 0], [1, 0]]
-    entropy = [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]  # it was not asked of the last one
-    assert batch.sampler_entropy.tolist() == entropy
-    assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "nothing is cut"
 
 
 def test_tokens_that_the_model_did_not_write_are_not_trained_on():
-    """In a completion of several turns they are left out of the mask, of its length, and of what counts as a signal."""
+    """Tokens of replies are masked, and count neither in a length nor as a signal. Advantages may be of tokens."""
     turns = Completion([7, 8, 9, 5], [-0.1, 0.0, 0.0, -0.2], False, written=[True, False, False, True])
     reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
-    rewards, advantages = torch.tensor([1.0, 0.0]), [1.0, -1.0]
-    group = Group(prompt_ids=[3], completions=[turns, reply], rewards=rewards, advantages=advantages)
-    assert trained_tokens(group, mask_truncated=True) == [turns.written, reply.written]
-    assert collate([group], mask_truncated=False, device=CPU).mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
+    advantages = [torch.tensor([0.0, 7.0, 7.0, 2.0]), 1.0]
+    group = Group([3], completions=[turns, reply], rewards=torch.tensor([1.0, 0.0]), advantages=advantages)
+    batch = collate([group], mask_truncated=False, device=CPU)
+    assert batch.mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
+    assert batch.advantages.tolist() == [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
+    assert batch.has_gradient.tolist() == [True, False]
     assert trained_lengths([group], mask_truncated=False).tolist() == [[turns.length, reply.length]] == [[2, 0]]
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
 
-def test_the_spread_of_a_graded_reward_makes_a_signal_where_no_answer_is_right():
+@pytest.mark.parametrize("rewards, signal", [([0.2, 0.5], True), ([0.2, 0.2], False)])
+def test_graded_rewards_that_differ_are_a_signal_even_if_no_answer_is_right(rewards, signal):
     made = Completion([7], [0.0], truncated=False)
-    group = Group([3], completions=2 * [made], rewards=torch.tensor([0.2, 0.5]), right=torch.tensor([False, False]))
-    assert has_signal(group, False, graded=True) and not has_signal(group, False)
-    group.rewards = torch.tensor([0.2, 0.2])
-    assert not has_signal(group, False, graded=True)
+    group = Group([3], completions=2 * [made], rewards=torch.tensor(rewards), right=torch.tensor([False, False]))
+    assert has_signal(group, False, graded=True) == signal and not has_signal(group, False)
 
 
 # ---- Which rows are in which piece ----
 
 
 def test_minibatches():
-    """Each row of a pass is in exactly one minibatch. The minibatches depend only on seed, step and pass."""
+    """Each row of a pass is in exactly one minibatch. Minibatches depend on nothing but seed, step and pass."""
     for n, parts in ((12, 1), (12, 3), (11, 3), (12, 12), (12, 40)):
         updates = minibatches(n, parts, seed=(0, 1, 0))
         assert len(updates) == min(n, parts) and max(map(len, updates)) - min(map(len, updates)) <= 1
@@ -126,7 +116,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     starts = torch.tensor([7, 2, 1, 12, 3, 5, 5])[prompts]
     lengths = (starts + torch.tensor(r.integers(1, 30, n))).tolist()
     attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    number, zeros = torch.arange(n), torch.zeros(attention.shape)  # a row is known by its number
+    number, zeros = torch.arange(n), torch.zeros(attention.shape)  # the ids of a row are its number
     batch = Batch(
         attention * number[:, None], attention, attention.clone(), 1.0 + number, prompts, starts, zeros, zeros
     )
@@ -147,7 +137,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     assert sorted(row for share in shares for pack in share for row in pack) == list(range(n)), "every row once"
     work = [sum(map(read, share)) for share in shares]
     largest = max(sum(lengths[row] for row in range(n) if prompts[row] == prompt) for prompt in prompts)
-    assert max(work) - min(work) <= largest, "no rank has much more to do than another"
+    assert max(work) - min(work) <= largest, "similar work everywhere"
     assert all(prompts[row] == prompts[pack[0]] for share in shares for pack in share for row in pack)
     most = max(len(pack) for share in shares for pack in share)
     assert most == 1 if hidden_size is None or rows == 1 or tokens == 1 else most <= math.ceil(n / world)
@@ -156,25 +146,25 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
         assert [*map(read, share)] == sorted(map(read, share), reverse=True)
         pieces = [(packs(*piece), *piece) for piece in pieces]
         assert all(len(rows) == 1 or fits(piece) for piece, rows, _ in pieces), "the limits are kept"
-        assert not any(fits([*piece, after[0]]) for (piece, *_), (after, *_) in pairwise(pieces)), "and made use of"
+        assert not any(fits([*piece, after[0]]) for (piece, *_), (after, *_) in pairwise(pieces)), "and used"
         for _, piece, part in pieces:
             given = {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
             assert all(torch.equal(getattr(part, name), tensor[piece]) for name, tensor in given.items())
 
     smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
-    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also where memory ran out on one rank"
+    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also with lower limits on one rank"
     most = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
         assert len(filled) == most and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
-    assert torch.equal(batch.mask, batch.attention), "rows of others are not masked with them"
+    assert torch.equal(batch.mask, batch.attention), "the filling is masked in a copy"
 
 
 @pytest.mark.parametrize("completion, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
-def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int, together: list[int]):
-    """A layer multiplies 12 h² L + 2 h L² numbers for a row of L tokens: a prompt that is read once is worth more than
-    short rows until completions are long. Eight completions of a prompt."""
+def test_rows_are_shared_by_the_number_of_completions_that_costs_least(completion: int, together: list[int]):
+    """A layer needs 12 h² L + 2 h L² multiplications for a row of L tokens. Eight completions of one prompt share a row
+    if they are short. The longer they are, the fewer share one."""
     prompt, h, N = 150, 576, 8
     ones, zeros = torch.ones(N, prompt + completion), torch.zeros(N, prompt + completion)
     batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
@@ -184,14 +174,14 @@ def test_as_many_completions_are_read_as_one_row_as_is_cheapest(completion: int,
 
 # ---- The same step however it is split ----
 
-# All of it is in float64, so that splits differ by some roundings of 1e-16. Adam divides by 1e-8 where a gradient is 0
-# but for these.
+# These tests compute in float64, where a split changes a result by roundings of 1e-16. Where a gradient is nothing but
+# such a rounding, Adam divides it by about 1e-8.
 same_up_to_rounding = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 @cache
 def sampled_groups() -> list[Group]:
-    """4 x 3 completions of a tiny model under top-p; one group has equal rewards, one completion has none."""
+    """Sample 4 x 3 completions under top-p. One group has equal rewards, and one completion has none."""
     prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
     rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
     samples = [(p, i) for p in range(4) for i in range(3)]
@@ -203,7 +193,7 @@ def sampled_groups() -> list[Group]:
 
 
 def make_batch() -> Batch:
-    """The sampled groups as a batch, with log-probs of an old policy and of a reference."""
+    """Return the sampled groups as a batch, with log-probs of an old policy and of a reference."""
     batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
     noise = torch.randn(2, *batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch.old_logp, batch.ref_logp = batch.sampler_logp + 0.3 * noise
@@ -219,8 +209,8 @@ def make_run(limits: Limits, **switches) -> train.Run:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
-    """Loss, gradient norm, statistics and the weights after the update, which clips the gradient. The settings include
-    what is chosen once for the whole update: the tokens of the highest entropy and the corrections of the sampler."""
+    """Compare loss, gradient norm, statistics, and the weights after an update with a clipped gradient. The settings
+    include choices over the whole update, such as the tokens of the highest entropy."""
     chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
     chosen |= dict(beta=0.1, entropy_coef=0.01)
     steps = []
@@ -233,8 +223,9 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         same_up_to_rounding(step, steps[0])
 
 
-# Advantages of tokens?, settings -> how many of 12 rows have a backward pass. Not row 1, whose reward is its group's
-# mean; not 3 to 5, whose rewards are equal; not 11, which has none. With shards all, and what is filled up with.
+# Whether tokens have their own advantages, settings, and how many of the 12 rows have a backward pass. Row 1 has none,
+# because its reward is the mean of its group; nor have rows 3 to 5 with equal rewards, and row 11 without a reward.
+# With shards every row has one, and so have the masked rows that are added.
 LEARNING = [
     (False, {}, 7),
     (True, {}, 6),
@@ -251,7 +242,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if by_token:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
-        batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # on the prompt and behind the end alone
+        batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # only on the prompt and on padding
     learnt, logprobs = [], train.logprobs
 
     def noting(run: train.Run, part: Batch, *rest, **more) -> tuple:
@@ -259,7 +250,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         return logprobs(run, part, *rest, **more)
 
     def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The gradient, the loss and the statistics of each rank, computed one rank after the other."""
+        """Compute one rank after another. Return the gradient, the loss and the statistics of each."""
         run, parts = make_run(limits, **switches), []
         monkeypatch.setattr(ranks, "world", lambda: world)
         for rank in range(world):
@@ -273,9 +264,9 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
     monkeypatch.setattr(train, "logprobs", noting)
     [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))  # every row has a gradient
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
-    assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the sets are the sampler's, the log-probs in float32"
-    alone, together = [(1, Limits(1, None)), (2, Limits(3, 40))], [(1, TOGETHER(None, None)), (3, TOGETHER(3, 40))]
-    for world, limits in [*alone, *together, (13, WHOLE)]:
+    assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the trainer uses the sampler's sets"
+    splits = [(1, Limits(1, None)), (2, Limits(3, 40)), (1, TOGETHER(None, None)), (3, TOGETHER(3, 40)), (13, WHOLE)]
+    for world, limits in splits:
         learnt.clear()
         parts = parts_of_ranks(limits, world, **also)
         split = [sum(figures) for figures in zip(*parts)]

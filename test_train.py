@@ -1,4 +1,4 @@
-"""Whole runs with tiny models: what a step computes, on any number of ranks, and which files a run leaves."""
+"""Whole runs with tiny models: what a step computes, on any number of ranks, and what a run writes."""
 
 import copy
 import functools
@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ G = 4
 
 
 def sometimes(completions, completion_ids, **columns):
-    """No reward for every third length."""
+    """Give no reward to a completion whose length is a multiple of three."""
     return [len(set(text)) if len(ids) % 3 else None for text, ids in zip(completions, completion_ids)]
 
 
@@ -44,12 +43,12 @@ def never(prompts, **columns):
 
 
 def at_first(completions, trainer_state, **columns):
-    """Rewards in the first step only."""
+    """Give rewards in the first step only."""
     return [None if trainer_state.global_step else float(len(text)) for text in completions]
 
 
 def letters(prompts, completions, **columns):
-    """The same for a whole group, where the prompt begins with a or b."""
+    """Give all completions the same reward if the prompt begins with a or b."""
     return [0.5 if prompt[0] in "ab" else len(text) for prompt, text in zip(prompts, completions)]
 
 
@@ -68,9 +67,9 @@ def drawn(prompts, **columns):
 
 
 def answered(row: dict, turns: list[str]) -> str | None:
-    """Up to three replies, shorter from one to the next; a short turn gets none. The prompt is left in the row."""
-    row["told"] = row.get("told", 0) + 1
-    assert row["told"] == len(turns) and row.keys() == {"prompt", "answer", "told"}
+    """Reply up to three times, each time with a shorter text, but not to a turn of one character."""
+    row["calls"] = row.get("calls", 0) + 1
+    assert row["calls"] == len(turns) and row.keys() == {"prompt", "answer", "calls"}
     return None if len(turns[-1]) == 1 or len(turns) > 3 else (row["answer"] + row["prompt"])[: 4 - len(turns)]
 
 
@@ -80,7 +79,7 @@ def own(*names: str) -> list[str]:
 
 @pytest.fixture
 def go(sorting, tmp_path, monkeypatch):
-    """-> a function that runs train.py in this process, where what it does can be watched"""
+    """Return a function that runs train.py in this process, where the `watch` fixture can record calls."""
     monkeypatch.setattr(faults, "stop_requests", list)
 
     def run_here(name: str = "out", **settings) -> Path:
@@ -92,7 +91,7 @@ def go(sorting, tmp_path, monkeypatch):
 
 @pytest.fixture
 def updates():
-    """For each update, the gradient and the learning rates of the groups of parameters that the optimizer gets."""
+    """Record the gradient and the learning rates that the optimizer gets in each update."""
     seen: list[tuple[Tensor, list[float]]] = []
     hook = register_optimizer_step_pre_hook(
         lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
@@ -107,7 +106,7 @@ def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """-> a function that makes another one record its calls: arguments, keyword arguments, result"""
+    """Return a function that records all calls of another one: arguments, keyword arguments, result."""
 
     def watched(owner: object, name: str) -> list[tuple[tuple, dict, object]]:
         calls, function = [], getattr(owner, name)
@@ -135,8 +134,8 @@ def untrained() -> Tensor:
     return flat(sorting_model(Config())[0])
 
 
-# In float32 a gradient is right to about 1e-5. After some updates it is so to less: Adam divides by the size of each
-# entry, so that the smallest ones, which are mostly rounding, move a weight as much as all others.
+# A gradient in float32 is accurate to about 1e-5. After several updates it is less accurate: Adam divides each entry of
+# the gradient by its size, so entries that are little more than rounding change a weight as much as all others.
 ONE_UPDATE, SOME_UPDATES = 1e-4, 5e-3
 
 
@@ -146,50 +145,52 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 TURNS = dict(reply=f"{__name__}:answered", max_completion_length=24)
-BY_RANKS = {  # ranks and settings
-    "off-policy, groups and micro-batches over three ranks, some without a reward": (
-        3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1),
+BY_RANKS = {  # ranks, settings, settings of the run on several ranks alone
+    "off-policy, groups and micro-batches split between ranks, some completions without a reward": (
+        3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1), {},
     ),
     "more ranks than completions, dynamic sampling, evaluation": (
-        5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, steps=3, eval_every=1,
-        eval_prompts=4, eval_k=1),
+        5, dict(prompts_per_step=2, num_generations=2, reward=own("letters"), dynamic_sampling=2, eval_every=1,
+        eval_prompts=4, eval_k=1), {},
     ),
     "several turns": (
         2, TURNS | dict(num_iterations=2, beta=0.1, top_p=0.9, eval_every=1, eval_prompts=5),
+        dict(shard=True, rollout_tokens=70, micro_batch_size=2),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_RANKS)
 def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
-    world, settings = BY_RANKS[name]
+    world, settings, of_many = BY_RANKS[name]
     one = go("one", **settings)
-    for many in [{}] if "reply" not in settings else [dict(rollout_tokens=70, micro_batch_size=2), dict(shard=True)]:
-        out = tmp_path / f"many{many}"
-        run(sorting | settings | many, out, world=world)
-        assert_same_run(out, one)
-    assert all(line["grad_norm"] > 0.01 for line in metrics(one) if line["step"])
-    assert all(line["turns"] > 1.2 and line["reply_length"] > 0.5 for line in metrics(one)[1:] if "reply" in settings)
+    run(sorting | settings | of_many, tmp_path / "many", world=world)
+    assert_same_run(tmp_path / "many", one)
+    steps = [line for line in metrics(one) if line["step"]]
+    assert all(line["grad_norm"] > 0.01 for line in steps)
+    assert all(line["turns"] > 1.2 and line["reply_length"] > 0.5 for line in steps if "reply" in settings)
 
 
 def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, tmp_path):
-    one, sorting = go("one", samples_per_step=3), sorting | dict(samples_per_step=3)
+    settings = dict(steps=1, samples_per_step=3)
+    one = go("one", **settings)
     about = json.loads((one / "config.json").read_text())
-    assert about["settings"] | dict(steps=2, normalization="sequence", num_generations=4) == about["settings"]
+    assert about["settings"] | dict(steps=1, normalization="sequence", num_generations=4) == about["settings"]
     assert {"commit", "hardware"} <= about.keys() and about["versions"]["torch"] == torch.__version__
-    assert len({line["prompt"] for line in samples(one)}) == len(samples(one)) == 6, "one of each prompt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    shown = subprocess.check_output([*command, *flags(sorting, tmp_path / "two")], cwd=tmp_path, text=True)
-    assert "2 rank(s)" in shown and "prompts_per_step 3" in shown and "step 2/2  reward" in shown
-    assert "max_grad_norm 1000000.0" in shown, "what is not as usual is named"
+    assert len({line["prompt"] for line in samples(one)}) == len(samples(one)) == 3, "one sample of each prompt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py"]
+    words = flags(sorting | settings, tmp_path / "two")
+    shown = subprocess.check_output([*command, *words], cwd=tmp_path, text=True)
+    assert "prompts_per_step 3" in shown and "step 1/1  reward" in shown
     assert_same_run(tmp_path / "two", one)
 
 
-# ---- The step against the equation, completion by completion, in float64 ----
+# ---- A step compared with its equation, one completion after another, in float64 ----
 
 
 def to_rows(lines: list[dict], n: int, replies: bool = False) -> list[dict]:
-    """Each sampled completion with its prompt's ids, its own ids, and the advantage that its group's rewards give."""
+    """Return each line of samples.jsonl with the ids of prompt and completion and with an advantage that is computed
+    here from the rewards of its group."""
     _, tokenizer = sorting_model(Config())
     rows = []
     for group in (lines[start : start + n] for start in range(0, len(lines), n)):
@@ -209,12 +210,13 @@ def to_rows(lines: list[dict], n: int, replies: bool = False) -> list[dict]:
 
 def log_probs(model, row: dict, temperature: float) -> tuple[Tensor, Tensor]:
     logits = model(torch.tensor([row["prompt_ids"] + row["ids"]])).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    log_p, own = (logits / temperature).log_softmax(-1), row["own"]  # no token of a reply is in any sum
+    log_p, own = (logits / temperature).log_softmax(-1), row["own"]  # tokens of replies do not count
     return log_p.gather(1, torch.tensor(row["ids"])[:, None])[own, 0], -(log_p.exp() * log_p).sum(-1)[own]
 
 
 def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> tuple:
-    """The updates of a step, each a loop over these rows. -> losses, gradients' norms, gradients as clipped, weights"""
+    """Compute the updates of a step, each in a loop over its rows. Return for each update its loss, gradient norm and
+    clipped gradient, and the final weights."""
     model = copy.deepcopy(model).double()
     adam = dict(lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
@@ -246,15 +248,13 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
 
 
 STEPS = {
-    **{name: dict(normalization=name) for name in ("prompt", "constant")},  # below are the others
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
-    "mask_truncated": dict(mask_truncated=True),
+    "mask_truncated": dict(mask_truncated=True, normalization="prompt"),
     "several turns": TURNS | dict(normalization="global", entropy_coef=0.3),
     "several turns, no rows shared": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
     "some without a reward": dict(reward=own("sometimes"), normalization="constant"),
     "three passes, clipped gradients": dict(num_iterations=3, learning_rate=0.02, max_grad_norm=0.2),
-    "one pass in minibatches": dict(minibatches=3, learning_rate=0.04, normalization="global"),
     "KL": dict(num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, normalization="global"),
     "minibatches": dict(num_iterations=2, minibatches=2, learning_rate=0.01, beta=0.1, seed=1),
     "another Adam": dict(
@@ -280,7 +280,7 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     ]
     model, _ = sorting_model(cfg)
     losses, norms, grads, weights = by_hand(model, rows, rows_by_update, cfg)
-    for (ours, _), expected in zip(actual, grads, strict=True):  # in float32, in float64
+    for (ours, _), expected in zip(actual, grads, strict=True):  # float32 and float64
         assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
     assert figures["grad_norm"] == pytest.approx(statistics.mean(norms), rel=1e-3) and max(norms) > 0.2
@@ -289,9 +289,9 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     assert distance(trained(out) - flat(model), weights - flat(model)) <= 0.02
 
 
-@pytest.mark.parametrize("mask_truncated, replies", [(False, {}), (True, {}), (True, dict(reply=TURNS["reply"]))])
+@pytest.mark.parametrize("mask_truncated, replies", [(False, {}), (True, dict(reply=TURNS["reply"]))])
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated, replies):
-    """It is computed token by token from the completions in samples.jsonl and from the tensors of the step."""
+    """Compute every metric again, token by token, from samples.jsonl and from the tensors of the step."""
     names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
     drawn, passes, updated, scored, losses = (watch(train, name) for name in names)
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(drawn) + 5.0 * len(updated))  # 3 s to draw, 5 s an update
@@ -314,11 +314,11 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
         mask, entropy = batch.mask.bool(), batch.sampler_entropy
         A, kept = torch.tensor([[advantages[i]] for i in part]).expand_as(mask)[mask], torch.zeros(int(mask.sum()))
-        kept[np.argsort(-entropy[mask], kind="stable")[: math.ceil(len(kept) / 2)]] = 1.0  # several are equal
+        kept[np.argsort(-entropy[mask], kind="stable")[: math.ceil(len(kept) / 2)]] = 1.0  # some are equal
         assert torch.equal(batch.advantages[mask], A * kept)
 
     loss, sums, tokens = 0.0, np.zeros(len(train.STATS)), 0
-    entropies = [entropy for _, more, (_, entropy) in scored if more]  # not where old policy or reference is scored
+    entropies = [entropy for _, more, (_, entropy) in scored if more]  # the others are of old policy and reference
     for ((logp, old_logp, A, w, mask), how, _), entropy in zip(losses, entropies, strict=True):
         far = ((how["sampler_logp"] - logp) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True) > 0.05
         by_token = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
@@ -364,27 +364,27 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     of_replies = [] if replies else ["turns", "reply_length"]
     assert [name for name, x in expected.items() if not x] == [*of_replies, "groups_replaced"]
     assert [figures.pop(name) or expected.pop(name) for name in of_replies] == [None] * len(of_replies)
-    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # of float32
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32
 
 
-# ---- Tokens from a part of the vocabulary ----
+# ---- Log-probs of the sampler, the old policy and the reference ----
 
 
 def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sorting, tmp_path):
-    """Also on two ranks. The trainer's log-probs are the sampler's, so each correction is a factor of 1. The reference
-    is the policy at first, so the first KL is 0."""
+    """This holds on two ranks as well. Sampler and trainer have the same log-probs, so every correction is a factor of
+    1. The reference is the first policy, so the first KL is 0."""
     cut = dict(top_p=0.9, top_k=9, min_p=0.05)
     settings = OFF_POLICY | cut
     one = go("one", **settings, tis_cap=9.0)
     by_one = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, gate_low=0.9999, gate_high=1.0001)
     run(sorting | settings | by_one, tmp_path / "two", world=2)
-    assert_same_run(tmp_path / "two", one)  # with a sampler_gap of rounding alone
+    assert_same_run(tmp_path / "two", one)  # which also bounds sampler_gap by rounding
     first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """The figure sampler_gap is then the distance to the policy: only rounding until the policy moves, but not 0."""
+    """Without an old policy, sampler_gap compares the sampler with the current policy, so it is only rounding here."""
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
@@ -393,46 +393,47 @@ def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, mon
     assert "--old_policy policy: another policy sampled the completions of earlier steps" in capsys.readouterr().err
 
 
-def test_another_figure_of_the_loss_is_one_of_the_step(go, monkeypatch):
+def test_a_fork_can_add_a_statistic_to_the_loss(go, monkeypatch):
+    """It becomes a metric: a mean over the step, or a maximum if its name ends in _max."""
+
     def with_another(*args, **switches):
         loss, stats = policy_loss(*args, **switches)
-        parts.append(tokens := args[4].sum())
+        sizes.append(tokens := args[4].sum())
         return loss, stats | {"mine": (2.0 * tokens, tokens), "mine_max": (tokens, torch.ones(()))}
 
-    parts = []
+    sizes = []
     monkeypatch.setattr(train, "policy_loss", with_another)
     (line,) = metrics(go(minibatches=2, micro_batch_size=2, steps=1))
-    assert line["mine"] == 2.0 and line["mine_max"] == max(parts) > min(parts) and len(parts) > 4
+    assert line["mine"] == 2.0 and line["mine_max"] == max(sizes) > min(sizes)
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
-    """Before the first update all three are the same policy, also in bf16. Only rounding in fp32 is left."""
+    """Before the first update all three are the same policy. Even in bf16 they differ only by rounding in fp32."""
     losses = watch(train, "policy_loss")
     go(steps=1, beta=0.1, num_iterations=2, dtype="bfloat16")
     (logp, old_logp, *_), how, _ = losses[0]
     assert max((logp - other).abs().max() for other in (old_logp, how["ref_logp"])) < 1e-5
 
 
-# ---- Nothing to learn from ----
-
-
-@pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True), dict(num_iterations=2)])
+@pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
 def test_what_a_model_does_in_training_alone_is_left_out(go, monkeypatch, settings):
-    """Its own dropout or a router that draws numbers: a completion is scored as it was sampled."""
+    """Dropout, or a router that draws random numbers, must not act when completions are scored."""
     model, tokenizer = sorting_model(Config())
     model.model.norm.register_forward_hook(lambda norm, _, out: torch.dropout(out, 0.5, norm.training))
     monkeypatch.setattr("tasks.sorting.model", lambda config: (model, tokenizer))
-    out = go(**settings)
-    assert all(line["sampler_gap"] < 1e-5 for line in metrics(out)), "of float32"
+    assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(**settings))), "only rounding in float32"
 
 
-def test_where_no_token_is_trained_on_momentum_moves_no_weight(go):
+# ---- Nothing to learn from ----
+
+
+def test_without_a_trained_token_momentum_does_not_change_the_weights(go):
     one, three = (go(f"{n}", steps=n, reward=own("at_first"), weight_decay=0.1) for n in (1, 3))
     assert metrics(three)[0]["grad_norm"] > 0.01 and [line["grad_norm"] for line in metrics(three)[1:]] == [0.0, 0.0]
     assert torch.equal(trained(three), trained(one)) and not torch.equal(trained(one), untrained())
 
 
-def test_where_every_group_was_rejected_a_penalty_teaches_nothing(go):
+def test_nothing_is_learned_if_every_group_was_rejected(go):
     out = go(reward=own("letters", "never"), correct="never", dynamic_sampling=1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
     assert all(line["rejected_groups"] == 1.0 > line["dead_groups"] for line in metrics(out))
@@ -447,7 +448,7 @@ def test_kl_starts_at_zero_and_a_refreshed_reference_brings_it_back(go):
     assert max(kl[0], kl[2]) == pytest.approx(0.0, abs=1e-9) and min(kl[1], kl[3]) > 1e-3
 
 
-def test_updates_have_minibatches_of_their_own_and_the_learning_rates_of_their_step(go, watch, updates, monkeypatch):
+def test_each_update_has_its_own_minibatch_and_the_learning_rate_of_its_step(go, watch, updates, monkeypatch):
     def two_groups(parameters, lr: float, **settings):
         first, *others = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.1 * lr}, {"params": others}], lr=lr)
@@ -472,15 +473,15 @@ def test_learning_rate():
 
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1)], ids=str)
 def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
-    """If one token is left, all samples of a prompt are alike. Over the set that was left it has probability 1."""
+    """If the cut leaves one token, all samples of a prompt are alike, and that token has probability 1 in its set."""
     for keep_set in (True, False):
         rows = samples(go(str(keep_set), **cut, keep_set=str(keep_set), steps=1))
         assert len({(row["prompt"], row["completion"]) for row in rows}) == len({row["prompt"] for row in rows}) == 3
         assert all(logp == 0.0 for row in rows for _, logp in row["tokens"]) == keep_set
 
 
-def test_what_is_chosen_by_entropy_and_by_length_is_given_both(go, watch):
-    """The rollout records entropies, and completions that were cut off have no length where they are not trained on."""
+def test_entropies_and_trained_lengths_reach_what_needs_them(go, watch):
+    """The rollout records entropies. With mask_truncated, a truncated completion has a trained length of 0."""
     updated, compared = watch(train, "update"), watch(train, "group_advantages")
     rows = samples(go(top_entropy=0.5, mask_truncated=True, steps=1, max_completion_length=8))
     ((_, batch, _), *_), ((_, how, _),) = updated[0], compared
@@ -491,7 +492,7 @@ def test_what_is_chosen_by_entropy_and_by_length_is_given_both(go, watch):
 
 @pytest.fixture
 def draws(watch):
-    """-> a function: which prompts were drawn, and which streams (step, prompt, sample) were sampled from"""
+    """Return a function that lists the prompts drawn so far, and the streams (step, prompt, sample) used so far."""
     drawn, sampled = watch(Task, "draw"), watch(train, "uniforms")
 
     def so_far() -> tuple[list[int], list[tuple]]:
@@ -505,11 +506,11 @@ def test_prompts_and_streams(go, draws):
     go(steps=2, eval_every=1, eval_prompts=5, eval_k=2)
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
     step_1, step_2 = ([(step, prompt, i) for prompt in range(3) for i in range(G)] for step in (1, 2))
-    evaluation = sampled + greedy  # the same each time, and no step of the training's
+    evaluation = sampled + greedy  # step 0 each time, so no evaluation changes what training samples
     assert draws() == (list(range(6)), evaluation + step_1 + evaluation + step_2 + evaluation)
 
 
-def test_what_a_reward_draws_is_another_number_in_each_step_and_of_each_seed(go):
+def test_rewards_draw_other_random_numbers_in_each_step_and_with_each_seed(go):
     once, other = (go(f"{seed}", seed=seed, reward=own("drawn")) for seed in (0, 1))
     assert len({line["reward"] for line in samples(once) + samples(other)}) == 2 * len(samples(once))
 
@@ -517,29 +518,28 @@ def test_what_a_reward_draws_is_another_number_in_each_step_and_of_each_seed(go)
 def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
     out = go(reward=own("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6)
     indices, streams = draws()
-    assert indices == list(range(len(indices))) and len(indices) > 24, "prompts are drawn on and on"
+    assert indices == list(range(len(indices))) and len(indices) > 24, "no prompt is drawn twice or left out"
     assert len(streams) == len(set(streams)) == len(indices) * G, "no stream is used twice"
     assert all(line["prompt"][0] not in "ab" for line in samples(out))
     sizes = [sum(line["step"] == step for line in samples(out)) for step in range(1, 5)]
-    assert min(sizes) < max(sizes) == 6 * G, "what is alive after the rounds makes the step"
+    assert min(sizes) < max(sizes) == 6 * G, "after the last round, a step trains on the groups that it has"
     assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
     assert all(line["grad_norm"] > 0.01 for line in metrics(out))
-    assert any(line["dead_groups"] > 0 for line in metrics(out)), "the metrics are of all that was drawn"
+    assert any(line["dead_groups"] > 0 for line in metrics(out)), "the metrics count all groups that were drawn"
 
 
-@pytest.mark.parametrize("rounds", [0, 3])
-def test_where_no_group_is_alive_after_the_rounds_nothing_is_learned(go, draws, rounds):
-    out = go(reward=own("never"), dynamic_sampling=rounds)
-    drawn = (1 + rounds) * 3
+def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
+    out = go(reward=own("never"), dynamic_sampling=3)
+    drawn = (1 + 3) * 3
     assert draws()[0] == list(range(2 * drawn)) and len(samples(out)) == 2 * 3 * G
     expected = {"grad_norm": 0.0, "reward": None, "reward/never": None}
-    expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": rounds * 3}
+    expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
     assert all(line | expected == line for line in metrics(out))
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
 def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
-    """And a group says which row it is of."""
+    """Each group also knows the place of its row in the task's list."""
     steps = watch(train, "training_step")
     out = go(algorithm="dapo")
     assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
@@ -555,7 +555,7 @@ def test_evaluation_against_counting(go, watch):
     calls = [columns | {"values": values} for _, columns, values in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
-    at = [0, 4, 7]  # sampled, greedy; two steps; sampled, greedy; a step; sampled, greedy
+    at = [0, 4, 7]  # the first call of each evaluation: one call samples, one is greedy, and each step makes one
     assert len(calls) == 9 and len(samples(out, "eval")) == 6
     assert [args[3].temperature == 0.0 for args, *_ in rollouts] == [i - 1 in at for i in range(9)], "greedy"
     trained_on = {prompt for i in (2, 3, 6) for prompt in calls[i]["prompts"]}
@@ -568,71 +568,55 @@ def test_evaluation_against_counting(go, watch):
             assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 
-def test_an_evaluation_without_training_is_that_of_a_run(go, capsys):
-    """Of the initial model, of the trained one, and of a checkpoint."""
+def test_an_evaluation_without_training_is_that_of_a_run(go):
+    """This holds for the initial model, the trained one, and a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
     assert before != after
-    trained = [dict(model=made / "model"), dict(model=made / "checkpoint" / "000002")]
-    for i, (model, figures) in enumerate([({}, before), *((model, after) for model in trained)]):
-        settings = held_out | dict(steps=0) | model
-        capsys.readouterr()
-        out = go(f"{i}", **settings)
-        shown = capsys.readouterr().out
-        assert re.search(r"\naccuracy +\d\.\d+ ± \d\.\d+\n", shown)
+    evaluated = [None, made / "model", made / "checkpoint" / "000002"]
+    for i, (model, figures) in enumerate(zip(evaluated, (before, after, after))):
+        out = go(f"{i}", **held_out, steps=0, **({"model": model} if model else {}))
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
 
 
-# ---- A chat model, rewards in TRL's signature ----
+# ---- A chat model, and rewards with TRL's signature ----
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
 ENDS = [EOS_ID, 5, 9, 12]
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory) -> dict:
-    """Settings of a run with a model that has its own end tokens and generation settings."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789<>;+ ?")
+def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
+    """The model has several end tokens, and generation settings that must change nothing and be saved again."""
+    tokenizer, data = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789<>;+ ?"), tmp_path / "chat.jsonl"
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
     generation = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
     model.generation_config = GenerationConfig(**generation)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
     rows = [{"prompt": messages, "answer": "2"}, {"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return dict(
-        task="data", model=folder, data=folder / "chat.jsonl", prompts_per_step=2, max_completion_length=20, steps=1,
-        reward=own("drawn"),
-    )  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-
-def test_chat_prompts_and_rewards_of_ones_own(go, sorting, chat, capsys, watch):
     rollouts, rewarded = watch(train, "rollout"), watch(sys.modules[__name__], "drawn")
-    out = go(**chat)
-    assert "chat template" not in capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(chat["model"])
+    of_chat = dict(task="data", model=tmp_path / "model", data=data, reward=own("drawn"))
+    out = go(**of_chat, prompts_per_step=2, max_completion_length=20, steps=1)
     expected = {"<system>add;<user>1+1?;", "<user>2+3?;"}
     assert {tokenizer.decode(ids).replace(EOS, "") for args, *_ in rollouts for ids in args[1]} == expected
 
-    ((_, call, values),), given = rewarded, lines(chat["data"])
+    ((_, call, values),) = rewarded
     for i, line in enumerate(samples(out)):
-        assert line["prompt"] == call["prompts"][i] == given[call["answer"][i] == "5"]["prompt"]
-        assert [m["role"] for m in call["completions"][i]] == ["assistant"]
-        text, ids = call["completions"][i][0]["content"], call["completion_ids"][i]
-        assert line["completion"].replace(EOS, "").replace("<pad>", "") == text
+        assert line["prompt"] == call["prompts"][i] == rows[call["answer"][i] == "5"]["prompt"]
+        (message,), ids = call["completions"][i], call["completion_ids"][i]
+        assert message == {"role": "assistant", "content": line["completion"].replace(EOS, "").replace("<pad>", "")}
         assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
         assert line["reward"] == values[i] and line["columns"] == {"answer": call["answer"][i]}
-    assert {call["completion_ids"][i][-1] for i in range(2 * G)} & {*ENDS[1:]}, "every end token ends"
+    assert {ids[-1] for ids in call["completion_ids"]} & {*ENDS[1:]}, "every end token ends a completion"
 
-    before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (chat["model"], out / "model"))
+    before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (tmp_path / "model", out / "model"))
     assert before["eos_token_id"] == ENDS
     assert before | {"transformers_version": 0} == after | {"transformers_version": 0}
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
-    go("strings", **chat | dict(data=sorting["data"]))
-    assert len(re.findall("strings do not get the model's chat template", capsys.readouterr().out)) == 1
