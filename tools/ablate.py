@@ -108,8 +108,10 @@ def table(args: argparse.Namespace) -> str:
     logs = [finished(run) for run in runs_of(args)]
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
-    seeds, baseline = f"mean ± std of {len(args.seeds)} seeds", ", ".join(args.variants[0].values())
-    return markdown(["figure", *args.variants[0], seeds, f"minus {baseline}, 95 % interval", ""], *rows)
+    headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
+    if len(args.variants) > 1:
+        headings += [f"difference from {', '.join(args.variants[0].values())} (95 % interval)", "verdict"]
+    return markdown(headings, *(row[: len(headings)] for row in rows))
 
 
 def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
@@ -120,7 +122,7 @@ def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[lis
         spread = seeds.std(ddof=1) if len(seeds) > 1 else math.nan
         row = ["" if rows else name, *variant.values(), f"{seeds.mean():.{digits}f} ± {spread:.{digits}f}"]
         mean, half = interval(differences)
-        verdict = "too few seeds" if len(seeds) < 3 else "**differs**" if abs(mean) > half else "not told from noise"
+        verdict = "too few seeds" if len(seeds) < 3 else "**differs**" if abs(mean) > half else "no clear difference"
         rows.append([*row, with_interval(differences, digits), verdict] if rows else [*row, "", ""])
     return rows
 
@@ -141,7 +143,7 @@ def with_interval(differences: list[float], digits: int) -> str:
     mean, half = interval(differences)
     if max(abs(mean), half) < 10**-digits:  # otherwise every number would be shown as 0.00
         digits = decimals(max(abs(mean), half))
-    return f"{mean:+.{digits}f}, {mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
+    return f"{mean:+.{digits}f} ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 
 
 def decimals(value: float) -> int:

@@ -172,7 +172,8 @@ def table(args: argparse.Namespace) -> str:
         if np.isfinite(means).all():
             rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
     seeds, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
-    return ablate.markdown(["figure", "", seeds, f"minus {first}, 95 % interval", "", f"{first} / this"], *rows)
+    difference = f"difference from {first} (95 % interval)"
+    return ablate.markdown(["metric", "", seeds, difference, "verdict", f"{first} divided by this"], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

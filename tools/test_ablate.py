@@ -53,11 +53,11 @@ def rows(name: str, *values: list[float]) -> list[list[str]]:
 def test_the_table_tells_differences_from_noise():
     better = rows("reward", [0.50, 0.60, 0.70], [0.61, 0.70, 0.80])
     assert better[0] == ["reward", "0", "0.600 ± 0.100", "", ""]
-    assert better[1] == ["", "1", "0.703 ± 0.095", "+0.103, +0.089 to +0.118", "**differs**"]
-    assert rows("length", [10, 11, 12], [10, 12, 11])[1][3:] == ["+0.00, -2.48 to +2.48", "not told from noise"]
+    assert better[1] == ["", "1", "0.703 ± 0.095", "+0.103 (+0.089 to +0.118)", "**differs**"]
+    assert rows("length", [10, 11, 12], [10, 12, 11])[1][3:] == ["+0.00 (-2.48 to +2.48)", "no clear difference"]
     assert rows("reward", [0.5, 0.6], [0.61, 0.70])[1][4] == "too few seeds"
-    assert rows("reward", [0.5, 0.6, math.nan], [0.61, 0.71, 0.81])[1][4] == "not told from noise"
-    assert rows("kl", [1.0, 1.0, 1.0], [1.001, 1.0012, 1.0011])[1][3] == "+0.00110, +0.00085 to +0.00135"
+    assert rows("reward", [0.5, 0.6, math.nan], [0.61, 0.71, 0.81])[1][4] == "no clear difference"
+    assert rows("kl", [1.0, 1.0, 1.0], [1.001, 1.0012, 1.0011])[1][3] == "+0.00110 (+0.00085 to +0.00135)"
 
 
 def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
@@ -78,6 +78,7 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     log, (done, made) = tmp_path / "0.0-1" / "metrics.jsonl", capsys.readouterr().out.split("\n", 1)
     *_, last = whole = log.read_text().splitlines()
     assert done.startswith("done") and f"| 0.0 | {json.loads(last)['completion_length']:.2f} ± " in made
+    assert "verdict" not in made, "one variant is not compared"
     monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     ablate.main(words)
     assert capsys.readouterr().out == made
@@ -121,7 +122,7 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
 def test_settings_may_come_from_a_file_and_a_dtype_from_a_gpu(out, capsys):
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
     ablate.main(f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split())
-    assert "| 0.1 | 0.500 ± nan | +0.000, -inf to +inf | too few seeds |" in capsys.readouterr().out
+    assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 
 def test_a_failed_run_is_reported_and_the_others_continue(tmp_path, monkeypatch, capsys):

@@ -37,10 +37,10 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
     args = ablate.parse([*words.split(), "completion_length"])
     runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(its)] for its in values.values()]
     headings, _, *rows = atlas.table(args, runs, describe=True).splitlines()
-    assert headings.endswith("| minus grpo, 1e-4, 95 % interval | completion_length |") and rows == [
+    assert headings.endswith("| difference from grpo at 1e-4 (95 % interval) | completion_length |") and rows == [
         "| grpo | 1e-4 | 0.600 ± 0.100 | | 11.00 |",
-        "| dapo | 1e-4 | 0.703 ± 0.095 | +0.103, +0.089 to +0.118 **holds** | 11.00 |",
-        "| opo | 1e-4 | 0.600 ± 0.132 | +0.000, -0.124 to +0.124 | 11.00 |",
+        "| dapo | 1e-4 | 0.703 ± 0.095 | +0.103 (+0.089 to +0.118) **holds** | 11.00 |",
+        "| opo | 1e-4 | 0.600 ± 0.132 | +0.000 (-0.124 to +0.124) | 11.00 |",
     ]
     assert atlas.table(args, runs).splitlines()[2] == "| grpo | 1e-4 | 0.600 ± 0.100 | |"
 
