@@ -1,14 +1,14 @@
-"""The atlas of objectives: its grids, and the tables and the picture of README.md, made from the logs beside it.
+"""The atlas of objectives: its grids, and the tables and the picture of README.md, made from the logs in this folder.
 
     python -m results.atlas.atlas                                    writes every table and draws the picture
-    python -m results.atlas.atlas --check                            changes nothing; names what is not that of the logs
-    python -m results.atlas.atlas --run chain_on --out runs/atlas    runs a grid, and shows its table
+    python -m results.atlas.atlas --check                            only reports what does not match the logs
+    python -m results.atlas.atlas --run chain_on --out runs/atlas    runs a grid and prints its table
     python -m results.atlas.atlas --run chain_on --out runs/again --algorithms grpo,maxrl
-    python -m results.atlas.atlas --keep chain_on --out runs/atlas   its runs go into the log, chain_on.jsonl
+    python -m results.atlas.atlas --keep chain_on --out runs/atlas   adds its runs to the log, chain_on.jsonl
 
-A grid with several learning rates is tuned: each objective gets the rate that is best in the figure that decides, on
-seeds that are not reported. That figure alone is compared, and a difference "holds" if it can be told from noise when
-all comparisons of the table are taken together (Holm's correction); the other figures describe, in a column each.
+A grid with several learning rates is tuned: each objective gets the rate with the best pass@1 on seeds that are not
+reported. Only pass@1 is tested: a difference "holds" if it is significant after Holm's correction over all comparisons
+of the table. The other figures have a column each.
 """
 
 import argparse

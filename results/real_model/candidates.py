@@ -164,7 +164,7 @@ def table(folder: Path) -> str:
 
 def named(folder: Path) -> str:
     """Of the answers to "larger" in samples.jsonl that came to an end, in the first ten steps and in the last ten."""
-    made = ["| steps | answers | ended | with the larger | the smaller | other, none |", "|---|---|---|---|---|---|"]
+    made = ["| steps | answers | complete | larger | smaller | other, none |", "|---|---|---|---|---|---|"]
     lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
     for first, last in ((1, 10), (31, 40)):
         answers = [line for line in lines if line["kind"] == "train" and first <= line["step"] <= last]
