@@ -90,7 +90,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # ranks.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
-        raise UserError("another policy sampled the completions of earlier steps: set --old_policy sampler")
+        raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; give sampler")
     sampled = time.perf_counter()
 
     # Compute log-probs in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing are
