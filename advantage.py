@@ -98,8 +98,7 @@ def group_advantages(
 
 def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
     """Return whether an advantage depends on the other rewards of its group."""
-    scale_does, baseline_does = scale not in ("batch", "whiten", "none"), baseline not in ("batch", "none")
-    return scale_does or baseline_does or combination == "gdpo"
+    return scale in ("group", "mean") or baseline in ("mean", "leave_one_out", "length") or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:

@@ -1,10 +1,9 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
-One optimizer update is computed from one minibatch. Which completions are in it depends on (seed, step, pass) only. A
-micro-batch
-is the part of a minibatch that goes through the model at once. How large it is depends on the ranks and the memory, but
-the result does not: the weight of every token is fixed before the minibatch is cut (loss.py), so the gradients of any
-micro-batches add up to the same sum.
+One optimizer update is computed from one minibatch. Which completions are in it depends only on the seed, the step and
+the number of the pass over the completions. A micro-batch is the part of a minibatch that goes through the model at
+once. How large it is depends on the ranks and the memory, but the result does not: the weight of every token is fixed
+before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same sum.
 """
 
 import math
@@ -61,7 +60,7 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # how many consecutive completions share each row (fast/shared_prompts.py)
+    together: list[int] | None = None  # how many consecutive completions the model reads as one row
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -83,7 +82,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model, if completions may share a row (fast/shared_prompts.py)
+    hidden_size: int | None = None  # set if completions may share a row (fast/shared_prompts.py)
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -109,8 +108,8 @@ def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
 
 
 def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool:
-    """Return whether the group shows which completions are better: some but not all of them are right, and at least two
-    are trained on. If the reward is graded, or the task does not say what is right, rewards must differ instead."""
+    """Return whether the group shows which completions are better: at least two are trained on, and some but not all
+    are right. If rewards are graded, or the task does not say what is right, it is enough that rewards differ."""
     by_reward = graded or group.right is None
     values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(any(mask) for mask in trained_tokens(group, mask_truncated))
@@ -181,9 +180,8 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # First, all ranks compute how shared rows are dealt out to the ranks. This must not depend on the limits of a rank,
-    # which it lowers when its memory runs out. No row may exceed the fair share of a rank, or other ranks would be
-    # idle.
+    # First, all ranks compute in the same way which rank gets which rows. They must not use `limits`, because a rank
+    # that runs out of memory lowers its own. A row has at most the fair share of a rank, or other ranks would be idle.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
@@ -207,9 +205,9 @@ def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
     """Cut these shared rows, which are sorted from long to short, into micro-batches that the limits allow."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
-        piece = [*pieces[-1], row] if pieces else [row]
-        fits = limits.allow(sum(len(one.members) for one in piece), len(piece) * piece[0].length)
-        if pieces and fits and piece[0].has_gradient == row.has_gradient:
+        longer = [*pieces[-1], row] if pieces else [row]
+        fits = limits.allow(sum(len(one.members) for one in longer), len(longer) * longer[0].length)
+        if pieces and fits and longer[0].has_gradient == row.has_gradient:
             pieces[-1].append(row)
         else:
             pieces.append([row])

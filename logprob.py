@@ -53,11 +53,13 @@ def token_logprobs(
     scored = (completion_mask.bool() & real).gather(1, order)
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
-    # A token is predicted at the position before it, so the model need not read the last token of a row.
+    # A token is predicted at the position before it, so the model need not read the last token of a row. `lengths` are
+    # without it, too.
     T = ids.shape[1]
     # places (B, T - 1) says where each token is in the model's output.
-    inputs, places = model_inputs(ids[:, : max(1, T - 1)], (real.sum(1) - 1).clamp(min=1), together)
-    predictors = places[:, : T - 1][scored[:, 1:]]  # (n,)
+    lengths = (real.sum(1) - 1).clamp(min=1)
+    inputs, places = model_inputs(ids[:, : max(1, T - 1)], lengths, together)
+    predictors = places[:, : T - 1][scored[:, 1:]]  # (n,), the place of token t - 1 for each scored token t
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
@@ -68,6 +70,7 @@ def token_logprobs(
     how = dict(temperature=temperature, chunk=chunk, with_entropy=with_entropy, entropy_grad=entropy_grad)
     values = score_tokens(model, inputs, predictors, ids[scored], sets, **how)  # (n, 2)
 
+    # Put the values back to the positions of their tokens in input_ids.
     values = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in values.unbind(-1))
     if not with_entropy:

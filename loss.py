@@ -14,7 +14,8 @@ any split (into micro-batches, over ranks, in any order, with any padding) add u
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
-Left out: KL inside the reward, value losses, dual-clip's own coefficient (policy_loss has `delta`), Clip-Cov, KL-Cov.
+Left out: KL inside the reward, value losses, Clip-Cov, KL-Cov, and dual-clip under its own name (`delta` does the
+same).
 """
 
 import math
@@ -55,7 +56,7 @@ def token_weights(
         w = one / (N * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
-    elif normalization == "prompt":  # DAPO as printed, eq. 8: the mean over the tokens of a prompt, then over prompts
+    elif normalization == "prompt":  # DAPO as printed, eq. 8: the mean over all tokens of a group, then over groups
         if prompts is None:
             raise ValueError("normalization='prompt' needs prompts: the number of the prompt of each completion")
         same_prompt = prompts[:, None] == prompts  # (N, N)
@@ -120,7 +121,7 @@ def policy_loss(
     sapo_tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return the loss of these completions, which is a partial sum of the update's loss, and its statistics by name,
-    each as (sum, count). If its name ends in _max, the pair is (maximum, 1), or (0, 0) if every token is masked.
+    each as (sum, count). A statistic whose name ends in _max is (maximum, 1), or (0, 0) if every token is masked.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
     log-probs under the policy before the updates of this step. The denominator of the ratio is old_logp, or
@@ -143,8 +144,8 @@ def policy_loss(
     if old_policy == "sampler":
         old_logp = sampler_logp
 
-    # The ratio of the new to the old policy. `too_low` and `too_high` mark the tokens whose ratio has passed a bound in
-    # the direction in which A pushes it.
+    # The ratio of the new to the old policy. `too_low` marks tokens whose ratio is below the lower bound while A < 0
+    # would lower it further, and `too_high` those above the upper bound with A > 0.
     too_low = too_high = torch.zeros_like(mask)
     lowest, highest = 1 - epsilon_low, 1 + epsilon_high
     log_rho = logp - old_logp  # (B, T)
@@ -171,10 +172,10 @@ def policy_loss(
             truncates = tis_mode.endswith("truncate")
             correction = to_sampler.clamp(tis_floor, tis_cap) if truncates else to_sampler.masked_fill(beyond, 0.0)
         gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
-        seen = to_sampler.masked_fill(~mask, 0.0)
+        trained = to_sampler.masked_fill(~mask, 0.0)
         stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
-        stats["tis_ratio"] = (seen.sum(), tokens)
-        stats["tis_ratio_max"] = (seen.max(), mask.any().to(seen.dtype))
+        stats["tis_ratio"] = (trained.sum(), tokens)
+        stats["tis_ratio_max"] = (trained.max(), mask.any().to(trained.dtype))
         stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
 
     # The policy term. It is minimised, so it is minus the objective of the paper.

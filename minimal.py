@@ -3,8 +3,8 @@
     python minimal.py
 
 A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts, rewards the
-right ones, and makes those more likely that did better than the others of their prompt. `python train.py` does the
-same, and adds options, ranks, checkpoints, evaluation and logs.
+right ones, and makes the completions more likely that did better than the others of the same prompt. `python train.py`
+does the same, and adds options, ranks, checkpoints, evaluation and logs.
 """
 
 import torch
@@ -42,6 +42,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     batch = collate(groups, mask_truncated=False, device=model.device)
     batch.weights = token_weights(batch.mask, "sequence")
     for _, part in micro_batches(batch, Limits(rows=MICRO_BATCH, tokens=None)):
+        # With one update per rollout, the old policy is the current one, so the old log-probs are the current ones.
         logp, _ = token_logprobs(model, part.ids, part.attention, part.mask)
         loss, _ = policy_loss(logp, logp.detach(), part.advantages, part.weights, part.mask)
         loss.backward()

@@ -44,8 +44,8 @@ Progress = Callable[[int, int], None]  # gets the number of tokens sampled so fa
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
 BLOCK = 512  # size of a block of the vocabulary
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
-PER_ROW = "attention_mask", "position_ids"
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # layers of a cache that can read a prompt in pieces
+PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # with these cache layers, prompts can be read in pieces
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # limit of the tokens in the cache, with every row at full length; at least one row
+    tokens_at_once: int = 1 << 19  # in the cache; a row counts as if it had its full length
     drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. A CompactList reads as a list, but is stored as an
-    array."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. CompactList is a descriptor, not a default: the field
+    reads as a list and is stored as an array."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -165,7 +165,7 @@ def _generate(
             logp=logp[i, :n],
             truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # the later sets are empty
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # n sets
             written=None if written is None else written[i, :n].cpu(),
         )
         for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
@@ -226,15 +226,15 @@ def _decode(
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
-        ended = ended & ~in_reply & ~done  # the end of a turn is the end of its completion, unless a reply follows
+        ended = ended & ~in_reply & ~done  # a turn has ended; unless a reply follows, its completion ends with it
         for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
-            row = int(live[b])
-            reply = replies[row](tokens[row, starts[row] : t + 1].tolist())
+            n = int(live[b])  # the number of the completion
+            reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
             if reply:
-                starts[row] = t + 1 + len(reply)
-                truncated[row] = starts[row] >= L  # a reply is dropped if it leaves no room for another turn
-                if not truncated[row]:
-                    replied[row, t + 1 : starts[row]] = torch.tensor(reply)
+                starts[n] = t + 1 + len(reply)
+                truncated[n] = starts[n] >= L  # a reply is dropped if it leaves no room for another turn
+                if not truncated[n]:
+                    replied[n, t + 1 : starts[n]] = torch.tensor(reply)
                     ended[b] = False
         lengths[live] += ~done
         done = done | ended
@@ -258,9 +258,9 @@ def _decode(
 
 
 def has_stop(ids: list[int], sampling: Sampling) -> bool:
-    """Return whether the text of a turn contains a stop string. Earlier tokens were checked before, so it must end in
-    the last token. A stop string of n characters has at most 4 n bytes, and a token at least one. Four more tokens
-    complete a character that would be cut in two."""
+    """Return whether the text of a turn contains a stop string. Earlier tokens were already checked, so a stop string
+    must end in the last token. Its n characters are at most 4 n bytes, and so at most 4 n tokens. Four more tokens are
+    decoded because the first of them may be a part of a character."""
     text = sampling.to_text(ids[-4 * (1 + max(map(len, sampling.stop))) :])
     return any(stop in text for stop in sampling.stop)
 
@@ -290,9 +290,9 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """Do the same as `_pick` on a GPU. Its parallel cumulative sum need not be monotonic in fp32, so sum in float64. A
-    search along whole rows would use a small part of the GPU only, so find the block first, and then the token in
-    it."""
+    """Do the same as `_pick` on a GPU. There, cumulative sums are computed in parallel and may not be monotonic in
+    fp32, so sum in float64. A search along whole rows would keep only a small part of the GPU busy, so find the block
+    first, and then the token in it."""
     blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
     cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
     target = u.double() * cdf[:, -1:]
@@ -318,8 +318,8 @@ def entropy_of(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
-    """Set probabilities to 0 that are outside the top k, then those outside the smallest set that has top_p of the
-    remaining mass, then those below min_p times the highest."""
+    """Set to 0 the probabilities outside the top k, then those outside the smallest set that has top_p of the remaining
+    mass, and then those below min_p times the highest."""
     if sampling.top_k and sampling.top_k < p.shape[1]:
         p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1.0:

@@ -39,7 +39,8 @@ from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
-# The settings that policy_loss takes as keyword arguments of the same name. A new switch needs no line here.
+# The keyword arguments of policy_loss that are settings too. `accumulate` passes all of them on, so a new switch of the
+# loss needs no code in this file.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null if missing
 
@@ -47,7 +48,8 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 @dataclass
 class Run:
     """Everything that is needed for more than one step. A checkpoint contains the model, the reference, the optimizer,
-    `cursor` and `state`. When a run is continued, the other fields are made again from its settings."""
+    `cursor` and `state`. When a run is continued, the other fields are made again from its settings. `state` may
+    contain JSON values, tensors and Groups, and must be the same on all ranks."""
 
     config: Config
     device: torch.device
@@ -60,7 +62,7 @@ class Run:
     limits: Limits  # the size of a micro-batch
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # for your own code: JSON, tensors, Groups, equal on all ranks
+    state: dict[str, Any] = field(default_factory=dict)  # free for your own code; saved in checkpoints
     logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
@@ -77,18 +79,19 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     start, run.logged = time.perf_counter(), []
 
     # Prompts -> completions -> rewards -> advantages.
-    groups, drawn = draw_groups(run, step)
+    groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
     rewards = torch.stack([group.combined for group in groups])  # (P, G)
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        advantages = torch.zeros_like(advantages)  # with a baseline or scale of the batch, they need not be 0 already
+        advantages = torch.zeros_like(advantages)  # those computed from the whole batch may not be 0 yet
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    # Collect the values that all ranks have logged. The checksums end the run if the batch is not the same on all
-    # ranks.
+    # Collect the values that were logged on all ranks. `gather` also compares the checksums, and ends the run if a rank
+    # has other completions, rewards or advantages than the first one.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
+    # A changed `draw_groups` may replay groups of earlier steps.
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; give sampler")
     sampled = time.perf_counter()
@@ -98,12 +101,14 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # These log-probs stay fixed during the updates. With a single update, the old policy is the current policy, and
-    # `accumulate` takes its log-probs from the forward pass of the update, which saves a pass here. `until_it_fits`
-    # calls fixed_logprobs(run, batch, model), and repeats the call with smaller micro-batches if memory runs out.
+    # The log-probs of the old policy and of the reference stay fixed during the updates, so they are computed here.
+    # With a single update, the old policy is the current policy, and `accumulate` takes its log-probs from the forward
+    # pass of the update, which saves a pass here. `until_it_fits` calls fixed_logprobs(run, batch, model), and repeats
+    # the call with smaller micro-batches if memory runs out.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None or cfg.beta:  # with LoRA, there is no separate reference
+    # With LoRA, the reference is the model without its adapters. Otherwise it is a second model.
+    if run.reference is not None or cfg.beta:
         reference = run.reference or run.model
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
@@ -148,13 +153,13 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches. Return this rank's part of the loss and of the statistics."""
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    totals = dict.fromkeys(STATS, torch.zeros(2, dtype=torch.float64, device=run.device))
+    totals = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in STATS}  # (sum, count) of each
     run.optimizer.zero_grad()
     # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
     # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
-    every_row = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
+    always_backward = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
-        has_gradient = every_row or bool(part.has_gradient.any())
+        has_gradient = always_backward or bool(part.has_gradient.any())
         with torch.set_grad_enabled(has_gradient):
             logp, entropy = logprobs(run, part, run.model, with_entropy=True)
         part_loss, stats = policy_loss(
@@ -185,6 +190,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
+        # += because a micro-batch that only fills up a rank repeats a row, with log-probs of 0.
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -208,7 +214,8 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Return the learning rate of a step: a linear warm-up, then the schedule, which reaches 0 after the last step."""
+    """Return the learning rate of a step: a linear warm-up, and then the schedule. The linear and the cosine schedule
+    would reach 0 one step after the last."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -234,7 +241,9 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    return alive or drawn[: cfg.prompts_per_step], drawn  # after the last round, `alive` may have fewer groups
+    # After the last round there may be fewer groups than prompts_per_step. If none has a signal, train on the first
+    # ones.
+    return alive or drawn[: cfg.prompts_per_step], drawn
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
@@ -248,24 +257,26 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    how many prompts the step has drawn before. Their random numbers depend on their position in the step."""
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # added by your own code
+    the number of prompts that the step has drawn before, because random numbers depend on the position of a prompt."""
+    # Rows that your own code has added during the run are not encoded yet.
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
 
-    def complete(run: Run, prompts: list[list[int]]) -> list[Completion]:
+    def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
         asked = [rows[picked[p]] for p, _ in mine]
         replies = replies_to(run.task, asked, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
-        completions = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        completions = rollout(run.model, own_prompts, uniform, sampling, replies=replies, progress=run.progress)
         return with_replies(completions, replies)
 
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
-    return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]
+    own = [completions[p * n : (p + 1) * n] for p in range(len(picked))]  # those of each prompt
+    return [Group(prompts[p], rows[i], own[p], index=i, step=step) for p, i in enumerate(picked)]
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
@@ -349,16 +360,16 @@ def train(cfg: Config) -> int:
 
     if cfg.eval_every and not done:
         seeds.seed_everything(cfg.seed, 0)
-        figures, evaluated = evaluate(run, 0)
-        log.step({"step": 0} | figures, [], evaluated)
+        held_out, evaluated = evaluate(run, 0)
+        log.step({"step": 0} | held_out, [], evaluated)
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     for step in range(done + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
-        figures, evaluated = evaluate(run, step) if evaluates else ({}, [])
-        log.step(metrics | figures, groups, evaluated)
+        held_out, evaluated = evaluate(run, step) if evaluates else ({}, [])
+        log.step(metrics | held_out, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)

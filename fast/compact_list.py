@@ -1,6 +1,6 @@
 """A field of a dataclass that is read and set as a list, but stored and pickled as an array.
 
-Plainly:
+The plain version is:
 
     ids: list[int]
 

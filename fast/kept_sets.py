@@ -73,12 +73,12 @@ class SetsOfBatch:
         self.sets = [KeptSets() for _ in range(rows)]
         self.bits: list[Tensor] = []  # (B, V / 32) for each token whose sets are still on the device
 
-    def append(self, left: Tensor, rows: Tensor) -> None:
-        """Add the sets of the next token of these rows (B,). left (B, V) is True for the ids in a set."""
-        self.vocabulary = left.shape[1]
+    def append(self, in_set: Tensor, rows: Tensor) -> None:
+        """Add the sets of the next token of these rows (B,). in_set (B, V) is True for the ids in a set."""
+        self.vocabulary = in_set.shape[1]
         # This is np.packbits on the device: 8 ids for each byte, the first id in its highest bit.
-        eights = F.pad(left, (0, -left.shape[1] % 32)).view(len(left), -1, 8)
-        powers = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=left.device)
+        eights = F.pad(in_set, (0, -in_set.shape[1] % 32)).view(len(in_set), -1, 8)
+        powers = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=in_set.device)
         self.bits.append((eights * powers).sum(-1, dtype=torch.uint8).view(torch.int32))
         if len(self.bits) == TOKENS_ON_DEVICE:
             self.to_host(rows)
@@ -92,6 +92,7 @@ class SetsOfBatch:
         self.bits.clear()
         place = bits.flatten().nonzero().squeeze(1)  # of the words with ids in them: (row * t + token) * W + word
         place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
+        # Every word as 32 booleans, to find the number of the word and of the bit of each id:
         which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (place[which] % W * 32 + bit).astype(np.int32)
         counts = np.bincount(place[which] // W, minlength=B * t).reshape(B, t)

@@ -76,6 +76,7 @@ def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor
     for r in range(R):
         at = predictors[predictors // L == r] - r * L
         args = {name: x[r : r + 1] for name, x in inputs.items()}, at, slice(n, n + len(at))
+        # Checkpointing one row out of several saves the memory of the other rows. A single row needs none.
         values.append(score_row(*args) if R == 1 else checkpoint(score_row, *args, use_reentrant=False))
         n += len(at)
     return torch.cat(values)
@@ -105,7 +106,8 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
         if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
 
             def record(hidden: Tensor) -> Tensor:
-                # The head's own output may be 0, or too small for a cap to change it. These values are large enough.
+                # Return test values: does the model return them unchanged? The head's own output may be 0, or too small
+                # for a cap to change it. The copy is for models that change it in place.
                 values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
@@ -174,8 +176,8 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            g_p = g_logp  # the gradient of logp adds -g_p * p to d_z
-            if sets is not None:  # with kept sets, it adds d_set = -g_logp * q instead, on the ids of the set only
+            g_p = g_logp  # g_logp adds -g_p * p to d_z
+            if sets is not None:  # with kept sets, g_logp adds d_set = -g_logp * q, on the ids of a set, and g_p is 0
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p
@@ -199,7 +201,7 @@ class _ScoreTokens(torch.autograd.Function):
             if d_weight is not None and d_weight.dtype == d_z.dtype:
                 d_weight.addmm_(d_z.T, h)
             elif d_weight is not None:
-                d_weight += linear_in_fp32(d_z.T, h.T)
+                d_weight += linear_in_fp32(d_z.T, h.T)  # d_z.T @ h
             del log_p, d_z  # free them before the next chunk makes its own
         d_weight = None if d_weight is None else d_weight.to(own_weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(own_bias.dtype)

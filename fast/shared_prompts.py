@@ -6,7 +6,7 @@ In the plain computation, every row is one completion with its prompt:
 
 A shared row has the prompt once, and then the completions one after another. An attention mask hides the completions
 from one another, and the position ids of each completion continue from the end of the prompt. So every token gets the
-same logits as in a separate row. Models that do not allow this are given as hidden_size=None, and read the plain rows.
+same logits as in a separate row. For models that do not allow this, `hidden_size` is None, and rows are not shared.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """
@@ -56,7 +56,7 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        for n in range(fewest_rows, len(same_prompt) + 1):  # if nothing is allowed, one completion a row
+        for n in range(fewest_rows, len(same_prompt) + 1):  # at the latest with one completion in each row
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
                 break
@@ -80,7 +80,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     for count in together:
         members = [next(completions) for _ in range(count)]
         # The prompt, and the tokens at the beginning that all of these completions have in common:
-        shared = [same[0] for same in takewhile(lambda at_one_position: len({*at_one_position}) == 1, zip(*members))]
+        shared = [same[0] for same in takewhile(lambda position: len({*position}) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
@@ -97,7 +97,8 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L): may i read j?
+    # sees[r, i, j]: token i of row r may read token j. `tril` also hides the padding, which comes last.
+    sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
     first = torch.tensor([r for r, count in enumerate(together) for _ in range(count)]) * input_ids.shape[1]
     inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
     return inputs, (torch.tensor(columns) + first[:, None]).to(ids.device)
