@@ -15,9 +15,9 @@ the probability. So lengths, rewards and gradients are the same in every way, an
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
 
 `long` takes one step of this codebase for each limit of the length of completions, and shows what each part of the step
-costs for each token: CPU-microseconds / bytes. The bytes are what a part sends or writes, otherwise the memory that it
-needs. The completions are drawn in advance, too. The model is tiny, so that lists, tensors and files count. Only Linux
-can measure this.
+costs for each token: CPU-microseconds / bytes. The bytes are the size of what the part sends or writes or, if it does
+neither, the additional memory that it needs. These completions are drawn in advance, too. The model is tiny, so most of
+the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
@@ -103,9 +103,8 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
 
 
 def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list[str]) -> None:
-    """Take one step, and write [CPU-microseconds, bytes] per token for each of its parts. The bytes are those that are
-    sent or written. Of the other parts, they are the memory that the process needs in addition to what it had before.
-    """
+    """Take one step, and write [CPU-microseconds, bytes] per token for each part of it. The bytes are the size of what
+    the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
     shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
     shape.max_position_embeddings = 2 * int(limit)
     wrap(sorting, "small_config", lambda *_, **sizes: shape)

@@ -2,9 +2,9 @@
 
     python -m tools.look runs/addition-grpo-0
 
-The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. A
-browser could not show any number of them, so the page leaves some out, and says how many: completions beyond 40 MB,
-points of the curves beyond 10,000, and the end of a completion with more than 10,000 tokens.
+The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. If
+there is more than a browser can show, the page leaves some of it out and says how much: it has at most 40 MB of
+completions, 10,000 points of the curves, and the first 10,000 tokens of a completion.
 """
 
 import argparse
