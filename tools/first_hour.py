@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k     any settings
 
 It prints what it measures, and writes it to first_hour.json and, as text, to first_hour.txt in the current directory.
-docs/distributed.md says how to read it. Please paste first_hour.txt into an issue.
+docs/distributed.md says how to read it. Please send us one of the two files, or paste the text into an issue.
 """
 
 import json
