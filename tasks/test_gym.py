@@ -36,10 +36,14 @@ def test_what_a_scorer_cannot_read_is_wrong(name, text):
     assert rewards(task, task.train[0], text) == [0.0]
 
 
-REFUSED = [*RUNS_ANSWERS, 'composite:{"datasets": [{"name": "puzzle24", "weight": 1}]}']
+WRONG = ["nothing", *(f"chain_sum:{text}" for text in ('{"min_terms": "x"}', '{"seed": "x"}', '{"no": 1}', "[1]", "{"))]
+REFUSED = [*RUNS_ANSWERS, 'composite:{"datasets": [{"name": "puzzle24", "weight": 1}]}', *WRONG]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_scorer_that_runs_answers_as_code_is_refused(name):
-    with pytest.raises(UserError, match=r"runs a model's answers as Python code$"):
+def test_wrong_names_and_settings_and_scorers_that_run_answers_as_code_are_refused(name):
+    """A wrong seed is noticed only when the rows are made."""
+    if name in WRONG:
+        pytest.importorskip("reasoning_gym")
+    with pytest.raises(UserError, match="gym:NAME:JSON" if name in WRONG else "runs a model's answers as Python code$"):
         load_task(Config(task=f"gym:{name}"))

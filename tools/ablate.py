@@ -18,6 +18,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -95,9 +96,8 @@ def figure(lines: Lines, name: str) -> float:
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; the log has {', '.join(lines[-1])}")
-    if when in ("", "last"):
-        first, last = 0 if when else lines[-1]["step"] // 2 + 1, math.inf
-    else:
+    first, last = 0 if when else lines[-1]["step"] // 2 + 1, math.inf
+    if "-" in when:
         first, last = map(int, when.split("-"))
     values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
     return np.mean(values[-1:] if when == "last" else values) if values else math.nan
@@ -172,6 +172,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
     args = parser.parse_args(own)
+    for name in args.figures:  # before the runs, which may take days
+        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
+        if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
+            parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]
     args.flags = words[len(own) + 1 :]

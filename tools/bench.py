@@ -3,6 +3,7 @@
     python -m tools.bench step --out runs/step               ours, TRL, and TRL with a plain output head
     python -m tools.bench step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
+    python -m tools.bench long --out runs/lengths            what a token costs, up to completions of 16,384
 
 Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
 them. Every run is a separate process with its own folder, and the ways take turns. Repeating a command makes only the
@@ -12,11 +13,17 @@ and the ratio of the means.
 In `step`, the completions are drawn in advance. Both samplers do their usual work, but the planned token has nearly all
 the probability. So lengths, rewards and gradients are the same in every way, and the gradient norms are compared to
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
+
+`long` takes one step of this codebase for each limit of the length of completions, and shows what each part of the step
+costs for each token: CPU-microseconds / bytes. The bytes are the size of what the part sends or writes or, if it does
+neither, the additional memory that it needs. These completions are drawn in advance, too. The model is tiny, so most of
+the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
 import itertools
 import json
+import pickle
 import re
 import sys
 import time
@@ -33,15 +40,19 @@ from torch import Tensor
 
 import rollout
 import train
-from infra import command_line, report, run_folder
+from infra import checkpoint, command_line, report, run_folder
+from tasks import sorting
 from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
+LIMITS = ["256", "1024", "4096", "16384"]  # of the length of completions; these are the ways of `long`
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
+LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
+    --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
 SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
 FIGURES = {
     "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
@@ -88,8 +99,49 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         trainer.train()
     on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
     lines[-1]["seconds to target"] = on_target[0] if on_target else None
+    write_log(folder, vars(config) | {"trainer": way}, lines)
+
+
+def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list[str]) -> None:
+    """Take one step, and write [CPU-microseconds, bytes] per token for each part of it. The bytes are the size of what
+    the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
+    shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
+    shape.max_position_embeddings = 2 * int(limit)
+    wrap(sorting, "small_config", lambda *_, **sizes: shape)
+    out, costs = folder / "run", {}
+    config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(out)], on_gpu=False)
+    run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
+    force_ours(plan_tokens(run, np.random.default_rng(0)))
+
+    def timed(part: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        start, before = read_clock(), memory_of_process("VmRSS")
+        result = call(*args, **kwargs)
+        costs[part] = [1e6 * (read_clock() - start), memory_of_process("VmHWM") - before]
+        return result
+
+    for part in ("rollout", "collate", "update"):
+        wrap(train, part, partial(timed, part))
+    metrics, groups = train.training_step(run, 1)
+    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # two ranks exchange completions as pickled objects
+    out.mkdir(parents=True, exist_ok=True)
+    log.open(done=0)
+    timed("samples", log.step, metrics, groups, [])
+    timed("checkpoint", checkpoint.save, out, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
+    costs["gather"][1] = len(pickle.dumps(groups))
+    costs["samples"][1] = (out / "samples.jsonl").stat().st_size
+    costs["checkpoint"][1] = sum(file.stat().st_size for file in out.rglob("state.*"))
+    line = {part: [x / metrics["tokens"] for x in cost] for part, cost in costs.items()}
+    write_log(folder, vars(run.config), [line])
+
+
+def memory_of_process(kind: str) -> int:
+    """Return the bytes that the process has in memory now (VmRSS), or has had at most (VmHWM)."""
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def write_log(folder: Path, settings: dict, lines: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    settings = vars(config) | {"trainer": way}
     (folder / "config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
     run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
 
@@ -110,13 +162,19 @@ def read_clock() -> float:
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. -> the planned completions
-    (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
+    (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
-    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
-    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + limit))
+    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
+    return plan_tokens(run, rng)
+
+
+def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
+    """Return planned completions (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
+    cfg, tokenizer = run.config, run.tokenizer
+    n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
     tokens = rng.integers(1 + max(tokenizer.all_special_ids), len(tokenizer), (n, limit))
     lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
     tokens[np.arange(limit) == lengths - 1] = tokenizer.eos_token_id
@@ -157,13 +215,17 @@ def make_missing_runs(args: argparse.Namespace) -> None:
         folder = folder_of(args, way, seed)
         if not (folder / "metrics.jsonl").exists():
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
-                process.submit(measure, args, way, folder, [*args.flags, "--seed", seed]).result()
+                call = measure_long if args.what == "long" else measure
+                process.submit(call, args, way, folder, [*args.flags, "--seed", seed]).result()
 
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown, without the time to the target if not every run reached it."""
     folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
     logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
+    if args.what == "long":
+        costs = [[f"{time:,.0f} / {size:,.0f}" for time, size in line.values()] for [[line]] in logs]
+        return ablate.markdown(["limit", *logs[0][0][0]], *([way, *cells] for way, cells in zip(args.ways, costs)))
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
@@ -179,7 +241,7 @@ def table(args: argparse.Namespace) -> str:
 def parse(words: list[str]) -> argparse.Namespace:
     own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "learn"])
+    parser.add_argument("what", choices=["step", "learn", "long"])
     parser.add_argument("--ways", type=lambda text: text.split("; "), default=WAYS, help="separated by '; '")
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
@@ -187,7 +249,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(own)
-    args.flags = [*dict(step=STEP, learn=LEARN)[args.what].split(), *words[len(own) + 1 :]]
+    args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *words[len(own) + 1 :]]
+    if args.what == "long":
+        args.ways, args.seeds = LIMITS, ["1"]  # the same lengths are drawn whatever the seed is
     return args
 
 

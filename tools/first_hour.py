@@ -3,8 +3,8 @@
     python -m tools.first_hour                                  a small model from this repository
     torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k     any settings
 
-It prints what it measures, and writes it to first_hour.json in the current directory. docs/distributed.md says how to
-read it. Please paste the file into an issue.
+It prints what it measures, and writes it to first_hour.json and, as text, to first_hour.txt in the current directory.
+docs/distributed.md says how to read it. Please send us one of the two files, or paste the text into an issue.
 """
 
 import json
@@ -69,9 +69,11 @@ def main(words: list[str]) -> None:
             except Exception as error:  # the other kinds may still work
                 found[kind] = {"failed": f"{type(error).__name__}: {error}"}
     if ranks.rank() == 0:
-        text = json.dumps(found, indent=1)
-        run_folder.write_text(Path("first_hour.json"), text)
-        print(text, "all of this is in first_hour.json", sep="\n")
+        text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
+        text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]
+        run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
+        run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
+        print(*text, "all of this is in first_hour.json and first_hour.txt", sep="\n")
 
 
 if __name__ == "__main__":

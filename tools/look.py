@@ -3,8 +3,8 @@
     python -m tools.look runs/addition-grpo-0
 
 The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. If
-they take more than 40 MB, the page leaves some out and says how many. Of a completion with more than 10,000 tokens, it
-shows the beginning.
+there is more than a browser can show, the page leaves some of it out and says how much: it has at most 40 MB of
+completions, 10,000 points of the curves, and the first 10,000 tokens of a completion.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 from infra import run_folder
+
+MOST_POINTS = 10_000  # of the curves
 
 
 def content(run: Path, megabytes: float = 40.0) -> dict:
@@ -28,10 +30,12 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     shown = [line for line in trained if line["step"] in kept]
     sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))
     shown = shown[-max(1, sum(size <= megabytes * 1e6 for size in sizes)) :]
-    left_out = f"; {len(shown):,} of {len(trained):,} completions" if len(shown) < len(trained) else ""
+    points = metrics[:: -max(1, math.ceil(len(metrics) / MOST_POINTS))][::-1]  # the last one is among them
+    parts = (shown, trained, "completions"), (points, metrics, "points of the curves")
+    left_out = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
     return {
-        "title": run.resolve().name + left_out,
-        "metrics": metrics,
+        "title": "".join([run.resolve().name, *left_out]),
+        "metrics": points,
         "trained": shown,
         "held_out": [line for line in held_out if line["step"] in ends],
     }

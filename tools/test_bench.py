@@ -2,7 +2,8 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 import rollout
 import train
-from conftest import ROOT, lines
+from conftest import PROCESSES, ROOT, lines
 from tools import bench
 
 STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROOT}/models/addition --task addition
@@ -19,10 +20,10 @@ STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROO
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """Start runs in this process, because a new one takes seconds, and undo what the benchmark wraps."""
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda max_tasks_per_child: ThreadPoolExecutor())
-    for owner, name in ((train, "uniforms"), (train, "rollout"), (rollout, "sample")):
+def processes(monkeypatch):
+    """Start runs in processes that have imported everything, and undo what the benchmark wraps in this process."""
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=PROCESSES))
+    for owner, name in ((train, "uniforms"), (rollout, "sample")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
@@ -96,3 +97,15 @@ def test_what_is_learned(tmp_path):
     assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
     add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
     assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)
+
+
+def test_what_a_token_costs_in_long_completions(tmp_path, monkeypatch, capsys):
+    """Completions of four times the length cost no more for each token that is sent or written."""
+    monkeypatch.setattr(bench, "LIMITS", ["40", "160"])
+    bench.main(["long", "--out", str(tmp_path)])
+    cells = r" \|( [\d,]+ / [\d,]+ \|){6}\n"
+    assert re.search(rf"\| limit \| rollout \| .*\n.*\n\| 40{cells}\| 160{cells}", capsys.readouterr().out)
+    [short], [long] = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in bench.LIMITS)
+    assert {*long} == {"rollout", "collate", "update", "gather", "samples", "checkpoint"}
+    assert all(microseconds > 0 for microseconds, _ in long.values())
+    assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))

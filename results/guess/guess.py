@@ -1,8 +1,8 @@
-"""What models make of `--task guess`, on ranges that were never trained on: how often they find the number, beside the
-player who halves what is left and the one who guesses at random among it; where they guess; and games.
+"""How well models play `--task guess` on ranges that they were not trained on: how often they find the number, compared
+with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
 
     python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
-    python results/guess/guess.py table                prints the tables of docs/findings.md
+    python results/guess/guess.py table                prints the table of docs/findings.md and what halving would find
 """
 
 import json
@@ -26,18 +26,21 @@ SAMPLES = 2
 
 @cache
 def random_player(size: int, guesses: int = guess.GUESSES) -> float:
-    """The chance to find one of `size` numbers for who guesses at random among those that are left."""
+    """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    chances = [below * random_player(below, guesses - 1) for below in range(size)]  # that it is below, and is found
+    # For each guess: of the `size` numbers, how many are expected to be below it and found later. Above it is the same.
+    chances = [below * random_player(below, guesses - 1) for below in range(size)]
     return (size + 2 * sum(chances)) / size**2
 
 
 def bisection(size: int) -> float:
+    """Return the probability of finding one of `size` numbers by always halving those that are left."""
     return min(1.0, (2**guess.GUESSES - 1) / size)
 
 
 def play(folder: str, name: str) -> None:
+    """Let the model in a folder play, and write its games."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     rows = [row for row in guess.load(Config()).eval for _ in range(SAMPLES)]
     replies = [Replies(guess.reply, row, tokenizer, [tokenizer.eos_token_id]) for row in rows]
@@ -58,7 +61,7 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """For each guess whether it leaves at least a third of the other numbers that are left on either side."""
+    """Return for each guess whether it leaves at least a third of the other remaining numbers on either side."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
     made = []
     for turn in game["turns"]:
@@ -69,38 +72,29 @@ def near_middle(game: dict) -> list[bool]:
     return made
 
 
-def line(name: str) -> list[str]:
-    games = [json.loads(text) for text in (HERE / f"{name}.jsonl").read_text().splitlines()]
-    rows = [games[i : i + SAMPLES] for i in range(0, len(games), SAMPLES)]
-    found = [statistics.fmean(game["found"] for game in row) for row in rows]
-    chance, best = (statistics.fmean(map(of, map(size_of, games))) for of in (random_player, bisection))
+def read_games(name: str) -> list[dict]:
+    return [json.loads(text) for text in (HERE / f"{name}.jsonl").read_text().splitlines()]
+
+
+def line(name: str) -> str:
+    """Return a model's line of the table. The two games of a range are not independent, so the interval is that of the
+    means of both."""
+    games = read_games(name)
+    found = [statistics.fmean(game["found"] for game in games[i : i + SAMPLES]) for i in range(0, len(games), SAMPLES)]
     half = 1.96 * statistics.stdev(found) / len(found) ** 0.5
-    middle = [[made[k] for made in map(near_middle, games) if len(made) > k] for k in range(guess.GUESSES)]
-    success = statistics.fmean(found)
-    return [
-        name,
-        f"{success:.3f} ± {half:.3f}",
-        f"{chance:.3f}",
-        f"{best:.3f}",
-        f"{success / best:.2f}",
-        f"{statistics.fmean(len(game['turns']) for game in games):.2f}",
-        *(f"{statistics.fmean(of_turn):.2f}" for of_turn in middle),
-    ]
-
-
-def games_of(name: str, count: int = 5) -> list[str]:
-    """The first game of as many rows."""
-    games = [json.loads(text) for text in (HERE / f"{name}.jsonl").read_text().splitlines()][
-        : count * SAMPLES : SAMPLES
-    ]
-    return [f"{game['prompt']} {game['number']}: {' '.join(game['turns'])}" for game in games]
+    middle = [[made[k] for made in map(near_middle, games) if len(made) > k] for k in (0, guess.GUESSES - 1)]
+    cells = [f"{statistics.fmean(found):.3f} ± {half:.3f}", *(f"{statistics.fmean(of_turn):.2f}" for of_turn in middle)]
+    label = "before training" if name == "before" else name.replace("-", " ")
+    return f"| {label} | {' | '.join(cells)} |"
 
 
 def table() -> str:
     names = ["before", *sorted(path.stem for path in HERE.glob("seed-*.jsonl"))]
-    head = "| | found | at random | by halves | of halves' | turns | near the middle in turn 1 | 2 | 3 | 4 | 5 |"
-    lines = [head, "|" + "---|" * 11, *("| " + " | ".join(line(name)) + " |" for name in names)]
-    return "\n".join([*lines, "", *(f"{name}\n    " + "\n    ".join(games_of(name)) for name in names)])
+    sizes = [size_of(game) for game in read_games("before")]
+    chance, best = (statistics.fmean(map(of, sizes)) for of in (random_player, bisection))
+    head = ["| | found, 95 % interval | near the middle, first guess | last guess |", "|---|---|---|---|"]
+    rows = [f"| random player | {chance:.3f} | | |", *map(line, names)]
+    return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}."])
 
 
 if __name__ == "__main__":
