@@ -178,7 +178,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if not (config.keep_set or config.truncates):
         yield "--keep_set: has no effect without --top_p, --top_k or --min_p"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
-        yield f"--lr_schedule: has no effect, because all {config.steps} steps are --warmup_steps"
+        yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
 

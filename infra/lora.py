@@ -88,17 +88,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
-    """Yield a note on what is not trained: experts that are stored as one tensor, which get no adapters, and layers
+    """Yield a note on what is not trained: weights with more than two dimensions, which get no adapters, and layers
     whose weights the model uses without calling them. All ranks must call this."""
     if not (layers := adapted_layers(model)):
         return
     linear = sum(layer.weight.numel() for layer in layers.values())
-    if experts := sum(p.numel() for p in model.parameters() if p.dim() > 2):
-        yield f"adapters reach {linear / (linear + experts):.0%} of the weights, because the experts are one tensor"
+    if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
+        reached = linear / (linear + others)
+        yield f"adapters reach {reached:.0%} of the weights; experts that are one tensor and convolutions get none"
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=ids, use_cache=False).logits.sum().backward()
     if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
-        yield f"{len(idle)} adapters had no effect on a short input, so they may not be trained: {', '.join(idle[:3])}"
+        yield f"{len(idle)} adapted layers were not called for a short input and may not learn: {', '.join(idle[:3])}"
     model.zero_grad()
 
 

@@ -115,12 +115,11 @@ MISTAKES = [  # a command line -> a part of each line of its error message
     *[(f"--{x} 1 --top_k 9 --keep_set no", "keep") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "makes them 0 | prompt: "),
     ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
-    ("--num_generations 1", "--num_generations 1: "),
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
     ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
-    ("--lr_schedule cosine --steps 5 --warmup_steps 5", "--lr_schedule: has no effect"),
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
+    ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
 ]
 IN_FILES = [  # settings in a file, flags, a part of each line of the error message
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
