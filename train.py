@@ -12,6 +12,7 @@ settings), the weight of each token is fixed before the completions are split, a
 
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)  # the imports take seconds
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends the program without a stack trace
+    if os.environ.get("RANK", "0") == "0":
+        print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)  # the imports take seconds
 
 import torch
 from torch import Tensor

@@ -145,8 +145,9 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
-    if config.delta is not None and config.objective == "clip" and config.delta <= 1 + config.epsilon_high:
-        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, which is {1 + config.epsilon_high:g}"
+    lowest = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # delta must be above this
+    if config.delta is not None and config.objective == "clip" and config.delta <= lowest:
+        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and cannot be used with --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
     given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
@@ -167,6 +168,8 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: leaves nothing to compare with in a group; use the batch's baseline and scale"
+    if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
+        yield f"--kl_importance: can be used with --kl_estimator k1 or k3, but not with {config.kl_estimator}"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
     only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
     for name, other in only_with.items():
@@ -174,6 +177,8 @@ def contradictions(config: Config) -> Iterator[str]:
             yield f"--{name}: has no effect without --{other}"
     if not (config.keep_set or config.truncates):
         yield "--keep_set: has no effect without --top_p, --top_k or --min_p"
+    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
+        yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
 

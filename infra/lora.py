@@ -43,6 +43,8 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
     """Freeze the model and add the same adapters on every rank. If its weights are sharded, they stay so, and every
     rank has all of the adapters."""
     layers, numbers = linear_layers(model.requires_grad_(False)), generator("lora", seed)
+    if not layers:
+        raise UserError(f"--lora_rank: {type(model).__name__} has no linear layers except its output head")
     for layer in layers.values():
         n_out, n_in = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
         A = torch.from_numpy(numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
@@ -86,11 +88,19 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
-    """Yield a note if experts that are stored as one tensor get no adapters."""
-    linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
-    experts = sum(p.numel() for p in model.parameters() if p.dim() > 2)
-    if linear and experts:
-        yield f"adapters reach {linear / (linear + experts):.0%} of the weights, because the experts are one tensor"
+    """Yield a note on what is not trained: weights with more than two dimensions, which get no adapters, and layers
+    whose weights the model uses without calling them. All ranks must call this."""
+    if not (layers := adapted_layers(model)):
+        return
+    linear = sum(layer.weight.numel() for layer in layers.values())
+    if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
+        reached = linear / (linear + others)
+        yield f"adapters reach {reached:.0%} of the weights; experts that are one tensor and convolutions get none"
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
+        yield f"{len(idle)} adapted layers were not called for a short input and may not learn: {', '.join(idle[:3])}"
+    model.zero_grad()
 
 
 # ---- Adapters on disk, in the format of PEFT ----
@@ -116,14 +126,15 @@ def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     about = json.loads((folder / "adapter_config.json").read_text())
     for name, value in about.items():
         if name not in ANY and value and value != PLAIN.get(name):
-            raise UserError(f"--model {folder}: its {name} is {value}, but only plain LoRA can be loaded")
+            raise UserError(f"its {name} is {value}, but only plain LoRA can be loaded")
     return about, load_file(folder / "adapter_model.safetensors")
 
 
 def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     """Load saved adapters into a model that has adapters in all the same layers."""
     saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
-    if wrong := saved.keys() ^ trained(model).keys():
-        raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)} differs")
+    there, ours = ({(name, x.shape) for name, x in part.items()} for part in (saved, trained(model)))
+    if wrong := there ^ ours:
+        raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)[0]} differs")
     model.load_state_dict(saved, strict=False)
     return model

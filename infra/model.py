@@ -50,6 +50,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         for p in model.parameters():
             p.data = p.data.to(weights_dtype(config))
         return Opened(model.config, tokenizer, model.eval)  # eval returns the model
+    if source.count("/") > 1 and not Path(source).exists():  # names on the hub have one slash at most
+        raise UserError(f"--model {source}: there is no such folder")
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
@@ -90,9 +92,11 @@ def _open_adapters(folder: Path, config: Config) -> Opened:
     """Open the base model of saved adapters, and these adapters."""
     if config.steps:
         raise UserError(f"--model {folder}: {NO_BASE}")
-    about, tensors = read_adapters(folder)
-    lora = dict(lora_rank=about["r"], lora_alpha=about["lora_alpha"])
-    opened = open_model(about["base_model_name_or_path"], replace(config, **lora))
+    with _named(str(folder), "adapters"):
+        about, tensors = read_adapters(folder)
+        lora = dict(lora_rank=int(about["r"]), lora_alpha=float(about["lora_alpha"]))
+        base = about["base_model_name_or_path"]
+    opened = open_model(base, replace(config, **lora))
     return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
 
 

@@ -5,6 +5,7 @@ without a value is null, for instance the length of wrong completions if every c
 """
 
 import atexit
+import functools
 import importlib
 import json
 import math
@@ -150,6 +151,7 @@ class RunLog:
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
         self.in_terminal = sys.stdout.isatty()
+        self.say_once = functools.cache(self.say)
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` counts the prompts to train on and the held-out ones."""
@@ -186,6 +188,14 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
+            # Say what may keep the run from learning, the first time that it happens.
+            trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
+            if 2 * trained_on < self.config.prompts_per_step:
+                self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
+            if metrics["truncated"] >= 0.9:
+                self.say_once("note: nine of ten completions are cut off at the limit; see --max_completion_length")
+            if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
+                self.say_once("note: no reward of this step differs from the others of its group")
         if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
             self.say(f"step {metrics['step']}, held out: {'  '.join(values)}")
 

@@ -105,6 +105,7 @@ MISTAKES = [  # a command line -> a part of each line of its error message
     ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "one weight for each of 1 rewards"),
     ("--algorithm gmpo --objective dppo --delta 3", "--delta 3.0: | geometric: ... with dppo"),
+    ("--algorithm gmpo --delta 3 --beta 1 --kl_importance --kl_estimator k2", "--delta 3: ... geometric | with k2"),
     ("--algorithm cispo --epsilon_low 1.5 --sapo_tau_pos 2", "--epsilon_low 1.5: ... cispo | --sapo_tau_pos 2.0: "),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has no | sampler: has no effect"),
     ("--objective cispo --tis_mode sequence_mask", "0.2: cispo caps | mask: has no effect without --tis"),
@@ -114,11 +115,11 @@ MISTAKES = [  # a command line -> a part of each line of its error message
     *[(f"--{x} 1 --top_k 9 --keep_set no", "keep") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "makes them 0 | prompt: "),
     ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
-    ("--num_generations 1", "--num_generations 1: "),
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
     ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
+    ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
 ]
 IN_FILES = [  # settings in a file, flags, a part of each line of the error message
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),

@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from batch import Group, collate
 from config import Config, UserError
-from conftest import assert_same_run, at, die, errors, metrics, replace, run, run_supervised
+from conftest import ROOT, assert_same_run, at, die, errors, metrics, replace, run, run_supervised
 from infra import faults, ranks, report
 from infra.run_folder import saved_steps
 from rollout import Completion
@@ -131,6 +133,13 @@ def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path, fault
 def test_ctrl_c_before_the_first_step_ends_the_run_at_once(small, tmp_path):
     interrupted = partial(at, "train.evaluate", 1, partial(signal.raise_signal, signal.SIGINT))
     assert "Traceback" not in run(small, tmp_path / "out", interrupted, code=128 + signal.SIGINT)
+
+
+def test_ctrl_c_while_the_program_loads_shows_no_stack_trace():
+    program = subprocess.Popen([sys.executable, ROOT / "train.py"], stderr=subprocess.PIPE)
+    assert program.stderr.readline().startswith(b"loading")
+    program.send_signal(signal.SIGINT)
+    assert program.communicate() == (None, b"") and program.returncode == -signal.SIGINT
 
 
 def full_disk() -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def disturb(model: nn.Module) -> None:
         p.data += 0.1 * torch.randn_like(p)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox"])  # with and without biases, transposed, fused
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox"])
 def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "base")
     base = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
@@ -75,9 +76,13 @@ def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_
     whole = tiny_model(name)
     model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
     before, weights = backward(whole), dict(whole.named_parameters())
+    noted = str([*lora.notes(copy.deepcopy(model))])
+    assert ("were not called" in noted) == ("layers.0.mixer.dt_proj" in noted) == (name == "mamba"), (
+        "it uses its weight"
+    )
     assert torch.equal(backward(model), before)
     for name, layer in lora.adapted_layers(model).items():
-        if "dt_proj" not in name:  # Mamba uses its weight without calling the layer
+        if "dt_proj" not in name:
             dW = weights[f"{name}.weight"].grad
             expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
             assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
@@ -89,11 +94,14 @@ def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_
         assert torch.equal(score(model), before)
 
 
-def test_experts_without_adapters_are_reported():
+def test_what_has_no_adapters_is_reported():
     (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
     assert "adapters reach 33% of the weights" in note
     for model in (tiny_model("qwen3_moe"), lora.add_adapters(tiny_model("llama"), 2, 4)):
         assert [*lora.notes(model)] == []
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(UserError, match="--lora_rank: LlamaForCausalLM has no linear layers except its output head"):
+        lora.add_adapters(model, 2, 4)
 
 
 # ---- Runs ----
@@ -186,14 +194,25 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 # ---- What is refused ----
 
 MORE_THAN_PLAIN = dict(use_rslora=True, use_dora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2})
-MORE_THAN_PLAIN |= dict(bias="all", modules_to_save=["lm_head"], layers_to_transform=[0], revision="main")
+MORE_THAN_PLAIN |= dict(bias="all", modules_to_save=["head"], layers_to_transform=[0], revision="main", peft_type="IA3")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+REFUSED = [  # a file, its new text or what changes in it -> the error
+    *[(CONFIG, {name: x}, f"its {name} is {re.escape(str(x))}, but only plain") for name, x in MORE_THAN_PLAIN.items()],
+    (CONFIG, dict(r=None), "its adapters cannot be loaded: TypeError"),
+    (CONFIG, dict(r=2), "must have adapters of .* model.layers.0.mlp.down_proj.lora_A differs"),
+    (CONFIG, dict(base_model_name_or_path="/was/moved"), "/was/moved: there is no such folder"),
+    (WEIGHTS, "{", "its adapters cannot be loaded: SafetensorError"),
+    (WEIGHTS, None, "its adapters cannot be loaded: FileNotFoundError"),
+]
 
 
-@pytest.mark.parametrize("name, value", [*MORE_THAN_PLAIN.items(), ("peft_type", "IA3")])
-def test_adapters_that_are_more_than_plain_lora_are_refused(tmp_path, name, value):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(lora.PLAIN | {name: value}))
-    with pytest.raises(UserError, match=f"--model {tmp_path}: its {name} is {re.escape(str(value))}, but only plain"):
-        open_model(str(tmp_path), Config(steps=0, dtype="float32"))
+@pytest.mark.parametrize("name, change, error", REFUSED)
+def test_adapters_that_are_damaged_or_more_than_plain_lora_are_refused(whole, tmp_path, name, change, error):
+    file, evaluation = shutil.copytree(whole / "model", tmp_path / "model") / name, Config(steps=0, dtype="float32")
+    text = json.dumps(json.loads(file.read_text()) | change) if isinstance(change, dict) else change
+    file.unlink() if change is None else file.write_text(text)
+    with pytest.raises(UserError, match=f"^--model.*{error}"):
+        load(open_model(str(file.parent), evaluation), evaluation, CPU)
 
 
 def test_adapters_of_other_layers_are_refused_and_training_does_not_start_from_adapters(small, whole, tmp_path):

@@ -54,6 +54,30 @@ def test_a_spread_is_none_only_where_all_rewards_are_equal():
     assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
 
 
+STEP = dict(step=1, reward=0.5, reward_std=0.5, rejected_groups=0.25, truncated=0.1, completion_length=7.0)
+STEP |= dict(entropy=None, tokens_per_second=1234.4)
+NOTES = [  # metrics, whether each of the four groups has an advantage -> the note
+    ({}, [0, 0, 1, 1], None),
+    ({}, [0, 0, 0, 1], "fewer than half of this step's groups are trained on"),
+    (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
+    (dict(reward_std=0.0), [1] * 4, "no reward of this step differs"),
+    (dict(reward_std=None), [1] * 4, None),  # there is one completion for each prompt
+]
+
+
+@pytest.mark.parametrize("metrics, advantages, note", NOTES)
+def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics, advantages, note):
+    groups = [group([0.0, 1.0], 1) for _ in advantages]
+    for made, A in zip(groups, advantages):
+        made.advantages = torch.tensor([-A, A])
+    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0), str, NAMES)
+    log.track = None
+    for step in (1, 2):
+        log.step(STEP | metrics | {"step": step}, groups, [])
+    shown = capsys.readouterr().out
+    assert shown.count("note: ") == (note is not None) and (note or "") in shown
+
+
 def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     """One completion has two turns with a reply of two tokens between them, and the other one has one turn."""
     written = [True, True, False, False, True]
@@ -128,16 +152,16 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_prog
 ):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: is_terminal
-    log, tracked = RunLog(Config(out=str(tmp_path), steps=2, samples_per_step=0), str, NAMES), []
+    log, tracked = RunLog(Config(out=str(tmp_path), steps=2, prompts_per_step=1, samples_per_step=0), str, NAMES), []
     log.open(0)
     log.track = lambda metrics, step: tracked.append((step, metrics.keys()))
     for tokens in range(1, 33):
         log.generating(tokens, 3)
-    metrics = dict(step=1, reward=0.5, rejected_groups=0.25, truncated=0.1, completion_length=7.0, entropy=None)
-    log.step(metrics | dict(tokens_per_second=1234.4), [group([1.0], 1)], [])
+    made = group([1.0], 1)
+    made.advantages = [1.0]
+    log.step(STEP, [made], [])
     progress, line = screen.getvalue().rpartition("\r")[::2]
     assert progress.count("unfinished") == (2 if is_terminal else 0)
     assert line.startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
-    shown = {"reward", "rejected_groups", "truncated", "completion_length", "tokens_per_second"}
-    assert tracked == [(1, shown)], "a metric without a value is not sent to the tracker"
+    assert tracked == [(1, STEP.keys() - {"step", "entropy"})], "a metric without a value is not sent to the tracker"

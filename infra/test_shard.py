@@ -130,7 +130,7 @@ def test_a_checkpoint_is_evaluated_sharded(small, tmp_path):
 
 
 WRONG = [  # number of ranks, settings, a part of the error
-    (2, dict(model="tied"), "has a head of its own: set tie_word_embeddings to false in its config.json"),
+    (2, dict(model="tied"), "its head is not tied; set tie_word_embeddings to false in its config.json"),
     (3, {}, "3 ranks cannot be split into copies of [1, 2] ranks; give a --shard_size"),
     (2, dict(shard_size=3), "2 ranks cannot be split into copies of [3] ranks"),
 ]
