@@ -173,10 +173,6 @@ class Config:
     out: str | None = setting(None, "folder of the run; the same command continues it", may_change=True)
     overwrite: bool = setting(False, "start over; the old run's folder is renamed", may_change=True)
 
-    def __post_init__(self) -> None:
-        # Turn NumPy's numbers into Python's, because JSON has no others.
-        vars(self).update({name: x.item() for name, x in vars(self).items() if hasattr(x, "item")})
-
     @property
     def truncates(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary only."""

@@ -110,8 +110,6 @@ def rollout(
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
     i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
     of completion i has ended. Without replies, every completion has one turn."""
-    if uniform is not None and len(uniform) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts, but {len(uniform)} rows of random numbers")
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
     rows_at_once = max(1, sampling.tokens_at_once // length)
     completions = []

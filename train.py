@@ -278,8 +278,7 @@ def generate_groups(
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
-    own = [completions[p * n : (p + 1) * n] for p in range(len(picked))]  # those of each prompt
-    return [Group(prompts[p], rows[i], own[p], index=i, step=step) for p, i in enumerate(picked)]
+    return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:

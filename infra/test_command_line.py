@@ -6,9 +6,7 @@ import math
 import re
 from dataclasses import Field
 
-import numpy as np
 import pytest
-import torch
 
 from config import ALGORITHMS, Config, UserError
 from infra import run_folder
@@ -133,11 +131,6 @@ IN_FILES = [  # settings in a file, flags, a part of each line of the error mess
 def test_mistakes_are_reported(tmp_path, capsys, settings, line, expected):
     (tmp_path / "mine.json").write_text(json.dumps(settings))
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
-
-
-def test_numbers_of_numpy_and_torch_are_numbers():
-    config = Config(num_generations=np.int64(3), beta=np.float32(0.5), minibatches=torch.tensor(2), shard=np.True_)
-    assert [type(x) for x in (config.num_generations, config.beta, config.minibatches)] == [int, float, int]
 
 
 def values_of(setting: Field) -> tuple[list, list]:
