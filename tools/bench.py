@@ -220,7 +220,8 @@ def make_missing_runs(args: argparse.Namespace) -> None:
 
 
 def table(args: argparse.Namespace) -> str:
-    """Return the table in Markdown, without the time to the target if not every run reached it."""
+    """Return the table in Markdown, without the time to the target if not every run reached it. Exit with an error if
+    the ways did not do the same work."""
     folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
     logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
     if args.what == "long":
@@ -231,7 +232,7 @@ def table(args: argparse.Namespace) -> str:
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
         if name in SAME:
             np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
-        if np.isfinite(means).all():
+        elif np.isfinite(means).all():
             rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
     seeds, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
     difference = f"difference from {first} (95 % interval)"
