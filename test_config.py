@@ -80,12 +80,11 @@ PLAIN = dict(
 OFF_POLICY = dict(num_iterations=2, learning_rate=0.02, beta=0.5)
 
 # A setting: another value for it, other settings that both runs have, and the aspects of `outcome` that must differ.
-# Settings are left out here if they are arguments of policy_loss (test_loss.py), if test_train.py, test_lora.py or
-# test_shard.py compare their effect with an equation or with another run, or if the runs of most tests need them, such
-# as --model, --task, --data and --out.
+# Settings are left out here if they are arguments of policy_loss (test_loss.py), if test_train.py, test_lora.py,
+# test_shard.py or test_checkpoint.py compare their effect with an equation or with another run, or if the runs of most
+# tests need them, such as --model, --task, --data and --out.
 DIFFERS = {
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
-    "reply": (f"{__name__}:again", {}, "completions turns"),
     "max_turns": (1, dict(reply=f"{__name__}:again"), "completions turns"),
     "temperature": (0.7, {}, "completions entropy"),
     "stop": (["a", "bc"], {}, "completions truncated"),
@@ -104,8 +103,6 @@ DIFFERS = {
     "gradient_checkpointing": (True, {}, "update"),
     "gradient_checkpointing, sharded": (True, dict(shard=True), "update"),
     "eval_every": (1, {}, "eval"),
-    "save_every": (1, dict(keep_checkpoints=2), "files"),
-    "keep_checkpoints": (2, dict(save_every=1), "files"),
     "samples_per_step": (1, {}, "prompts completions advantages"),
     "report_to": ("wandb", {}, "files"),
     "seed": (1, {}, "prompts completions"),
