@@ -23,7 +23,6 @@ REWARDS = {  # rewards, and trained lengths (0 for a truncated completion under 
     "missing and equal": ([[0.0, NAN, 0.5, 1.0], [0.1, NAN, 0.1, 0.1], PLAIN[2]], None),
     "no reward at all": ([[NAN, NAN], [NAN, NAN]], None),
     "groups of one": ([[0.0], [1.0], [5.0]], None),
-    "negative": ([[-1.0, -2.0, 0.0], [-3.0, 1.0, 0.5]], None),
     "some truncated": (PLAIN, [[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]]),
     "one left in a group": ([[0.0, 1.0, 0.5], [1.0, 0.25, 2.0], [0.0, 3.0, 1.0]], [[3, 2, 4], [0, 5, 0], [1, 2, 0]]),
     "only equal ones left": ([[1.0, 1.0, 0.0], [1.0, 1.0, NAN]], [[4, 2, 0], [3, 3, 9]]),

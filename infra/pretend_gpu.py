@@ -39,7 +39,6 @@ WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CU
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
-TAKES_CPU_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 gpu = SimpleNamespace(
     capacity=80e9,  # bytes
@@ -150,8 +149,6 @@ class Pretended(torch.Tensor):
         raise_on_two_devices(func, tensors)
         target = torch.device(kwargs.pop("device", None) or DEVICE).type
         name = func._schema.name.partition("::")[2]
-        if name == "record_stream":
-            return None
         if waits(name, args, target, all(isinstance(x, Pretended) for x in tensors)):
             gpu.waits[name] += 1
             if gpu.captured is not None:
@@ -166,8 +163,6 @@ class Pretended(torch.Tensor):
             for x in outer.values():
                 if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # the operation resized it
                     torch.Tensor.data.__set__(x, Pretended(x.inner))
-            if isinstance(out, torch.Tensor) and id(out) not in outer and args and args[0] is out:
-                return out  # a tensor of the CPU, which this was copied to
         return each(wrap, out)
 
 
@@ -175,17 +170,11 @@ Pretended.__name__ = "Tensor"  # the name of the class on a real GPU
 
 
 def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
-    """Raise the error that CUDA raises. It allows copies between devices, indices on the CPU, and single numbers of the
-    CPU in pointwise operations."""
-    elsewhere = [x for x in tensors if not isinstance(x, Pretended)]
-    if not elsewhere or func.namespace == "c10d" or func in (aten._to_copy.default, aten.copy_.default):
-        return
-    first_is_ours = isinstance(tensors[0], Pretended)
-    by_entry = torch.Tag.pointwise in func.tags or "_foreach" in func.name()
-    numbers = by_entry and all(x.dim() == 0 for x in elsewhere) and (first_is_ours or not func._schema.is_mutable)
-    if numbers or (func in TAKES_CPU_INDICES and first_is_ours):
-        return
-    raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {func} (pretended)")
+    """Raise the error that CUDA raises, except for copies between devices. CUDA also allows indices on the CPU, and
+    single numbers of the CPU in pointwise operations, but nothing here needs that."""
+    copies = func.namespace == "c10d" or func in (aten._to_copy.default, aten.copy_.default)
+    if not copies and not all(isinstance(x, Pretended) for x in tensors):
+        raise RuntimeError(f"Expected all tensors to be on the same device, found cuda:0 and cpu: {func} (pretended)")
 
 
 def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
@@ -195,11 +184,8 @@ def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
 
 
 def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    if name == "copy_" and args[0].is_meta:
-        return args[0]
-    if (
-        name == "mm" and len(args) == 3 and args[0].dtype == args[1].dtype
-    ):  # with out_dtype, which the CPU does not support
+    # The CPU does not support mm with out_dtype, the third argument.
+    if name == "mm" and len(args) == 3 and args[0].dtype == args[1].dtype:
         return torch.mm(args[0].to(args[2]), args[1].to(args[2]))
     return func(*args, **kwargs)
 
@@ -296,8 +282,6 @@ _kept_alive: list = []
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
     """Give this process a GPU, for good. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
-    if _kept_alive:
-        return gpu
     # Autograd asks for the number of devices and for their streams. This guard answers: one device, no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
     library = torch.library.Library("aten", "IMPL")
@@ -320,7 +304,6 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
         get_device_name="pretended GPU", get_device_capability=(9, 0), _is_in_bad_fork=False, _lazy_init=None,
         empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
         set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
-        get_device_properties=SimpleNamespace(name="pretended GPU", major=9, minor=0, multi_processor_count=132),
         mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
         max_memory_allocated=lambda: gpu.peak, max_memory_reserved=lambda: gpu.peak,
         reset_peak_memory_stats=lambda: setattr(gpu, "peak", gpu.held),

@@ -10,7 +10,7 @@ from infra import decoding as module
 from infra import pretend_gpu
 from infra.decoding import decoding
 from infra.pretend_gpu import gpu, on_pretended_gpu
-from rollout import Completion, Sampling, rollout, sample, uniforms
+from rollout import Completion, Sampling, _pick_in_blocks, rollout, uniforms
 
 PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]
 LENGTH, ENDS = 10, [2, 4, 8, 11, 22, 33, 44, 55]
@@ -95,7 +95,7 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
     assert [mask.shape[-1] for mask in seen[1:]] == [5] * 2 + [10] * 5 + [20] * 10 + [23] * 2
 
 
-CUTS = [{}, dict(temperature=0.0), dict(top_p=0.8), dict(top_k=9, min_p=0.01)]
+CUTS = [{}, dict(top_p=0.8), dict(top_k=9, min_p=0.01)]
 
 
 def waits() -> list[list[dict]]:
@@ -119,28 +119,23 @@ def waits() -> list[list[dict]]:
 def test_for_each_token_the_host_reads_only_how_many_rows_have_ended():
     """Without a graph it also reads whether there is padding. Kept ids are copied after every 16 tokens."""
     for cut, found in zip(CUTS, on_pretended_gpu(waits), strict=True):
-        kept = {"nonzero": 1 / 16, "_to_copy": 2 / 16} if {"top_p", "top_k"} & {*cut} else {}
+        kept = {"nonzero": 1 / 16, "_to_copy": 2 / 16} if cut else {}
         assert found == [{"_local_scalar_dense": n} | kept for n in (1, 2)], cut
 
 
-def picked(logits: list[torch.Tensor], u: torch.Tensor) -> list[torch.Tensor]:
-    return [sample(x.to("cuda"), u.to("cuda"), Sampling(1, [0]))[0].cpu() for x in logits]
-
-
-@needs_gpu
-def test_a_gpu_picks_the_tokens_of_the_inverse_distribution():
-    """This includes both ends of the random numbers, and tokens of probability 0."""
+def test_picking_in_blocks_finds_the_tokens_of_the_inverse_distribution():
+    """GPUs pick tokens in this way. Both ends of the random numbers and tokens of probability 0 are included."""
     r = torch.Generator().manual_seed(0)
     u = torch.rand(300, generator=r, dtype=torch.float64)
     u[:3] = torch.tensor([0.0, 1.0 - 2**-53, 1.0])
-    logits = [3 * torch.randn(300, V, generator=r) for V in (4, 512, 513, 3000)]
-    for x in logits:
+    for V in (4, 512, 513, 3000):
+        x = 3 * torch.randn(300, V, generator=r)
         x[::2, 0], x[::2, x.shape[1] // 2 :] = -torch.inf, -torch.inf
-    for x, tokens in zip(logits, on_pretended_gpu(picked, logits, u), strict=True):
-        cdf = x.softmax(-1).double().cumsum(-1)
+        p = x.softmax(-1)
+        cdf = p.double().cumsum(-1)
         total = cdf[:, -1:]
         target = torch.minimum(u[:, None] * total, torch.nextafter(total, 0 * total))
-        assert torch.equal(tokens, torch.searchsorted(cdf, target, right=True).squeeze(1))
+        assert torch.equal(_pick_in_blocks(p, u[:, None]), torch.searchsorted(cdf, target, right=True))
 
 
 REFUSED = {

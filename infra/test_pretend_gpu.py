@@ -68,19 +68,6 @@ def test_the_heads_product_is_not_rounded_to_bfloat16():
     assert not torch.equal(y, y.bfloat16().float())
 
 
-def compare_buffers() -> None:
-    def shard(original: Callable) -> Callable:
-        def sharded(empty, whole, *rest):
-            model, expected = original(empty, whole, *rest), dict(whole.named_buffers())
-            assert all(torch.equal(buffer.cpu(), expected[name]) for name, buffer in model.named_buffers())
-            print("equal buffers:", len(expected))
-            return model
-
-        return sharded
-
-    conftest.replace("infra.model.shard", shard)
-
-
 def count_waits() -> None:
     """Print how often the host waits for the GPU in each micro-batch of an update. The update is computed with few and
     with many micro-batches, and the difference is divided by their number."""
@@ -151,16 +138,14 @@ def compare_gradients() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [{}, dict(shard=True)])
 def test_a_run_in_bfloat16(small, tmp_path, kind, given):
-    look = compare_buffers if given else compare_gradients
-    shown = run(small | given | dict(dtype="auto", steps=1), tmp_path / "out", partial(on_a_gpu, kind), look)
+    look = [] if given else [compare_gradients]  # gradients of shards cannot be made one vector
+    shown = run(small | given | dict(dtype="auto", steps=1), tmp_path / "out", partial(on_a_gpu, kind), *look)
     assert '"bfloat16"' in (tmp_path / "out/config.json").read_text()
     assert '"peak_memory_reserved_gb": null' not in (tmp_path / "out/metrics.jsonl").read_text()
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])
     cosines = [float(x) for x in re.findall("cosine (.*)", shown)]
-    if given:
-        assert int(re.search("equal buffers: (.*)", shown)[1]) > 0
-    else:  # bfloat16 rounds by up to 0.4 %, so a gradient differs by about 1 %, but it must differ
-        assert len(cosines) == 2 and all(0.99 <= cosine < 1.0 for cosine in cosines)
+    # bfloat16 rounds by up to 0.4 %, so a gradient differs by about 1 %, but it must differ
+    assert len(cosines) == 2 * len(look) and all(0.99 <= cosine < 1.0 for cosine in cosines)
 
 
 @LACKING

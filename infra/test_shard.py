@@ -20,6 +20,7 @@ import train
 from conftest import assert_same_run, at, die, metrics, replace, run, tiny_model
 from infra import faults, ranks, shard
 from logprob import token_logprobs
+from tasks import sorting as sorting_task
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks.sorting import LETTERS
 
@@ -78,7 +79,8 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
 
 
 def in_parts(step):
-    """Check after each step that this rank has only its part of weights, moments and reference, and no gradients."""
+    """Check after each step that this rank has only its part of weights, moments and reference, no gradients, and
+    buffers that were not rounded."""
 
     def stepping(run: train.Run, *args: int):
         result, weights = step(run, *args), list(run.model.parameters())
@@ -87,6 +89,8 @@ def in_parts(step):
             part = sum(x.to_local().untyped_storage().nbytes() for x in whole)
             assert part <= 1.1 * 4 / 2 * sum(x.numel() for x in whole)  # a tenth for padding
         assert {p.dtype for p in weights} == {torch.float32} and all(p.grad is None for p in weights)
+        made, _ = sorting_task.model(run.config)
+        assert all(torch.equal(buffer, made.get_buffer(name)) for name, buffer in run.model.named_buffers())
         return result
 
     return stepping

@@ -34,11 +34,8 @@ WRONG = [  # what a function returns, and the error
 ]
 RELATIVE = """
 from .helper import SOFT
-def get_soft_punishment(limit, soft):
-    def soft_punishment(completion_ids, **kwargs):
-        return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
-    return soft_punishment
-soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
+def soft_punishment(completion_ids, **kwargs):
+    return [min(0.0, (5 - SOFT - len(ids)) / SOFT) for ids in completion_ids]
 """
 MEDDLES = """
 import random, torch
@@ -77,7 +74,6 @@ FILES = {
     "r1/rewards.py": RELATIVE,
 }
 OF_TRL = [  # a function, and its values for completions of five and of three tokens
-    ("meddles.py:mine", [1.0, 1.0]),
     ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
     ("installed:mine", [0.0, 0.0]),
 ]
@@ -232,4 +228,3 @@ def test_a_reward_that_is_not_there(folder, name, error, message):
 def test_it_runs_as_it_is(folder, reward, values):
     columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
     assert call_rewards([load_reward(reward, {})], columns, {}) == [values]
-    assert load_reward("min", {"min": max}) is max, "one of the task's own"
