@@ -2,6 +2,7 @@
 micro-batches or ranks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, pairwise
@@ -111,45 +112,37 @@ def test_minibatches():
 @pytest.mark.parametrize("rows, tokens", [(None, None), (1, None), (3, None), (None, 1), (None, 60), (4, 60)])
 @pytest.mark.parametrize("hidden_size", [None, 4, 1000])
 def test_micro_batches(n, world, rows, tokens, hidden_size):
-    r = np.random.default_rng(n)
     prompts = torch.arange(n) // 6
     starts = torch.tensor([7, 2, 1, 12, 3, 5, 5])[prompts]
-    lengths = (starts + torch.tensor(r.integers(1, 30, n))).tolist()
-    attention = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    number, zeros = torch.arange(n), torch.zeros(attention.shape)  # the ids of a row are its number
-    batch = Batch(
-        attention * number[:, None], attention, attention.clone(), 1.0 + number, prompts, starts, zeros, zeros
-    )
+    lengths = torch.tensor(np.random.default_rng(n).integers(1, 30, n))  # of the completions
+    attention = (torch.arange(42) < (starts + lengths)[:, None]).long()
+    zeros = torch.zeros(attention.shape)
+    batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
+    # For each rank and micro-batch, the rows that the model reads. Each is a tensor of the completions that share it.
+    shares = [[torch.tensor(piece).split(part.together) for piece, part in pieces] for pieces in by_rank]
 
-    def packs(piece: list[int], part: Batch) -> list[list[int]]:
-        return [pack.tolist() for pack in torch.tensor(piece).split(part.together)]
+    def read(shared: Tensor) -> int:
+        return int(starts[shared[0]] + lengths[shared].sum())
 
-    def read(pack: list[int]) -> int:
-        return starts[pack[0]].item() + sum(lengths[row] - starts[row].item() for row in pack)
-
-    def fits(piece: list[list[int]]) -> bool:
+    def fits(piece: Sequence[Tensor]) -> bool:
         padded = len(piece) * max(map(read, piece))
-        return (rows is None or len([*chain(*piece)]) <= rows) and (tokens is None or padded <= tokens)
+        return (rows is None or sum(map(len, piece)) <= rows) and (tokens is None or padded <= tokens)
 
-    shares = [[pack for piece in pieces for pack in packs(*piece)] for pieces in by_rank]
-    assert sorted(row for share in shares for pack in share for row in pack) == list(range(n)), "every row once"
-    work = [sum(map(read, share)) for share in shares]
-    largest = max(sum(lengths[row] for row in range(n) if prompts[row] == prompt) for prompt in prompts)
-    assert max(work) - min(work) <= largest, "similar work everywhere"
-    assert all(prompts[row] == prompts[pack[0]] for share in shares for pack in share for row in pack)
-    most = max(len(pack) for share in shares for pack in share)
+    everything = [*chain(*chain(*shares))]
+    assert sorted(torch.cat(everything).tolist()) == list(range(n)), "every completion once"
+    most = max(map(len, everything))
     assert most == 1 if hidden_size is None or rows == 1 or tokens == 1 else most <= math.ceil(n / world)
     assert hidden_size != 1000 or (rows, tokens) != (None, None) or most == min(6, n, math.ceil(n / world))
-    for share, pieces in zip(shares, by_rank):
-        assert [*map(read, share)] == sorted(map(read, share), reverse=True)
-        pieces = [(packs(*piece), *piece) for piece in pieces]
-        assert all(len(rows) == 1 or fits(piece) for piece, rows, _ in pieces), "the limits are kept"
-        assert not any(fits([*piece, after[0]]) for (piece, *_), (after, *_) in pairwise(pieces)), "and used"
-        for _, piece, part in pieces:
-            given = {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
-            assert all(torch.equal(getattr(part, name), tensor[piece]) for name, tensor in given.items())
+    sizes = [[*map(read, chain(*share))] for share in shares]
+    largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
+    work = [*map(sum, sizes)]
+    assert max(work) - min(work) <= largest, "similar work everywhere"
+    for share, of_share in zip(shares, sizes):
+        assert of_share == sorted(of_share, reverse=True)
+        assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "the limits are kept"
+        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "and used"
 
     smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
     assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also with lower limits on one rank"

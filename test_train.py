@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import train
+from advantage import on_high_entropy
 from batch import collate, minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, lines, metrics, run, samples
@@ -291,16 +292,17 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 
 @pytest.mark.parametrize("mask_truncated, replies", [(False, {}), (True, dict(reply=TURNS["reply"]))])
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated, replies):
-    """Compute every metric again, token by token, from samples.jsonl and from the tensors of the step."""
+    """Compute every metric again, from samples.jsonl and from what the loss returns for each micro-batch."""
     names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
     drawn, passes, updated, scored, losses = (watch(train, name) for name in names)
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(drawn) + 5.0 * len(updated))  # 3 s to draw, 5 s an update
     monkeypatch.setattr(train, "time", clock)
+    of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05)
     out = go(
         steps=1, seed=1, prompts_per_step=16, num_generations=3, max_completion_length=16, micro_batch_size=4,
         reward=own("sometimes", "judged"), reward_weights=[0.5, 2.0], correct="judged", mask_truncated=mask_truncated,
-        num_iterations=2, minibatches=2, learning_rate=0.04, warmup_steps=2, top_entropy=0.5, beta=0.1,
-        kl_importance=True, off_policy_mask=0.05, entropy_coef=0.2, **replies,
+        num_iterations=2, minibatches=2, learning_rate=0.04, warmup_steps=2, top_entropy=0.5, entropy_coef=0.2,
+        **of_loss, **replies,
     )  # fmt: skip
     (figures,), rows = lines(out / "metrics.jsonl"), samples(out)
     names = "length", "reward", "advantage", "truncated", "rewards"
@@ -312,22 +314,16 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     rows_by_update = [rows_of_one for *_, rows_of_pass in passes for rows_of_one in rows_of_pass]
     for ((_, batch, _), *_), part in zip(updated, rows_by_update, strict=True):
         assert batch.mask.sum(1).tolist() == [lengths[i] * counts[i] for i in part]
-        mask, entropy = batch.mask.bool(), batch.sampler_entropy
-        A, kept = torch.tensor([[advantages[i]] for i in part]).expand_as(mask)[mask], torch.zeros(int(mask.sum()))
-        kept[np.argsort(-entropy[mask], kind="stable")[: math.ceil(len(kept) / 2)]] = 1.0  # some are equal
-        assert torch.equal(batch.advantages[mask], A * kept)
+        A = torch.tensor([advantages[i] for i in part])
+        assert torch.equal(batch.advantages, on_high_entropy(A, batch.sampler_entropy, batch.mask, 0.5))
 
-    loss, sums, tokens = 0.0, np.zeros(len(train.STATS)), 0
+    loss, totals = 0.0, np.zeros((len(train.STATS), 2))
     entropies = [entropy for _, more, (_, entropy) in scored if more]  # the others are of old policy and reference
-    for ((logp, old_logp, A, w, mask), how, _), entropy in zip(losses, entropies, strict=True):
-        far = ((how["sampler_logp"] - logp) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True) > 0.05
-        by_token = logp, old_logp, A, w, how["ref_logp"], how["sampler_logp"], entropy, far.expand_as(mask)
-        for logp, old, A, w, ref, sampler, H, dropped in zip(*(x[mask.bool()].tolist() for x in by_token)):
-            rho, kl = math.exp(logp - old), math.exp(ref - logp) - (ref - logp) - 1
-            surrogate = 0.0 if dropped and A < 0 else min(rho * A, min(max(rho, 0.8), 1.2) * A)
-            loss += w * (0.1 * rho * kl - surrogate - 0.2 * H) / 4
-            sums += [H, kl, rho < 0.8 and A < 0, rho > 1.2 and A > 0, abs(old - sampler), dropped and A < 0]
-            tokens += 1
+    for ((*_, weights, mask), switches, (part_loss, stats)), entropy in zip(losses, entropies, strict=True):
+        assert of_loss.items() <= switches.items()
+        loss += (part_loss - 0.2 * (weights * entropy).sum()).item() / 4
+        stats = stats | {"entropy": (entropy.sum(), mask.sum())}
+        totals += np.array([[float(x) for x in stats[name]] for name in train.STATS])
 
     def mean(values) -> float:
         return statistics.fmean(x for x in values if x is not None)
@@ -335,7 +331,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     given = [[r for r in rewards[i : i + 3] if r is not None] for i in range(0, len(rows), 3)]
     right = [x["judged"] == 1.0 for x in parts]
     judged = [{right[i + j] for j in range(3) if rewards[i + j] is not None} for i in range(0, len(rows), 3)]
-    expected = dict(zip(train.STATS, sums / tokens)) | {
+    expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,
         "reward": mean(rewards),
         "reward/sometimes": mean(x["sometimes"] for x in parts),

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from graphlib import TopologicalSorter
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from operator import methodcaller
+from io import StringIO
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
+from urllib.request import Request
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -275,30 +275,25 @@ def fork(tmp_path_factory) -> Path:
     return folder
 
 
-# Unchanged from huggingface/trl, docs/source/grpo_trainer.md at f2cd57710ae345ea6428ae95363267fcf38a3dc8; Apache-2.0.
+# The example in huggingface/trl, docs/source/grpo_trainer.md at f2cd57710ae3, Apache-2.0, without its comments.
 INCREMENT = '''
 import random
 
 class IncrementEnv:
-    # Reserved methods
-    def reset(self, **kwargs) -> str | None:  # required; called at the start of each rollout
+    def reset(self, **kwargs) -> str | None:
         self.counter = 0
-        self.target = random.randint(1, 6)  # self-sample the task
-        return f"Increment the counter by {self.target}."  # returned string becomes the prompt
+        self.target = random.randint(1, 6)
+        return f"Increment the counter by {self.target}."
 
-    def get_reward(self) -> float:  # optional: the environment scores itself from its own state
+    def get_reward(self) -> float:
         return float(self.counter == self.target)
 
-    # Public methods (exposed as tools)
     def increment(self, step: int) -> int:
         """
         Increment the internal counter.
 
         Args:
             step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
         """
         self.counter += step
         return self.counter
@@ -474,33 +469,27 @@ def test_the_token_baseline_it_adds(fork):
     assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=2e-3)
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers the requests of the page with the sampler of this repository."""
+def answering(urlopen: Callable) -> Callable:
+    """Answer the requests of the page in this process, with the sampler of this repository, in place of a server."""
+    server = SimpleNamespace(model=None)
 
-    def do_POST(self) -> None:
-        asked, answer = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), {}
-        if self.path == "/load":
-            self.server.model = AutoModelForCausalLM.from_pretrained(asked["folder"])
+    def answer(request: Request) -> StringIO:
+        asked, made = json.loads(request.data), []
+        if request.selector == "/load":
+            server.model = AutoModelForCausalLM.from_pretrained(asked["folder"])
         else:
             sampling = Sampling(asked["max_tokens"], asked["stop_token_ids"], asked["temperature"])
-            made = rollout(
-                self.server.model, asked["prompts"], torch.tensor(asked["uniform"], dtype=torch.float64), sampling
-            )
-            answer = [dict(ids=each.ids, logp=each.logp, truncated=each.truncated) for each in made]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+            made = rollout(server.model, asked["prompts"], np.array(asked["uniform"]), sampling)
+        return StringIO(json.dumps([dict(ids=each.ids, logp=each.logp, truncated=each.truncated) for each in made]))
+
+    return answer
 
 
 def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
     (words,) = commands(PROGRAMS["asking"], "python train.py")
     words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
-    server = HTTPServer(("localhost", 0), Server)
-    Thread(target=server.serve_forever, daemon=True).start()
-    here = partial(conftest.replace, "served.SERVER", methodcaller("replace", "8000", str(server.server_port)))
-    asked, whole = make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked")
-    server.shutdown()
-    assert_same_files(asked, whole)
+    here = partial(conftest.replace, "served.urlopen", answering)
+    assert_same_files(make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked"))
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):
