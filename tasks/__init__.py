@@ -36,7 +36,7 @@ from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_rewards, load_reward
+from tasks._rewards import as_list, call_rewards, load_function
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -116,7 +116,7 @@ def load_task(config: Config) -> Task:
     if config.reward:
         own = dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))
-        task.rewards = [load_reward(name, own) for name in config.reward]
+        task.rewards = [load_function(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
         if task.correct not in config.reward:
             task.correct, task.correct_at, task.graded = None, 1.0, False
@@ -125,7 +125,7 @@ def load_task(config: Config) -> Task:
     if task.correct not in (None, *task.reward_names):
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     if config.reply:
-        task.reply = load_reward(config.reply, {}, "--reply")
+        task.reply = load_function(config.reply, {}, "--reply")
     if config.max_turns and task.reply is None:
         raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     return task
