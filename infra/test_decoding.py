@@ -144,7 +144,7 @@ def test_a_gpu_picks_the_tokens_of_the_inverse_distribution():
 
 
 REFUSED = {
-    "gemma2": "its cache has a DynamicSlidingWindowLayer",
+    "gemma2": "cache has a layer of type DynamicSlidingWindowLayer",
     "bloom": "missing 1 required positional argument: 'position_ids'",
 }
 

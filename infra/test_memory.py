@@ -184,7 +184,7 @@ def one_of_eight() -> None:
 class Counting:
     """A tokenizer whose texts are numbers: how many tokens the text has. The first token differs from text to text."""
 
-    eos_token_id, chat_template = 1, None
+    eos_token_id, eos_token, chat_template = 1, "<eos>", None
 
     def __call__(self, texts: list[str]) -> dict:
         return {"input_ids": [[3 + i] + [2] * (int(text) - 1) for i, text in enumerate(texts)]}
