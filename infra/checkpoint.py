@@ -157,8 +157,7 @@ def check(folder: Path) -> None:
     written = (folder / "SHA256SUMS").read_text(errors="replace").split("\n")
     # The file ends with the end of a line, so the last element of `written` is empty.
     if differing := {*written} ^ {*checksums(folder), ""}:
-        advice = "restore it, or move it away to resume from the one before, or from the start if there is none"
-        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): {advice}")
+        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): restore it, or move it away")
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:

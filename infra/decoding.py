@@ -82,8 +82,7 @@ class Steps:
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
         self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
         self.tokens += 1
-        is_full = self.tokens == layers[0].max_cache_len
-        if is_full and self.tokens < self.most:
+        if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
             make_static(layers, min(self.most, 2 * self.tokens))
         return self.out
 

@@ -81,9 +81,8 @@ def leave(code: int) -> None:
 def is_lost_contact(error: BaseException) -> bool:
     """Return whether a collective call failed because another rank is gone. Only errors raised inside PyTorch count,
     because a user's own network code may fail with a similar message. NCCL may also run out of memory on this rank."""
-    message, raised_in = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
-    words = ("gloo", "NCCL", "Connection", "connection")
-    matches = any(word in message for word in words) and "out of memory" not in message
+    message, raised_in = str(error).lower(), traceback.extract_tb(error.__traceback__)[-1].filename
+    matches = any(word in message for word in ("gloo", "nccl", "connection")) and "out of memory" not in message
     return isinstance(error, RuntimeError) and matches and raised_in.startswith(os.path.dirname(torch.__file__))
 
 

@@ -14,7 +14,6 @@ results of a finished run are only printed again. --overwrite renames the folder
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -59,10 +58,10 @@ def step_to_continue_after(config: Config) -> int | None:
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
-    # No run can go back, and a finished run can only be extended from a checkpoint.
-    if config.steps < made or (is_finished and not saved_steps(out)):
-        why = f"has made {made} steps, and has no checkpoint from which it could reach this number"
-        raise UserError(f"--steps {config.steps}: the run in {out} {why}")
+    if config.steps < made:
+        raise UserError(f"--steps {config.steps}: the run in {out} has already made {made}")
+    if is_finished and not saved_steps(out):
+        raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to resume from")
     return max(saved_steps(out), default=0)
 
 
@@ -75,7 +74,7 @@ def made_steps(out: Path) -> int | None:
         return saved[-1]
     if (out / "model").exists():
         return there.steps
-    # The first evaluation has a line with step 0. It is worth keeping only if --steps is 0, so that nothing else follows.
+    # The line with step 0 is the first evaluation. It is worth keeping only if --steps is 0, so that nothing follows.
     return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
 
 
@@ -108,7 +107,6 @@ def settings_of(out: Path) -> Config | None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
         raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
-    settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
     return resolve(Config(**settings), {}, on_gpu=False)
 
 
@@ -161,7 +159,6 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")  # settings_of turns "inf" back
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
@@ -212,8 +209,8 @@ def digest_of_code() -> str:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each file, and of all files in each folder, that the run reads."""
-    files = {path: sorted(path.iterdir()) if path.is_dir() else [path] for path in inputs(config)}
-    return {f"digest of {path}": digest_of(files[path]) for path in files}
+    # In the place of a file, `glob` finds nothing.
+    return {f"digest of {path}": digest_of(sorted(path.glob("*")) or [path]) for path in inputs(config)}
 
 
 def digest_of(paths: Iterable[Path]) -> str:

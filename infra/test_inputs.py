@@ -87,8 +87,6 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
-    ("--data {0}", "{0}: the package datasets cannot read it: "),
-    ("--data word", "word: the package datasets cannot read it: "),
     ("--model {0}/checkpoint", "--model {0}/checkpoint: this checkpoint is not in the folder of its run"),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 of its config's weights: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),

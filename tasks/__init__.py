@@ -129,8 +129,6 @@ def load_task(config: Config) -> Task:
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     if config.reply:
         task.reply = load_function(config.reply, {}, "--reply")
-    if config.max_turns and task.reply is None:
-        raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     return task
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1  # in every tokenizer that char_tokenizer makes
 TRAIN_ROWS, EVAL_ROWS = 8192, 512
+MODELS = Path(__file__).parent.parent / "models"  # models that come with the repository
 
 
 def ended(ids: list[int]) -> bool:

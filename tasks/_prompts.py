@@ -50,8 +50,7 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
         limits = f"the model's context of {context} less --max_completion_length {config.max_completion_length}"
         message = f"{len(too_long)} prompts have more than {room} tokens ({limits}), for instance {too_long[0]!r:.200}"
         if not config.drop_long_prompts:
-            advice = "shorten them, leave them out with --drop_long_prompts, or lower --max_completion_length"
-            raise UserError(f"{message}; {advice}")
+            raise UserError(f"{message}; shorten them, give --drop_long_prompts, or lower --max_completion_length")
         task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]
         task.eval = [row for row in task.eval if len(row["prompt_ids"]) <= room]
         task.notes.append(f"{message}; they are left out")

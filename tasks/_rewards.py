@@ -1,7 +1,7 @@
 """Users' reward functions: find them, call them, and check what they return.
 
-`surroundings` keeps a reward from changing what this program imports, draws and computes. There is no other sandbox: a
-reward can read and write files, for instance.
+`surroundings` keeps a reward from changing what this program imports and computes. There is no other sandbox: a reward
+can read and write files, for instance.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import importlib
 import inspect
 import math
 import pkgutil
-import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import set_seed
 
 from config import UserError
 
@@ -29,7 +27,6 @@ event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so tha
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
 modules_of: dict[str, dict[str, ModuleType]] = {}  # folder -> the modules that its rewards have imported
 PROGRAM = str(Path(__file__).resolve().parent.parent)  # the folder of this program
-LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
 
 
 def load_function(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
@@ -39,8 +36,7 @@ def load_function(name: str, own: dict[str, Callable], setting: str = "--reward"
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
-        known = ", ".join([*own, "file.py:function or package.module:function"])
-        raise UserError(f"{setting} {name}: must be {known}")
+        raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
     is_file = path.endswith(".py")
     folder = str(Path(path).resolve().parent) if is_file else PROGRAM
     with surroundings(folder):
@@ -55,9 +51,8 @@ def load_function(name: str, own: dict[str, Callable], setting: str = "--reward"
 def surroundings(folder: str) -> Iterator[None]:
     """Isolate a reward from this program while it is imported or called. A module in the reward's folder then comes
     before a module of the same name in this program or in another reward's folder. Afterwards, PyTorch's default dtype
-    and gradient mode are what they were, and the random generators are seeded with a number that was drawn before, so
-    that no later draw depends on the reward."""
-    dtype, seed = torch.get_default_dtype(), random.getrandbits(32)
+    and gradient mode are what they were."""
+    dtype = torch.get_default_dtype()
     # A reward in the folder of this program shares the program's modules.
     neighbours = pkgutil.iter_modules([folder] if folder != PROGRAM else [])
     names = {module.name for module in neighbours} - sys.stdlib_module_names
@@ -69,7 +64,6 @@ def surroundings(folder: str) -> Iterator[None]:
     finally:
         modules_of[folder] = swap_modules(names, modules_of_program)  # keeps the reward's modules for its next call
         torch.set_default_dtype(dtype)
-        set_seed(seed)
 
 
 def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[str, ModuleType]:
@@ -116,10 +110,9 @@ def as_list(values: Any) -> Any:
 def numbers_of(reward: Callable, values: Any, prompts: list) -> list[float]:
     """Check what the function returned, and turn it into floats. None becomes NaN, which means "no reward"."""
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        expected = f"a list of {len(prompts)} numbers was expected, for prompt {prompts[0]!r:.200} and others"
-        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}; {expected}")
+        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}, not {len(prompts)} numbers")
     numbers = [math.nan if value is None else float(value) for value in values]
     for number, prompt in zip(numbers, prompts, strict=True):
-        if abs(number) > LARGEST:
+        if math.isinf(number):
             raise UserError(f"reward function {reward.__name__} returned {number} for prompt {prompt!r:.200}")
     return numbers

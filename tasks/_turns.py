@@ -47,11 +47,7 @@ class Replies:
         if answer is None or len(self.turns) == self.max_turns:
             return None
         self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
-        try:
-            return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
-        except Exception as error:  # such as a role that the chat template does not know
-            returned = f"reply function {self.reply.__name__} returned {answer!r:.200}"
-            raise UserError(f"{returned}, for prompt {self.row['prompt']!r:.200}: {error}") from error
+        return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
 
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
@@ -78,11 +74,11 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *each], **how) for each in (reply, changed))
         if text == changed_text:  # for instance because the template leaves out the messages of this role
-            raise UserError("the model's chat template does not show the reply")
+            raise UserError(f"the model's chat template does not show the reply {reply!r:.200}")
         ids = tokenizer(text.rpartition(MARK)[2], add_special_tokens=False)["input_ids"]
         if text.count(MARK) != 1 or not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if ended else ids
     if not ids:
-        raise UserError("the reply has no tokens")
+        raise UserError(f"the reply {reply!r:.200} has no tokens")
     return ids

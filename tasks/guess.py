@@ -8,11 +8,10 @@ random one of the numbers that are still possible. Columns: prompt, number.
 """
 
 import random
-from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, ended, held_out
+from tasks._characters import EOS_ID, MODELS, ended, held_out
 
 DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=100, learning_rate=3e-4, warmup_steps=5)
 ALPHABET = "0123456789-:hl"
@@ -50,4 +49,4 @@ def load(config: Config) -> Task:
 
 
 def model(config: Config) -> str:
-    return str(Path(__file__).parent.parent / "models" / "guess")
+    return str(MODELS / "guess")

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import math
-import random
 import re
 import sys
 from decimal import Decimal
@@ -13,7 +12,6 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
-from transformers import set_seed
 
 from config import UserError
 from tasks._rewards import call_rewards, event_loop, load_function
@@ -25,12 +23,10 @@ VALUES = [  # what a function returns for the rewards 1, none and -2.5
     (x for x in (1, None, Decimal("-2.5"))),
     torch.tensor([1.0, math.nan, -2.5]),
 ]
-LIST = "; a list of 3 numbers was expected, for prompt 'p0' and others"
 WRONG = [  # what a function returns, and the error
-    ([1.0, 2.0], f"[1.0, 2.0]{LIST}"),
-    (None, f"None{LIST}"),
+    ([1.0, 2.0], "[1.0, 2.0], not 3 numbers"),
+    (None, "None, not 3 numbers"),
     (torch.tensor([0.0, -torch.inf, 0.0]), "-inf for prompt 'p1'"),
-    ([1.0, 1.0, -1.01e100], "-1.01e+100 for prompt 'p2'"),
 ]
 MADE = """
 from helper import SOFT
@@ -41,12 +37,10 @@ def get_soft_punishment(limit, soft):
 soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
 """
 MEDDLES = """
-import random, torch
-import numpy as np
+import torch
 def meddle():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
 meddle()
 def mine(completions):
     meddle()
@@ -196,26 +190,16 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
             assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
 
 
-def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
-    """What is drawn after a reward does not depend on it, and is not the same each time."""
-    drawn = []
-
+def test_what_a_reward_changes_in_pytorch_is_put_back(folder):
     def settings():
         return torch.get_default_dtype(), torch.is_grad_enabled()
 
-    def draw(completions):
-        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
-        return [0.0] * len(completions)
-
     before = settings()
-    rewards = [load_function(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
-    for harmless in (False, True):
-        set_seed(1)
-        for reward in rewards:
-            assert settings() == before
-            call_rewards([draw if harmless else reward, draw], COLUMNS, {})
-    assert settings() == before
-    assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
+    for name in ("mine", "awaited"):
+        reward = load_function(f"meddles.py:{name}", {})
+        assert settings() == before
+        call_rewards([reward], COLUMNS, {})
+        assert settings() == before
 
 
 @pytest.mark.parametrize(("name", "error", "message"), NOT_THERE)

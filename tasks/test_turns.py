@@ -74,17 +74,9 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
-    (False, "", "the reply has no tokens"),
-    (False, "?", "UNK"),
-    (True, [{"role": "user", "content": None}], "unsupported operand"),
-]
-
-
-@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
-def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wrong):
-    with pytest.raises(UserError, match=f"^reply function answer returned .*, for prompt .*: .*{wrong}"):
-        replies_of(said, is_chat)([8, EOS_ID])
+def test_a_reply_without_tokens():
+    with pytest.raises(UserError, match=r"^the reply '' has no tokens$"):
+        replies_of("", is_chat=False)([8, EOS_ID])
 
 
 @pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
@@ -144,8 +136,6 @@ def test_settings(tmp_path, monkeypatch):
         assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
     with pytest.raises(UserError, match="--reply say: must be"):
         load_task(Config(task="addition", reply="say"))
-    with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
-        load_task(Config(task="addition", max_turns=3))
 
 
 # ---- The game ----
