@@ -72,9 +72,8 @@ def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limit
 
 
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
-    """Compute the costs of a run of `world` ranks. Names that end in _bytes are sizes of one number, or of what their
-    comment says. All other variables of this function count numbers, tokens or completions, unless a comment says that
-    they are bytes."""
+    """Compute the costs of a run of `world` ranks. The variables in this function count parameters, tokens or
+    completions, unless their name or a comment says that they are bytes."""
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
     compute_bytes = 2 if config.dtype == "bfloat16" else 4

@@ -70,10 +70,11 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        # A template that leaves out messages of this role gives the same text for a changed reply.
         changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *each], **how) for each in (reply, changed))
-        if text == changed_text:  # for instance because the template leaves out the messages of this role
+        if text == changed_text:
             raise UserError(f"the model's chat template does not show the reply {reply!r:.200}")
         ids = tokenizer(text.rpartition(MARK)[2], add_special_tokens=False)["input_ids"]
         if text.count(MARK) != 1 or not ids or ids[0] not in eos_ids:
