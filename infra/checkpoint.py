@@ -5,8 +5,9 @@
 
 A checkpoint is either complete or absent: it is written under a temporary name, flushed to disk, and then renamed. It
 contains no random state, because every random number of a run is a function of the seed and the step. Weights are saved
-as safetensors and everything else as JSON, so that loading never unpickles anything. Left out: state that an optimizer
-adds after its first update, and the settings in its parameter groups, which the code sets again.
+as safetensors and everything else as JSON, so that loading never unpickles anything. The settings in the optimizer's
+parameter groups are not saved, because the code sets them again. Left out: optimizers that add state after their first
+update.
 """
 
 import json
@@ -14,7 +15,7 @@ import shutil
 import warnings
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -43,7 +44,7 @@ from rollout import Completion
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # PyTorch warns if a single process saves
 FILE_BYTES = 2**28  # the size of a file of weights, per rank
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-GROUPS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}
+RECORDS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}  # dataclasses that Run.state may contain
 ARRAYS = {  # class name -> how an object of this class is made from a tensor
     "Tensor": lambda x: x,
     "ndarray": Tensor.numpy,
@@ -54,31 +55,30 @@ ARRAYS = {  # class name -> how an object of this class is made from a tensor
 def save(
     out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer, cursor: int, state: dict, keep: int = 1
 ) -> None:
-    """Save everything that step + 1 needs. All ranks must call this, because each of them writes a part of the weights:
-    its own shard, if the model is sharded. Only the newest `keep` checkpoints stay."""
-    folder, first, tensors = checkpoint_of(out, step), ranks.rank() == 0, {}
-    parts = {name: trained(model) for name, model in models.items()}
+    """Save everything that step + 1 needs. `cursor` is the number of prompts that the run has drawn, and `state` is
+    Run.state. All ranks must call this, because each of them writes a part of the weights: its own shard, if the model
+    is sharded. Only the newest `keep` checkpoints stay."""
+    folder, first, tensors_of_state = checkpoint_of(out, step), ranks.rank() == 0, {}
+    parts = {part: trained(model) for part, model in models.items()}
     if optimizer.state:  # without state, PyTorch would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
-        for part, named in parts.items():
-            for name, x in named.items():
+        for part, tensors in parts.items():
+            for name, x in tensors.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
         about = {"cursor": cursor, "state": state}
-        loaded = None
-        with suppress(KeyError, RuntimeError, TypeError, ValueError):  # another class, a sparse tensor, a key, a cycle
-            text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors))
-            loaded = _from_text(text, tensors)
-        if repr(loaded) != repr(about):  # JSON turns a tuple into a list, for instance
+        # Load what will be written, and compare: JSON turns a tuple into a list, for instance.
+        text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors_of_state))
+        if repr(_from_text(text, tensors_of_state)) != repr(about):
             raise UserError("run.state would be loaded differently: use only JSON, tensors, arrays and Groups in it")
     with whole_folder(folder) as partial_folder:
         if first:
-            save_file(tensors, partial_folder / "state.safetensors")
+            save_file(tensors_of_state, partial_folder / "state.safetensors")
             write_text(partial_folder / "state.json", text)
-        for name, part in parts.items():
-            writer = HuggingFaceStorageWriter(partial_folder / name, files_of(part), save_distributed=True)
-            dcp.save(part, storage_writer=writer)
+        for part, tensors in parts.items():
+            writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)
         # Each rank hashes what it has written. For a large model, one rank would need minutes to hash everything.
         sums = ranks.gather(checksums(partial_folder, f"shard-{ranks.rank() + 1:05}-*", rest=first))
         if first:
@@ -98,7 +98,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     --shard may differ from those of the run that saved it."""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    parts, flat = {name: trained(model) for name, model in models.items()}, {}
+    parts, flat = {part: trained(model) for part, model in models.items()}, {}
     if (folder / "optimizer").exists():
         # This makes PyTorch create the optimizer's state, by an update at a learning rate of 0.
         flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
@@ -107,12 +107,12 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
         about = _from_text((folder / "state.json").read_text(), load_file(folder / "state.safetensors"))
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = [(part, reader.read_metadata().state_dict_metadata) for part, reader in readers.items()]
-        there = {f"{name} of the {part} {[*x.size]}" for part, named in saved for name, x in named.items()}
-        here = {f"{name} of the {part} {[*x.shape]}" for part, named in parts.items() for name, x in named.items()}
+        there = {f"{name} of the {part} {[*x.size]}" for part, tensors in saved for name, x in tensors.items()}
+        here = {f"{name} of the {part} {[*x.shape]}" for part, tensors in parts.items() for name, x in tensors.items()}
         if differing := there ^ here:
             raise UserError(f"the checkpoint {folder} does not fit the model or code: {sorted(differing)[:3]}")
-    for name, part in parts.items():
-        dcp.load(part, storage_reader=readers[name])
+    for part, tensors in parts.items():
+        dcp.load(tensors, storage_reader=readers[part])
     if flat:
         # Plain numbers were saved as tensors.
         loaded = {name: x if isinstance(flat[name], Tensor) else x.item() for name, x in parts["optimizer"].items()}
@@ -137,11 +137,11 @@ def _as_tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
 
 
-def files_of(part: dict[str, Tensor]) -> dict[str, int]:
+def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
-    before = accumulate((x.nbytes for x in part.values()), initial=0)
-    return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(part, before)}
+    before = accumulate((x.nbytes for x in tensors.values()), initial=0)
+    return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
 def checksums(folder: Path, shards: str = "shard-*", rest: bool = True) -> list[str]:
@@ -155,15 +155,16 @@ def checksums(folder: Path, shards: str = "shard-*", rest: bool = True) -> list[
 def check(folder: Path) -> None:
     """Raise a UserError if any file of the checkpoint is missing, or is not as it was written."""
     written = (folder / "SHA256SUMS").read_text(errors="replace").split("\n")
+    # The file ends with the end of a line, so the last element of `written` is empty.
     if differing := {*written} ^ {*checksums(folder), ""}:
-        advice = "restore it, or move it away to resume from the one before, or from the start if there is none"
-        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): {advice}")
+        raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): restore it, or move it away")
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Return the JSON for an object that JSON does not have. The numbers of tensors and arrays go into `tensors`."""
+    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. Any other
+    object raises an error here or when it is loaded."""
     kind = type(x).__name__
-    if type(x) in GROUPS.values():
+    if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)
     name = str(len(tensors))
     tensors[name] = _as_tensor(x).detach().clone(memory_format=torch.contiguous_format)
@@ -177,7 +178,7 @@ def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
         kind = x.pop("<class>", None)
         if kind is None:
             return x
-        return GROUPS[kind](**x) if kind in GROUPS else ARRAYS[kind](tensors[x["name"]].to(x["device"]))
+        return RECORDS[kind](**x) if kind in RECORDS else ARRAYS[kind](tensors[x["name"]].to(x["device"]))
 
     return json.loads(text, object_hook=make)
 
@@ -195,7 +196,6 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             # `save_pretrained` may refuse the generation settings that came with the model, so they are written here.
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
-            model.generation_config = own
             write_text(partial_folder / "generation_config.json", own.to_json_string())
 
 
@@ -210,9 +210,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     if first:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
-    ranks.barrier()  # no rank writes before the folder exists
+    ranks.gather([])  # no rank writes before the folder exists
     yield partial_folder
-    ranks.barrier()  # all ranks have written
+    ranks.gather([])  # all ranks have written
     if first:
         for path in [*partial_folder.rglob("*"), partial_folder]:
             flush(path)

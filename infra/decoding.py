@@ -5,7 +5,7 @@ With --decode graph each token is one CUDA graph. Otherwise Python launches abou
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 
 import torch
@@ -25,17 +25,17 @@ sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: No
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
-    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model) if dtype != torch.float32 else nullcontext():
+    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
         steps = forward_replaced(model, Steps(model.forward, max_tokens))
         with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
             yield
 
 
-def logits_in_fp32(model: PreTrainedModel) -> AbstractContextManager:
+def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
     """Compute logits as training does, without rounding them to the dtype of the weights."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
-    return in_fp32 if head_returns_logits(model, ids) else nullcontext()
+    return in_fp32 if dtype != torch.float32 and head_returns_logits(model, ids) else nullcontext()
 
 
 @contextmanager
@@ -53,12 +53,13 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Steps:
-    """Replaces the forward of a model, so that a CUDA graph can compute all tokens after the first.
+    """Replaces the forward of a model, so that a CUDA graph can compute most of the tokens.
 
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
-    tensors that stay in place. The step of the second token is captured, and replayed for the next ones until the rows
-    of the batch change or the cache is full. Then the cache is doubled. It starts small, because attention reads all of
-    it for every token, whether it is filled or not."""
+    tensors that stay in place, the keys and values into a cache of fixed length. Whenever the cache has new tensors,
+    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph, the second is
+    captured, and the graph is replayed for all others. A full cache is doubled. It starts small, because attention
+    reads all of it for every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens
@@ -66,38 +67,39 @@ class Steps:
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
-        if not isinstance(layers[0], StaticLayer):
+        if not isinstance(layers[0], StaticLayer):  # this call reads the prompts into a new cache
             self.keys = self.graph = self.out = None  # frees the memory that earlier prompts took
             self.tokens, self.most = input_ids.shape[1], input_ids.shape[1] + self.max_tokens
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
             if others := {type(layer).__name__ for layer in layers} - {"DynamicLayer"}:
-                raise TypeError(f"its cache has a {min(others)}")
+                raise TypeError(f"the model's cache has a layer of type {min(others)}")
             make_static(layers, min(self.most, self.tokens + FIRST_ROOM))
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
-        if self.keys is not layers[0].keys:  # the rows of the batch have changed
+        if self.keys is not layers[0].keys:  # the cache has new tensors
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
         self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
         self.tokens += 1
-        if self.tokens == layers[0].max_cache_len < self.most:
+        if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
             make_static(layers, min(self.most, 2 * self.tokens))
         return self.out
 
     def _step(self, call: Callable, layers: list[StaticLayer]) -> None:
+        # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
+        # GPU, which a graph cannot do.
         if self.out is None or not self.ids.is_cuda:
-            with ExitStack() as afterwards:
-                afterwards.callback(sync_debug_mode, 0)
-                sync_debug_mode(2)  # raises an error if the host waits for the GPU, which a graph cannot do
+            try:
+                sync_debug_mode(2)  # if the host waits, this raises an error
                 self.out = call()
+            finally:
+                sync_debug_mode(0)
             return
         if self.graph is None:
-            self.graph, tokens = torch.cuda.CUDAGraph(), layers[0].cumulative_length.clone()
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
-                self.out = call()
-            for layer in layers:
-                layer.cumulative_length.copy_(tokens)  # capturing a token computes none
+                self.out = call()  # records the kernels without running them
         self.graph.replay()
 
 

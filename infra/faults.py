@@ -39,8 +39,6 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
             dist.barrier()  # a rank that left earlier would look like one that failed
             dist.destroy_process_group()
         return code
-    except KeyboardInterrupt:  # Ctrl-C before the first step, when there is nothing to save
-        return 128 + signal.SIGINT
     except FailedElsewhere:
         return stand_by(2)
     except (UserError, torch.OutOfMemoryError) as error:
@@ -83,8 +81,8 @@ def leave(code: int) -> None:
 def is_lost_contact(error: BaseException) -> bool:
     """Return whether a collective call failed because another rank is gone. Only errors raised inside PyTorch count,
     because a user's own network code may fail with a similar message. NCCL may also run out of memory on this rank."""
-    message, raised_in = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
-    matches = any(word in message for word in ("gloo", "NCCL", "onnection")) and "out of memory" not in message
+    message, raised_in = str(error).lower(), traceback.extract_tb(error.__traceback__)[-1].filename
+    matches = any(word in message for word in ("gloo", "nccl", "connection")) and "out of memory" not in message
     return isinstance(error, RuntimeError) and matches and raised_in.startswith(os.path.dirname(torch.__file__))
 
 
@@ -106,9 +104,11 @@ def stop_requests() -> list[int]:
 
 @contextmanager
 def time_limit(seconds: float, name: str, what: str = "reward function") -> Iterator[None]:
-    """End the process if a user's function takes longer than this, and print where it was. The watchdog of faulthandler
-    also works while the function is inside C code that never returns, such as the match of a regular expression. The
-    timer names the function, which the watchdog cannot do if the function is awaited."""
+    """End the process if a user's function takes longer than this, and print where it was.
+
+    The watchdog of faulthandler prints a stack trace and ends the process, even while the function is inside C code
+    that never returns, such as the match of a regular expression. The stack trace does not show a function that is
+    awaited, so one second earlier a timer prints the function's name."""
     timer = threading.Timer(seconds, say, [f"{what} {name} took longer than --reward_timeout {seconds:g} s"])
     timer.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)

@@ -66,25 +66,31 @@ def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limit
     once for each row. All ranks must call it equally often, so a micro-batch is then one row."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
-    packs = reads_together(model, longest_prompt + config.max_completion_length)
-    hidden_size = model.config.get_text_config().hidden_size if packs else None
+    can_share_rows = reads_together(model, longest_prompt + config.max_completion_length)
+    hidden_size = model.config.get_text_config().hidden_size if can_share_rows else None
     return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)
 
 
 def costs(model_config: PretrainedConfig, config: Config, world: int, longest_prompt: int) -> Costs:
+    """Compute the costs of a run of `world` ranks. The variables in this function count parameters, tokens or
+    completions, unless their name or a comment says that they are bytes."""
     model = empty_model(model_config, config)
     parameters = sum(p.numel() for p in model.parameters())
-    compute, stored = 2 if config.dtype == "bfloat16" else 4, weights_dtype(config).itemsize  # bytes of a number
+    compute_bytes = 2 if config.dtype == "bfloat16" else 4
+    weight_bytes = weights_dtype(config).itemsize
     part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # the shard of this rank
     adapters = config.lora_rank * sum(sum(layer.weight.shape) for layer in linear_layers(model).values())
-    full, learnt = adapters == 0, adapters or part  # without adapters all weights are trained
-    # Adapters need no reference, because they can be switched off.
-    adam, reference = 8 * learnt * (config.steps != 0), stored * part * full * (config.beta != 0)
-    copy = compute * (adapters + (parameters if compute < stored or config.shard else 0))
+    # Without adapters, all weights are trained, and each has a gradient in fp32.
+    trained_parameters, gradient_bytes = (adapters, 0) if adapters else (part, 4)
+    adam = 8 * trained_parameters if config.steps != 0 else 0  # bytes
+    # Bytes of the reference. With adapters there is none, because they can be switched off.
+    reference = weight_bytes * part if config.beta and not adapters else 0
+    # Bytes of the weights in the dtype of the computation, if a rollout or an update has to convert or gather them.
+    copy = compute_bytes * (adapters + (parameters if compute_bytes < weight_bytes or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     i = getattr(text, "intermediate_size", None) or 4 * h
-    all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and a cache smaller than this
+    all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and needs a smaller cache than this
     heads = getattr(text, "num_key_value_heads", None) or all_heads
     head_size = getattr(text, "head_dim", None) or h // all_heads
 
@@ -94,41 +100,48 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
     # Layers with a sliding window cache no more tokens than the window.
     kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
-    of_a_head = 2 * head_size * compute  # the key and the value of a token
-    cache = of_a_head * heads * sum(kept_tokens or [layers * length])
+    head_bytes = 2 * head_size * compute_bytes  # the key and the value of a token, in one head
+    cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
     # The sampler has the logits, the same in fp32, the probabilities, and these in blocks. To cut the distribution it
     # also sorts them (values and places), sums them up, cuts them, undoes the sorting, and records which ids were left.
-    distribution = vocabulary * (compute + 4 + 4 + 4 + 30 * config.truncates)
+    distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + 30 * config.truncates)  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
-    gathered = compute * (adapters + vocabulary * h) + 2 * (compute + 4 * full) * (parameters - vocabulary * h) / layers
+    gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
+    gathered += 2 * (compute_bytes + gradient_bytes) * (parameters - vocabulary * h) / layers
     # Each token has an id, attention, mask; log-probs of sampler, old policy and reference; the sampler's entropy; a
     # weight.
-    batch = trained * length * (3 * 8 + 4 * 4 + 8)
+    batch = trained * length * (3 * 8 + 4 * 4 + 8)  # bytes
     chunk = chunk_tokens(torch.cuda.is_available())
-    between = compute if config.shard else stored  # activations between layers have the dtype of the weights
+    between_bytes = compute_bytes if config.shard else weight_bytes  # of the activations between layers
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # There is a mask if completions of a prompt share a row (fast/shared_prompts.py chooses how many do) or if a layer
-    # has a sliding window. For each token of a row it has an entry for all tokens of the row.
+    # There is a mask if completions of a prompt share a row, or if a layer has a sliding window. For each token of a
+    # row it has an entry for all tokens of the row. A shared row has p + k c tokens, with k = sqrt(p (p + 6 h)) / c
+    # (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
-    # A layer saves for its backward pass: inputs of norms, as they are and in fp32; inputs of products with weights;
-    # query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
-    layer = h * (norms * (between + 4) + 2.5 * between) + compute * (4 * (all_heads * head_size + i) + mask)
+    # Bytes that a layer saves for its backward pass, for each token: first the inputs of norms, as they are and in
+    # fp32, and the inputs of products with weights.
+    layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
+    # Then query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
+    layer += compute_bytes * (4 * all_heads * head_size + 4 * i + mask)
+    saved = h * between_bytes if config.gradient_checkpointing else layer  # bytes, by a layer until its backward pass
     return Costs(
-        stays={"weights": stored * part + 4 * adapters, "Adam": adam, "reference": reference},
+        stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
         # While a token is computed, one layer's keys and values are copied. With padded prompts they are also repeated
         # for the query heads that share them. After that its distribution is needed.
-        row=cache + max(of_a_head * all_heads * length + 4 * vocabulary, distribution),
+        row=cache + max(head_bytes * all_heads * length + 4 * vocabulary, distribution),
         # The feed-forward part; what it is added to; keys and values for all heads; the mask.
-        read=compute * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute),
-        update=4 * learnt + (gathered if config.shard else copy) + batch + 4 * h * vocabulary * full,
+        read=compute_bytes * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute_bytes),
+        update=4 * trained_parameters + (gathered if config.shard else copy) + batch + gradient_bytes * h * vocabulary,
         # What all layers save; embeddings, last norm, input of the head and its gradient; the mask as truth values.
-        token=layers * (h * between if config.gradient_checkpointing else layer) + 2 * h * (between + compute) + mask,
+        token=layers * saved + 2 * h * (between_bytes + compute_bytes) + mask,
         # The logits and log-probs of a chunk; or its log-probs, their gradient, and that of the head's weights.
-        head=vocabulary * max((4 + 4) * chunk, (4 + compute) * chunk + 4 * h * full),
-        layer=layer + (0 if full else compute * i),  # an adapter adds a gradient of its own to that of the input
+        head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
+        # With adapters, the input of a layer gets two gradients, one of them from the adapter. Both are in memory until
+        # they are added.
+        layer=layer + (compute_bytes * i if adapters else 0),
         # The part of a rank may begin and end in the middle of a prompt's completions.
         prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (world > 1),
         length=length,
@@ -139,10 +152,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
 
 
 def fitting(config: Config, cost: Costs, free: float) -> Config:
-    """Choose the budgets that are None. Each is the largest power of two of full completions that fits, so it seldom
-    changes when the free memory changes a little."""
+    """Choose the budgets that are None. Each has room for as many completions of full length as fit, rounded down to a
+    power of two, so it seldom changes when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
-    cost = replace(cost, sampled=MOST_ROLLOUT_TOKENS, trained=MOST_ROLLOUT_TOKENS)  # enough to fill any budget
+    # Plan as if there were more completions than any budget has room for, so that their number does not matter.
+    cost = replace(cost, sampled=MOST_ROLLOUT_TOKENS, trained=MOST_ROLLOUT_TOKENS)
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
@@ -156,9 +170,9 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 def needed(config: Config, cost: Costs) -> dict[str, float]:
     """Return how many bytes are needed for what."""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
-    prompts, of_a_prompt = min(cost.prompts, rows), cost.length - config.max_completion_length
-    reading = min(prompts * of_a_prompt, max(PROMPT_TOKENS, of_a_prompt)) * cost.read
-    reading += prompts * cost.row * of_a_prompt / cost.length  # the cache of what has been read
+    prompts, prompt_length = min(cost.prompts, rows), cost.length - config.max_completion_length
+    reading = min(prompts * prompt_length, max(PROMPT_TOKENS, prompt_length)) * cost.read
+    reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
@@ -181,6 +195,8 @@ def plan_line(config: Config, cost: Costs, free: float) -> str:
     parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
     line = f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}"
     if config.steps != 0:
+        # The folder of the run or, if there is none yet, the nearest parent that exists. The parents of a made-up file
+        # "_" in the folder begin with the folder itself.
         disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
         line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
@@ -228,5 +244,6 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
+    # The limit counts padding. It becomes half of the tokens without padding, so what was tried is not tried again.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
-    faults.warn(f"out of memory; going on with micro-batches of up to {run.limits.tokens} padded tokens")
+    faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

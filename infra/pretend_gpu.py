@@ -48,6 +48,7 @@ gpu = SimpleNamespace(
     waits=collections.Counter(),  # how often the host waited, by the name of the operation
     set_to=None,  # the last argument of torch.cuda.set_device
     captured=None,  # the calls of the CUDA graph that is being captured
+    changed=[],  # what these calls have changed, and what it was before
 )
 
 
@@ -153,6 +154,8 @@ class Pretended(torch.Tensor):
             gpu.waits[name] += 1
             if gpu.captured is not None:
                 raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} (pretended)")
+        if gpu.captured is not None and func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            gpu.changed.append((args[0], args[0].clone()))
         has_numbers = not any(isinstance(x, Pretended) and x.inner.is_meta for x in tensors)
         out = (compute if has_numbers else compute_shapes)(func, name, args, kwargs)
         if gpu.captured is not None:
@@ -257,11 +260,15 @@ class Graph:
 
 @contextlib.contextmanager
 def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    """Record the calls into the graph. Their effects are undone, because capturing runs no kernels."""
     gpu.captured = graph.calls = []
     try:
         yield
     finally:
         gpu.captured = None
+        while gpu.changed:
+            changed, before = gpu.changed.pop()
+            changed.copy_(before)
 
 
 class Stream(MagicMock):

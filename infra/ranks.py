@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from config import UserError
 from infra import faults
-from infra.shard import TIMEOUT
+
+TIMEOUT = timedelta(hours=2)  # the longest that a rank waits for the rollout or the rewards of another
 
 
 def start(shard: bool = False) -> torch.device:
     """Join the process group if torchrun started this process, and return the device of this rank. A process that was
     started without torchrun is the only rank, and needs a group only for sharded weights."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise this rank would survive its torchrun, and keep the GPU
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # End this rank when its torchrun is killed. Without this, the rank would stay alive and keep the GPU.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -76,12 +79,12 @@ def share(n: int) -> range:
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
-def gather(made: list, same: dict[str, Any] | None = None) -> list:
+def gather(own: list, same: dict[str, Any] | None = None) -> list:
     """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank. If any rank
     has other values in `same` than the first rank, all ranks fail and one of them reports which values differ."""
-    parts = [(made, same or {})] * world()
+    parts = [(own, same or {})] * world()
     if dist.is_initialized():
-        dist.all_gather_object(parts, parts[0])
+        dist.all_gather_object(parts, (own, same or {}))  # replaces each element with that of its rank
     for other, (_, theirs) in enumerate(parts):
         if differing := [name for name, x in theirs.items() if x != parts[0][1].get(name)]:
             error = UserError if rank() == 0 else faults.FailedElsewhere
@@ -96,10 +99,6 @@ def on_first(call: Callable, *args: Any) -> Any:
     return gather([made])[0]
 
 
-def barrier() -> None:
-    gather([])
-
-
 @contextmanager
 def fail_together() -> Iterator[None]:
     """If any rank raises a UserError in this block, end all ranks at the end of the block. The first rank that raised
@@ -109,7 +108,8 @@ def fail_together() -> Iterator[None]:
         yield
     except UserError as error:
         own = error
-    for other, message in enumerate(gather([own and str(own)])):
+    messages = gather([None if own is None else str(own)])
+    for other, message in enumerate(messages):
         if message is not None:
             raise own if other == rank() else faults.FailedElsewhere(message)
 

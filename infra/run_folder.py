@@ -3,7 +3,7 @@
     out/config.json           all settings, those that were given explicitly, and each start with commit and versions
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
-    out/checkpoint/000040/    checkpoint.py
+    out/checkpoint/000040/    everything that is needed to resume after step 40 (see checkpoint.py)
     out/model/                the trained model, in fp32
 
 Nothing is written before everything is ready to start. The same command resumes a run. Other settings are refused. If
@@ -14,7 +14,6 @@ results of a finished run are only printed again. --overwrite renames the folder
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -45,11 +44,12 @@ def step_to_continue_after(config: Config) -> int | None:
     finished. Raise a UserError if this run must not write there. Nothing is written."""
     out = Path(config.out)
     if (out / ".lock").exists():
-        lock(out)
+        lock(out)  # wait for a process that is still writing; without the file there was none
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    if starts_over(config) or (made := made_steps(out)) is None:
+    made = None if starts_over(config) else made_steps(out)
+    if made is None:
         return 0
     there = settings_of(out)
     if changed := other_settings(there, config):
@@ -58,8 +58,10 @@ def step_to_continue_after(config: Config) -> int | None:
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
-    if config.steps < made or (is_finished and not saved_steps(out)):
-        raise UserError(f"--steps {config.steps}: the run in {out} has made {made}, and no checkpoint leads there")
+    if config.steps < made:
+        raise UserError(f"--steps {config.steps}: the run in {out} has already made {made}")
+    if is_finished and not saved_steps(out):
+        raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to resume from")
     return max(saved_steps(out), default=0)
 
 
@@ -72,7 +74,7 @@ def made_steps(out: Path) -> int | None:
         return saved[-1]
     if (out / "model").exists():
         return there.steps
-    # The evaluation before the first step, in line 0, counts only if the whole run is an evaluation.
+    # The line with step 0 is the first evaluation. It is worth keeping only if --steps is 0, so that nothing follows.
     return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
 
 
@@ -105,7 +107,6 @@ def settings_of(out: Path) -> Config | None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
         raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
-    settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
     return resolve(Config(**settings), {}, on_gpu=False)
 
 
@@ -152,12 +153,12 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
     now = provenance() | {"digests": digests(config)}
     if made_steps(out) is not None:
         notes += notes_on_changes(config, now)
-        about, there = content_of(out / "config.json"), vars(settings_of(out))
+        about, settings = content_of(out / "config.json"), vars(settings_of(out))
         beginnings = about["beginnings"]
-        explicit = about["given"] | {name: x for name, x in explicit.items() if there[name] != x}
+        # Keep what earlier commands gave, and add what this command changes.
+        explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
@@ -169,8 +170,10 @@ def starts_over(config: Config) -> bool:
 
 
 def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
-    """Return a note for each change since the last start of the run that is no reason to refuse it."""
-    now, about = now or provenance() | {"digests": digests(config)}, content_of(Path(config.out) / "config.json")
+    """Return a note for each change since the last start of the run. None of these changes keeps the run from being
+    resumed. `now` is what `begin` has found out about this start."""
+    now = now or (provenance() | {"digests": digests(config)})
+    about = content_of(Path(config.out) / "config.json")
     before, after = ({"commit": x["commit"]} | x["versions"] | x["digests"] for x in (about, now))
     before |= vars(settings_of(Path(config.out)))
     after |= {name: x for name, x in vars(config).items() if x is not None and name != "overwrite"}
@@ -206,6 +209,7 @@ def digest_of_code() -> str:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each file, and of all files in each folder, that the run reads."""
+    # In the place of a file, `glob` finds nothing.
     return {f"digest of {path}": digest_of(sorted(path.glob("*")) or [path]) for path in inputs(config)}
 
 

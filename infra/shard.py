@@ -9,16 +9,16 @@ ranks has a full copy of the model (hybrid sharding): weights are then exchanged
 machines only the gradients of each rank's shard.
 
 Every rank must take part in each forward and backward pass of an update. During a rollout, no rank waits for another.
-Left out: weights that stay split during a rollout (tensor parallelism), so a full copy in the dtype of the computation
-must fit on one GPU; offloading to the CPU; before torch 2.13, layers with parameters that some rank does not use in a
-micro-batch.
+
+Left out: tensor parallelism and offloading to the CPU. Without tensor parallelism, weights do not stay split during a
+rollout, so a full copy in the dtype of the computation must fit on one GPU. Before torch 2.13, models in which a
+micro-batch may not use all parameters of a layer, such as mixtures of experts, cannot be sharded.
 """
 
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from config import UserError
-
-TIMEOUT = timedelta(hours=2)  # the longest that a rank waits for the rollout or the rewards of another
+from infra import ranks
 
 
 def ranks_of_a_copy(shard_size: int, world: int) -> int:
@@ -40,9 +39,8 @@ def ranks_of_a_copy(shard_size: int, world: int) -> int:
 
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     """Return the ranks as a mesh of shape (copies, shards of a copy), or (shards,) if there is only one copy."""
-    world = dist.get_world_size()
-    sizes: list[int] = [0] * world
-    dist.all_gather_object(sizes, ranks_of_a_copy(size, world))
+    world = ranks.world()
+    sizes = ranks.gather([ranks_of_a_copy(size, world)])
     if len(set(sizes)) > 1 or world % sizes[0]:
         found = f"{world} ranks cannot be split into copies of {sorted(set(sizes))} ranks"
         raise UserError(f"--shard: {found}; give a --shard_size that divides the number of ranks on every machine")
@@ -52,7 +50,7 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     mesh = torch.arange(world).view(-1, size)
-    groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=TIMEOUT)[0] for peers in (mesh.T, mesh)]
+    groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=ranks.TIMEOUT)[0] for peers in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
 
 
@@ -73,9 +71,11 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
         empty.set_reduce_scatter_unused_params(True)
-    # The saved model needs the class name of the original, and the names that its files have for the weights.
-    sharded, own = type(empty), type(empty).__bases__[1]
-    sharded.__name__, sharded.__module__ = own.__name__, own.__module__
+    # `fully_shard` has made a subclass of FSDPModule and the original class. Give it the name of the original, which is
+    # saved with the model.
+    sharded, original = type(empty), type(empty).__bases__[1]
+    sharded.__name__, sharded.__module__ = original.__name__, original.__module__
+    # The files of the saved model must have the names for weights that the original files have.
     empty._weight_conversions = getattr(whole, "_weight_conversions", None)
     empty.to_empty(device=device)
     empty.tie_weights()

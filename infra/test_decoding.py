@@ -139,7 +139,7 @@ def test_picking_in_blocks_finds_the_tokens_of_the_inverse_distribution():
 
 
 REFUSED = {
-    "gemma2": "its cache has a DynamicSlidingWindowLayer",
+    "gemma2": "cache has a layer of type DynamicSlidingWindowLayer",
     "bloom": "missing 1 required positional argument: 'position_ids'",
 }
 

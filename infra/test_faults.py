@@ -64,7 +64,7 @@ def oom_above(rows: int, name: str, rank: int | None = None) -> None:
     replace(name, limited, rank)
 
 
-UPDATE, ROLLOUT = r"going on with micro-batches of up to (\d+) padded tokens", r"at most (\d+) completions are sampled"
+UPDATE, ROLLOUT = r"a micro-batch has at most (\d+) tokens", r"at most (\d+) completions are sampled"
 OUT_OF_MEMORY = {  # number of ranks, what happens on the last one, settings, message
     "second micro-batch of one rank": (2, partial(at, LOSS, 2, oom, rank=1), dict(micro_batch_size=2), UPDATE),
     "two rows": (1, partial(oom_above, 1, LOGPROBS), {}, UPDATE),

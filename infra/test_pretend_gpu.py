@@ -155,6 +155,6 @@ def test_a_run_out_of_memory_continues_with_smaller_parts(small, tmp_path):
     run(settings, tmp_path / "cpu")
     budgets = dict(rollout_tokens=10**6, micro_batch_tokens=10**6)
     shown = run(settings | budgets, tmp_path / "out", partial(on_a_gpu, "pretended", 2.4e6))
-    assert "completions are sampled at once" in shown and "going on with micro-batches of up to" in shown
+    assert "completions are sampled at once" in shown and "from now on a micro-batch has" in shown
     assert not errors(shown)
     assert_same_run(tmp_path / "out", tmp_path / "cpu")

@@ -203,5 +203,5 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
         dist.destroy_process_group()
     P = sum(p.numel() for p in whole.parameters())
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
-    assert rollout.bytes == {gather: 2 * P} and timeouts == [shard.TIMEOUT] * 2
+    assert rollout.bytes == {gather: 2 * P} and timeouts == [ranks.TIMEOUT] * 2
     assert update.bytes == {gather: 2 * 2 * P, reduce: 4 * P, all_reduce: 4 * P // 2}

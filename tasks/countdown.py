@@ -20,6 +20,7 @@ Write an expression that equals {target}. Use each of the numbers {numbers} exac
 Think inside <think> </think>, then give the expression alone inside <answer> </answer>, like this: \
 <answer>(1 + 2) / 3</answer>"""
 ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
+# A thought without further tags inside, whose opening tag may be missing, and then one answer.
 SHAPE = re.compile(r"(<think>)?((?!</?(think|answer)>).)*</think>\s*" + ANSWER.pattern, re.DOTALL)
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -40,7 +41,8 @@ def draw_problem(rng: random.Random) -> dict:
 def equation(prompts, completions, completion_ids, numbers: list, target: list, **columns) -> list[float]:
     """Return 1 if the last <answer> is an expression of exactly these numbers that equals the target, otherwise 0."""
     answers = [(ANSWER.findall(text_of(completion)) or [""])[-1] for completion in completions]
-    return [float(value_of(*pair) == Fraction(t)) for *pair, t in zip(answers, numbers, target, strict=True)]
+    cases = zip(answers, numbers, target, strict=True)
+    return [float(value_of(answer, given) == Fraction(wanted)) for answer, given, wanted in cases]
 
 
 def well_formed(prompts, completions, completion_ids, **columns) -> list[float]:

@@ -17,7 +17,11 @@ def to_row(row: dict) -> dict:
     return {"prompt": [{"role": "user", "content": question}], "answer": row["answer"].rpartition("####")[2].strip()}
 
 
-# In "10-5" the minus is not a sign, so the second number is 5. "1,2", "1.2.3" and "1e3" contain no number at all.
+# The parts of this expression, in order:
+#   what must not come before a number: a letter, a digit, "." or "," or ")" (so the minus in "10-5" is not a sign, and
+#       its second number is 5), or an exponent's "1e-"
+#   a sign; digits, with or without commas between groups of three; a decimal part
+#   what must not come after it: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3". These are no numbers.
 NUMBER = re.compile(r"(?ai)(?<![a-z0-9.,)])(?<!\de[-+])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![.,]?\d|e[-+]?\d)")
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
@@ -32,8 +36,8 @@ def right_number(prompts, completions, completion_ids, answer: list, **columns) 
 
 
 def final_number(text: str) -> Decimal | None:
-    r"""Return the number in the last \boxed{}. If there is no box, return the number on the line after the last "####",
-    and if there is neither, the last number of the text."""
+    r"""Return the number in the last \boxed{}. If there is no box, return the number in the first line of the text that
+    follows the last "####". If there is no "####" either, return the last number of the text."""
     if "\\boxed{" in text:
         box = BOX.match(text, text.rindex("\\boxed{"))
         return only_number(box[1]) if box else None

@@ -16,8 +16,8 @@ ASK = "\nThink step by step, and put your final answer in \\boxed{}."
 
 
 def to_row(row: dict) -> dict:
-    """Make a row of this task. The problem may be in a column `prompt`, also as messages, which are kept unchanged. The
-    answer may be in a column `solution`."""
+    """Make a row of this task. The problem is in the column `problem` or `prompt`, and the answer in `answer` or
+    `solution`. A prompt that is a list of messages is used as it is, without ASK."""
     problem, answer = row.get("problem", row.get("prompt")), row.get("answer", row.get("solution"))
     prompt = [{"role": "user", "content": problem + ASK}] if isinstance(problem, str) else problem
     return {"prompt": prompt, "answer": answer}
@@ -33,7 +33,7 @@ def equal_answer(prompts, completions, completion_ids, answer: list, **columns) 
 
     golds = [text if "\\boxed{" in text else f"\\boxed{{{text.strip(' $')}}}" for text in map(str, answer)]
     for prompt, wanted, gold in zip(prompts, answer, golds, strict=True):
-        if wanted is None or not last_box(gold):  # otherwise every completion would count as wrong
+        if wanted is None or not last_box(gold):  # without this error, every completion would silently count as wrong
             raise UserError(f"the answer {wanted!r} is not mathematics, for prompt {prompt!r:.200}")
     return [float(verify(last_box(gold), last_box(text_of(x)))) for gold, x in zip(golds, completions, strict=True)]
 

@@ -1,7 +1,8 @@
 """Sorting: the answer to "cab>" is "abc".
 
-The model starts from random weights, so the reward also gives parts of 1, to have something to start from. It is the
-mean of two shares: of the letters that were kept, and of the letters in the right place. Columns: prompt, answer.
+The model starts from random weights, so the reward gives partial credit, because right answers are rare at first. The
+reward is the mean of two shares: of the letters that were kept, and of the letters that are in the right place.
+Columns: prompt, answer.
 """
 
 import random
@@ -24,8 +25,9 @@ def draw_row(rng: random.Random) -> dict:
 
 
 def sorted_share(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
-    """Return the mean of the two shares, or half of it if the completion did not end. Both are shares of the longer of
-    the two texts, so only the exact answer is worth 1, and surplus letters cost something."""
+    """Return the mean of the two shares, or half of it if the completion did not end. The shares are fractions of the
+    number of letters in the completion or in the answer, whichever is longer. So only the exact answer is worth 1, and
+    surplus letters lower the reward."""
     rewards = []
     for text, ids, right in zip(completions, completion_ids, answer, strict=True):
         kept = (Counter(text) & Counter(right)).total()
