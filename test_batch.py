@@ -83,13 +83,6 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
 
-@pytest.mark.parametrize("rewards, signal", [([0.2, 0.5], True), ([0.2, 0.2], False)])
-def test_graded_rewards_that_differ_are_a_signal_even_if_no_answer_is_right(rewards, signal):
-    made = Completion([7], [0.0], truncated=False)
-    group = Group([3], completions=2 * [made], rewards=torch.tensor(rewards), right=torch.tensor([False, False]))
-    assert has_signal(group, False, graded=True) == signal and not has_signal(group, False)
-
-
 # ---- Which rows are in which piece ----
 
 
@@ -101,10 +94,8 @@ def test_minibatches():
         assert sorted(row for rows in updates for row in rows) == list(range(n))
         assert all(rows == sorted(rows) for rows in updates)
     seeds = [(0, 1, 0), (5, 1, 0), (0, 2, 0), (0, 1, 1), (1, 0, 0)]
-    np.random.seed(0)
-    expected = [minibatches(12, 3, seed) for seed in seeds]
-    np.random.seed(1)
-    assert [minibatches(12, 3, seed) for seed in seeds] == expected and len(set(map(str, expected))) == len(seeds)
+    once, again = ([minibatches(12, 3, seed) for seed in seeds] for _ in range(2))
+    assert once == again and len(set(map(str, once))) == len(seeds)
 
 
 @pytest.mark.parametrize("n", [1, 5, 40])

@@ -558,17 +558,6 @@ def test_garbage_where_masked(name, switches):
 
 @every_switch
 @every_normalization
-def test_fully_masked_batch(normalization, switches):
-    b = step(0, normalization)
-    b.mask = torch.zeros_like(b.mask)
-    b.weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=b.prompts)
-    b.logp[0], b.old[1] = math.nan, -math.inf
-    loss, grad, stats = run_all(b, switches)
-    assert loss == 0 and (grad == 0).all() and set(stats.values()) == {(0, 0)}
-
-
-@every_switch
-@every_normalization
 def test_any_split_of_the_step(normalization, switches):
     """Cut the step into micro-batches, each with its own padding. The parts add up to the whole. The first part is
     nothing but row 4, which is masked."""
@@ -581,6 +570,7 @@ def test_any_split_of_the_step(normalization, switches):
         wider = (0, width - whole.mask.shape[1])  # pad() cuts where this is negative
         part = SimpleNamespace(**{name: pad(x, wider) if x.dim() == 2 else x for name, x in part.items()})
         part_loss, part_grad, part_stats = run_all(part, switches)
+        assert part.mask.any() or set(part_stats.values()) == {(0, 0)}
         sum_loss += part_loss
         sum_grad[rows] += pad(part_grad, (0, -wider[1]))
         assert part_stats.keys() == stats.keys()
