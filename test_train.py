@@ -146,7 +146,7 @@ OFF_POLICY = dict(
     num_iterations=2, minibatches=3, beta=0.1, normalization="global", learning_rate=0.02, max_grad_norm=0.5
 )
 TURNS = dict(reply=f"{__name__}:answered", max_completion_length=24)
-BY_RANKS = {  # ranks, settings, settings of the run on several ranks alone
+BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
     "off-policy, groups and micro-batches split between ranks, some completions without a reward": (
         3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=own("sometimes"), entropy_coef=0.1), {},
     ),
