@@ -130,11 +130,6 @@ def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path, fault
     assert code == 1 and re.search(rf"rank      : 1 .*{REPORTED[fault]}", report, re.DOTALL), shown
 
 
-def test_ctrl_c_before_the_first_step_ends_the_run_at_once(small, tmp_path):
-    interrupted = partial(at, "train.evaluate", 1, partial(signal.raise_signal, signal.SIGINT))
-    assert "Traceback" not in run(small, tmp_path / "out", interrupted, code=128 + signal.SIGINT)
-
-
 def test_ctrl_c_while_the_program_loads_shows_no_stack_trace():
     program = subprocess.Popen([sys.executable, ROOT / "train.py"], stderr=subprocess.PIPE)
     assert program.stderr.readline().startswith(b"loading")

@@ -51,9 +51,13 @@ def is_prompt(prompt: Any) -> bool:
 
 def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
     """Return the rows of a data set on the hub, or of a file. For a file, `name` is its format."""
-    import datasets  # not needed for .jsonl files
+    try:
+        import datasets  # not needed for .jsonl files
 
-    return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
+        return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
+    except Exception as error:  # there are many kinds, some with very long tracebacks
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{data_files or name}: the package datasets cannot read it: {why:.300}") from None
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:
