@@ -40,7 +40,7 @@ from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
 from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
-from tasks._turns import replies_to, with_replies
+from tasks._turns import check_template, replies_to, with_replies
 
 # The keyword arguments of policy_loss that are settings too. `accumulate` passes all of them on, so a new switch of the
 # loss needs no code in this file.
@@ -324,6 +324,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
+    with ranks.fail_together():
+        check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
     same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the same name as a field

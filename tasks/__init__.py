@@ -15,16 +15,17 @@ It returns one value for each completion, or None where it has none to give. `co
 rows, repeated for each completion. `completion_ids` are the sampled ids with their end-of-sequence token. A completion
 is a string, or a list of messages if its prompt is a chat. Each call gets whole groups, but which ones depends on the
 number of ranks, so a reward must not compare completions of different prompts. A task can also reply to the model's
-turns (_turns.py). Its rewards then get a column `turns` with the texts that the model wrote. Prompts with images are
-not supported.
+turns (_turns.py). Its rewards then get a column `turns` with the texts that the model wrote. Left out: images.
 """
 
 import importlib
+import itertools
 import json
 import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_rewards, load_function
+from tasks._rewards import as_list, call_rewards, load_reward
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -51,9 +52,7 @@ class Task:
     weights: list[float]  # one for each reward
     correct: str | None = None  # the name of the reward that says whether an answer is right, if one does
     correct_at: float = 1.0  # an answer is right if that reward is at least this
-    # Whether a wrong answer can get a part of the reward. Dynamic sampling then keeps every group whose rewards differ.
-    # Otherwise it keeps only those with some right and some wrong answers.
-    graded: bool = False
+    graded: bool = False  # dynamic sampling keeps every group whose rewards differ: right answers are rare at first
     to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
@@ -75,12 +74,11 @@ class Task:
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
 
     def draw(self, first: int, n: int, seed: int) -> list[int]:
-        """Return the indices in `train` of the next `n` rows, when the run has drawn `first` rows before. Every epoch
-        goes through all rows in a new random order."""
+        """Return the rows, as places in `train`, that are number first to first + n - 1 of the run. Every epoch goes
+        through all rows in a new random order."""
         size = len(self.train)
-        epochs = range(first // size, (first + n - 1) // size + 1)
-        orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
-        return [int(orders[i // size][i % size]) for i in range(first, first + n)]
+        order = cache(lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size))
+        return [int(order(i // size)[i % size]) for i in range(first, first + n)]
 
 
 def task_names() -> list[str]:
@@ -93,7 +91,6 @@ def task_file(name: str) -> ModuleType:
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    # A task may set what has no default in Config, but not the objective, which --algorithm decides.
     free = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
     if fixed := getattr(file, "DEFAULTS", {}).keys() - free:
         raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(fixed))}; delete it from DEFAULTS")
@@ -119,7 +116,7 @@ def load_task(config: Config) -> Task:
     if config.reward:
         own = dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))
-        task.rewards = [load_function(name, own) for name in config.reward]
+        task.rewards = [load_reward(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
         if task.correct not in config.reward:
             task.correct, task.correct_at, task.graded = None, 1.0, False
@@ -128,7 +125,9 @@ def load_task(config: Config) -> Task:
     if task.correct not in (None, *task.reward_names):
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     if config.reply:
-        task.reply = load_function(config.reply, {}, "--reply")
+        task.reply = load_reward(config.reply, {}, "--reply")
+    if config.max_turns and task.reply is None:
+        raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     return task
 
 
@@ -138,7 +137,7 @@ def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Pro
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
     first, *later = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
-    pairs = zip(completion.replies or [], later)  # zip drops the last reply if the model wrote no turn after it
+    pairs = zip(completion.replies or [], later)  # without a last reply that no turn follows
     return [first, *(message for reply, turn in pairs for message in (*reply, turn))]
 
 
@@ -160,12 +159,9 @@ def columns_of(row: dict) -> dict:
 def score(
     task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
-    """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
-    call of each reward.
-
-    Return two lists. The first has a pair for each group: the values of the K rewards (G, K), with NaN where a reward
-    gave none, and for each completion a dictionary of what log_extra got. The second has a pair of a name and a value
-    for each call of log_metric."""
+    """Call the rewards. `done` steps are done. `time_limit(name)` is a context manager around the call of each reward.
+    -> for each group the values of the K rewards (G, K), NaN where a reward gave none, and what log_extra got for each
+    completion; then everything that log_metric got, as pairs of a name and a value"""
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
@@ -184,10 +180,10 @@ def score(
         for extra, value in zip(extras, as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # as it will be written
 
-    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: users' rewards divide by it
+    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # rewards divide by max_steps
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # K lists, with a value for each completion
-    parts = map(list, zip(*values, strict=True))  # transposed: one list of K values after another, for each completion
-    logged = iter(extras)
-    scored = [([next(parts) for _ in group.completions], [next(logged) for _ in group.completions]) for group in groups]
-    return scored, metrics
+    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # a list for each reward
+    parts = [list(completion) for completion in zip(*values, strict=True)]
+    sizes = [len(group.completions) for group in groups]
+    ends = itertools.accumulate(sizes)
+    return [(parts[end - n : end], extras[end - n : end]) for n, end in zip(sizes, ends, strict=True)], metrics

@@ -3,7 +3,6 @@
 import hashlib
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -11,19 +10,18 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1  # in every tokenizer that char_tokenizer makes
 TRAIN_ROWS, EVAL_ROWS = 8192, 512
-MODELS = Path(__file__).parent.parent / "models"  # models that come with the repository
 
 
 def ended(ids: list[int]) -> bool:
-    """Return whether the completion ended with EOS and contains no PAD. The decoded text does not show a sampled PAD,
-    so without this check a completion with PAD could count as right."""
+    """Say whether the completion ended with EOS and contains no PAD. The decoded text does not show a sampled PAD, so
+    without this check the answer would look clean."""
     return len(ids) > 0 and ids[-1] == EOS_ID and PAD_ID not in ids
 
 
 def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
     """Return 1 for each completion that ended and has exactly the answer after its last mark, otherwise 0."""
     return [
-        float(ended(ids) and mark in text and text.rpartition(mark)[2] == right)
+        float(ended(ids) and text.rpartition(mark)[1:] == (mark, right))
         for text, ids, right in zip(completions, completion_ids, answer, strict=True)
     ]
 
@@ -41,8 +39,7 @@ def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[d
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether this prompt is held out for evaluation, as about one in eight is. A hash of the prompt decides, so
-    that the answer is the same in every run."""
+    """Say whether this prompt is kept for evaluation, as one in eight is. A hash decides, so it is so in every run."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 8 == 0
 
 

@@ -1,8 +1,4 @@
-"""Users' reward functions: find them, call them, and check what they return.
-
-`surroundings` keeps a reward from changing what this program imports and computes. There is no other sandbox: a reward
-can read and write files, for instance.
-"""
+"""Users' reward functions: find them, call them, and check what they return. Left out: any further sandbox."""
 
 import asyncio
 import copy
@@ -11,6 +7,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import random
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,55 +17,78 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import set_seed
 
 from config import UserError
 
 event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that a client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
-modules_of: dict[str, dict[str, ModuleType]] = {}  # folder -> the modules that its rewards have imported
-PROGRAM = str(Path(__file__).resolve().parent.parent)  # the folder of this program
+modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}  # by folders: their modules, while no reward runs
+PROGRAM = str(Path(__file__).resolve().parent.parent)
+LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
 
 
-def load_function(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
-    """Return the function that `name` means: file.py:function, package.module:function, or one of the task's own. The
-    file may import other files of its folder."""
+def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
+    """Return the function that `name` means: file.py:function, package.module:function, or one of the task's own."""
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
-        raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
-    is_file = path.endswith(".py")
-    folder = str(Path(path).resolve().parent) if is_file else PROGRAM
-    with surroundings(folder):
-        found = getattr(importlib.import_module(Path(path).stem if is_file else path), function)
-    # The attributes are set on a copy, because a built-in function takes none.
-    reward = functools.update_wrapper(functools.partial(found), found)
-    reward.__name__, reward.folder = getattr(found, "__name__", function), folder
+        known = ", ".join([*own, "file.py:function or package.module:function"])
+        raise UserError(f"{setting} {name}: must be {known}")
+    module, folders = import_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
+    found = getattr(module, function)
+    reward = functools.update_wrapper(functools.partial(found), found)  # unlike `found`, a partial takes attributes
+    reward.__name__, reward.folders = getattr(found, "__name__", function), folders
     return reward
 
 
+def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
+    """Import the file as a module of the packages that contain it, so that relative imports work too.
+    -> the module, and the folders that it imports from"""
+    names, folders = [path.stem], [path.resolve().parent]
+    while (folders[-1] / "__init__.py").exists():
+        names.insert(0, folders[-1].name)
+        folders.append(folders[-1].parent)
+    folders = tuple(map(str, folders))
+    with surroundings(folders):
+        module = importlib.import_module(".".join(names))
+    if not path.samefile(module.__file__):  # for instance a module of the standard library
+        raise UserError(f"{path}: Python finds {module.__file__} under this name: rename the file")
+    return module, folders
+
+
 @contextmanager
-def surroundings(folder: str) -> Iterator[None]:
-    """Isolate a reward from this program while it is imported or called. A module in the reward's folder then comes
-    before a module of the same name in this program or in another reward's folder. Afterwards, PyTorch's default dtype
-    and gradient mode are what they were."""
-    dtype = torch.get_default_dtype()
-    # A reward in the folder of this program shares the program's modules.
-    neighbours = pkgutil.iter_modules([folder] if folder != PROGRAM else [])
-    names = {module.name for module in neighbours} - sys.stdlib_module_names
-    modules_of_program = swap_modules(names, modules_of.get(folder, {}))
-    sys.path[:] = dict.fromkeys([folder, *sys.path])  # the folder comes first, and is in the list only once
+def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
+    """Isolate a reward from this program while it is imported or called. A module in its own folders then comes before
+    a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global settings are
+    what they were, and the random generators are seeded with a number that was drawn before, so that no later draw
+    depends on the reward."""
+    dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
+    names = own_names(folders)
+    others = swap_modules(names, modules_of.get(folders, {}))
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield
     finally:
-        modules_of[folder] = swap_modules(names, modules_of_program)  # keeps the reward's modules for its next call
+        modules_of[folders] = swap_modules(names, others)
         torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        set_seed(seed)
+
+
+@functools.cache
+def own_names(folders: tuple[str, ...]) -> set[str]:
+    """Return the names of the modules in these folders. Modules of this program are not among them, because a reward in
+    the program's own folder shares them."""
+    names = {module.name for module in pkgutil.iter_modules(folder for folder in folders if folder != PROGRAM)}
+    return names - sys.stdlib_module_names
 
 
 def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[str, ModuleType]:
-    """Unload all modules with these names, and their submodules, and load the replacements. Return the modules that
-    were unloaded."""
+    """Unload all modules with these names, and their submodules, and load others. -> those that were unloaded"""
     unloaded = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
     sys.modules.update(replacements)
     return unloaded
@@ -85,7 +105,7 @@ def call_rewards(
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         copies = {name: [*map(copy.deepcopy, x)] for name, x in columns.items() if takes_all or name in parameters}
         given = copies | {name: x for name, x in run_arguments.items() if takes_all or name in parameters}
-        with time_limit(reward.__name__), surroundings(getattr(reward, "folder", PROGRAM)):
+        with time_limit(reward.__name__), surroundings(getattr(reward, "folders", ())):
             results.append(as_list(reward(**given)))
     awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if awaited:
@@ -93,9 +113,8 @@ def call_rewards(
         async def gather() -> list:
             return await asyncio.gather(*(results[i] for i in awaited))
 
-        # They run at the same time, so they all have the surroundings of the first one.
-        folder = getattr(rewards[awaited[0]], "folder", PROGRAM)
-        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folder):
+        folders = getattr(rewards[awaited[0]], "folders", ())
+        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
             for i, result in zip(awaited, thread.submit(lambda: event_loop().run(gather())).result(), strict=True):
                 results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
@@ -110,9 +129,10 @@ def as_list(values: Any) -> Any:
 def numbers_of(reward: Callable, values: Any, prompts: list) -> list[float]:
     """Check what the function returned, and turn it into floats. None becomes NaN, which means "no reward"."""
     if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}, not {len(prompts)} numbers")
+        expected = f"a list of {len(prompts)} numbers was expected, for prompt {prompts[0]!r:.200} and others"
+        raise UserError(f"reward function {reward.__name__} returned {values!r:.200}; {expected}")
     numbers = [math.nan if value is None else float(value) for value in values]
     for number, prompt in zip(numbers, prompts, strict=True):
-        if math.isinf(number):
+        if abs(number) > LARGEST:
             raise UserError(f"reward function {reward.__name__} returned {number} for prompt {prompt!r:.200}")
     return numbers

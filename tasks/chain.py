@@ -3,21 +3,22 @@
 The reward is 1 for a completion that ends by itself and has the result after its last "=", and 0 otherwise. A guess is
 right one time in a hundred, and a mistake in any step makes the result wrong. The model comes with the repository
 (tools/make_models.py made it). It can do each step, but not reliably, and often writes a result without the steps.
-Columns: prompt, answer, and steps, which no reward uses.
+Columns: prompt, answer.
 """
 
 import random
+from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, MODELS, exact, split
+from tasks._characters import EOS_ID, exact, split
 
 DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_rate=1.2e-4, warmup_steps=5)
 ALPHABET = "0123456789+-*=:"
 
 
 def draw_chain(rng: random.Random) -> dict:
-    """Draw a row. Its steps are those of the solution, such as ["+8=45", "*3=35", "-6=29"]."""
+    """Draw a row, together with the steps of its solution, such as ["+8=45", "*3=35", "-6=29"]."""
     value = rng.randrange(100)
     prompt, steps = str(value), []
     for _ in range(rng.randint(2, 6)):
@@ -27,6 +28,11 @@ def draw_chain(rng: random.Random) -> dict:
         prompt += f"{sign}{number}"
         steps.append(f"{sign}{number}={value}")
     return {"prompt": f"{prompt}:", "answer": str(value), "steps": steps}
+
+
+def draw_row(rng: random.Random) -> dict:
+    row = draw_chain(rng)
+    return {"prompt": row["prompt"], "answer": row["answer"]}
 
 
 def exact_result(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
@@ -40,9 +46,9 @@ def shortness(prompts, completions, completion_ids, **columns) -> list[float]:
 
 
 def load(config: Config) -> Task:
-    train, evaluation = split(draw_chain)
+    train, evaluation = split(draw_row)
     return Task(train, evaluation, [exact_result], [1.0], correct="exact_result", eos_id=EOS_ID)
 
 
 def model(config: Config) -> str:
-    return str(MODELS / "chain")
+    return str(Path(__file__).parent.parent / "models" / "chain")

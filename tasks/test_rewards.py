@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import math
+import random
 import re
 import sys
 from decimal import Decimal
@@ -12,9 +13,10 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from transformers import set_seed
 
 from config import UserError
-from tasks._rewards import call_rewards, event_loop, load_function
+from tasks._rewards import call_rewards, event_loop, load_reward
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 VALUES = [  # what a function returns for the rewards 1, none and -2.5
@@ -23,24 +25,26 @@ VALUES = [  # what a function returns for the rewards 1, none and -2.5
     (x for x in (1, None, Decimal("-2.5"))),
     torch.tensor([1.0, math.nan, -2.5]),
 ]
+LIST = "; a list of 3 numbers was expected, for prompt 'p0' and others"
 WRONG = [  # what a function returns, and the error
-    ([1.0, 2.0], "[1.0, 2.0], not 3 numbers"),
-    (None, "None, not 3 numbers"),
+    ([1.0, 2.0], f"[1.0, 2.0]{LIST}"),
+    (None, f"None{LIST}"),
     (torch.tensor([0.0, -torch.inf, 0.0]), "-inf for prompt 'p1'"),
+    ([1.0, 1.0, -1.01e100], "-1.01e+100 for prompt 'p2'"),
 ]
-MADE = """
-from helper import SOFT
-def get_soft_punishment(limit, soft):
-    def soft_punishment(completion_ids, **kwargs):
-        return [min(0.0, (limit - soft - len(ids)) / soft) for ids in completion_ids]
-    return soft_punishment
-soft_punishment = get_soft_punishment(limit=5, soft=SOFT)
+RELATIVE = """
+from .helper import SOFT
+def soft_punishment(completion_ids, **kwargs):
+    return [min(0.0, (5 - SOFT - len(ids)) / SOFT) for ids in completion_ids]
 """
 MEDDLES = """
-import torch
+import random, torch
+import numpy as np
 def meddle():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
 meddle()
 def mine(completions):
     meddle()
@@ -63,9 +67,11 @@ OURS = "config", "loss", "batch", "tasks", "tasks._rewards"
 FILES = {
     "mine.py": "import no_such_module\n",
     "meddles.py": MEDDLES,
+    "statistics.py": "",
     "installed/installed.py": "def mine(prompts):\n    return [0.0] * len(prompts)\n",
+    "r1/__init__.py": "",
     "r1/helper.py": "SOFT = 2\n",
-    "r1/rewards.py": MADE,
+    "r1/rewards.py": RELATIVE,
 }
 OF_TRL = [  # a function, and its values for completions of five and of three tokens
     ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
@@ -74,6 +80,7 @@ OF_TRL = [  # a function, and its values for completions of five and of three to
 NOT_THERE = [  # a name, the error, a part of its message
     ("good", UserError, "--reward good: must be exact_sum, file.py:function or package.module:function"),
     ("nowhere.py:good", ModuleNotFoundError, "nowhere"),
+    ("statistics.py:mean", UserError, "statistics.py: Python finds .*/statistics.py under this name: rename the file"),
     ("meddles.py:LIMIT", AttributeError, "LIMIT"),
     ("mine.py:good", ModuleNotFoundError, "No module named 'no_such_module'"),
 ]
@@ -179,36 +186,45 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
         for name in ("config", "train", "loss", "batch", "nearby", "tasks/__init__", "tasks/helper"):
             (folder / place / f"{name}.py").write_text(f"N = {n}\n")
         (folder / place / "rewards.py").write_text(NEIGHBOURS)
-        rewards += [load_function(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
+        rewards += [load_reward(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
     for _ in range(2):
         assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours
         for own in f"{__name__}:words", f"{__file__}:words":
-            values = call_rewards([load_function(own, {})], COLUMNS, {"user_error": UserError})
+            values = call_rewards([load_reward(own, {})], COLUMNS, {"user_error": UserError})
             assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
 
 
-def test_what_a_reward_changes_in_pytorch_is_put_back(folder):
+def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
+    """What is drawn after a reward does not depend on it, and is not the same each time."""
+    drawn = []
+
     def settings():
-        return torch.get_default_dtype(), torch.is_grad_enabled()
+        return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+
+    def draw(completions):
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
+        return [0.0] * len(completions)
 
     before = settings()
-    for name in ("mine", "awaited"):
-        reward = load_function(f"meddles.py:{name}", {})
-        assert settings() == before
-        call_rewards([reward], COLUMNS, {})
-        assert settings() == before
+    rewards = [load_reward(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
+    for harmless in (False, True):
+        set_seed(1)
+        for reward in rewards:
+            assert settings() == before
+            call_rewards([draw if harmless else reward, draw], COLUMNS, {})
+    assert settings() == before
+    assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
 
 
 @pytest.mark.parametrize(("name", "error", "message"), NOT_THERE)
 def test_a_reward_that_is_not_there(folder, name, error, message):
     with pytest.raises(error, match=message):
-        load_function(name, {"exact_sum": len})
+        load_reward(name, {"exact_sum": len})
 
 
 @pytest.mark.parametrize(("reward", "values"), OF_TRL)
 def test_it_runs_as_it_is(folder, reward, values):
     columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
-    assert call_rewards([load_function(reward, {})], columns, {}) == [values]
-    assert load_function("min", {"min": max}) is max, "one of the task's own"
+    assert call_rewards([load_reward(reward, {})], columns, {}) == [values]

@@ -5,6 +5,7 @@ import random
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -82,6 +83,10 @@ def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
             read_rows(source)
         (tmp_path / source).touch()
     assert read_rows(source) == READ
+    error = FileNotFoundError("Couldn't find\nany data file")  # a message of several lines
+    monkeypatch.setattr(library, "load_dataset", Mock(side_effect=error))
+    with pytest.raises(UserError, match=f"^{source}: the package datasets cannot read it: [^\n]+ any data file$"):
+        read_rows(source)
 
 
 def test_hold_out_depends_on_the_prompts_alone():

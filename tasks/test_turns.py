@@ -8,7 +8,7 @@ from config import Config, UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess, load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, encode_reply, replies_to, with_replies
+from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
 from tasks.test_tasks import group_of
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
@@ -31,7 +31,7 @@ def template(kind: str) -> str:
 
 
 NO_END = "the model's chat template puts no end token after a turn"
-NOT_SHOWN = "the model's chat template does not show the reply"
+NOT_SHOWN = "the model's chat template does not show it"
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
@@ -49,16 +49,23 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
 @pytest.mark.parametrize("kind, role, ends, expected", TEMPLATES)
 def test_a_reply_is_what_the_template_puts_behind_a_turn(monkeypatch, kind, role, ends, expected):
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
-    message = {"role": role, "content": "hi"}
+    rows = [{"prompt": [{"role": "user", "content": "1"}]}]
+    task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
     if "<" in expected:
         assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
         assert CHAT.decode(encode_reply(CHAT, [message], ends, ended=False)[1:]) == expected
-        game = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "ok"}, message]
+        check_template(task, CHAT, ends)
+        game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
         whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
         assert whole.endswith(expected) and whole.removesuffix(expected).endswith(("ok<out>", "ok<user>", "ok<tool>"))
     else:
         with pytest.raises(Exception, match=expected):
             encode_reply(CHAT, [message], ends)
+        if role == "user":
+            with pytest.raises(UserError, match=expected):
+                check_template(task, CHAT, ends)
+    check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
+    check_template(Task(rows, [], [], []), TOKENIZER, ends)
 
 
 USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
@@ -74,9 +81,19 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-def test_a_reply_without_tokens():
-    with pytest.raises(UserError, match=r"^the reply '' has no tokens$"):
-        replies_of("", is_chat=False)([8, EOS_ID])
+WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
+    (False, "", "it has no tokens"),
+    (False, USER_SAYS, "a text was expected"),
+    (False, "?", "UNK"),
+    (True, 7, "a text or messages was expected"),
+    (True, [{"role": "user", "content": None}], "unsupported operand"),
+]
+
+
+@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
+def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wrong):
+    with pytest.raises(UserError, match=f"^reply function answer returned .*, for prompt .*: .*{wrong}"):
+        replies_of(said, is_chat)([8, EOS_ID])
 
 
 @pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
@@ -87,10 +104,10 @@ def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch
     text = "<in>user:7<out><in>assistant:" if is_chat else "7"
     assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.replies == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
+    assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
-    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the function sees the last turn"
+    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.said) == 1, "the function sees the last turn"
 
 
 def test_several_messages_after_an_end_token_and_after_a_stop_string(monkeypatch):
@@ -136,6 +153,8 @@ def test_settings(tmp_path, monkeypatch):
         assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
     with pytest.raises(UserError, match="--reply say: must be"):
         load_task(Config(task="addition", reply="say"))
+    with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
+        load_task(Config(task="addition", max_turns=3))
 
 
 # ---- The game ----
