@@ -14,6 +14,7 @@ results of a finished run are only printed again. --overwrite renames the folder
 import fcntl
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -107,6 +108,7 @@ def settings_of(out: Path) -> Config | None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
         raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
+    settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
     return resolve(Config(**settings), {}, on_gpu=False)
 
 
@@ -159,6 +161,7 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
+    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 

@@ -169,13 +169,12 @@ def test_what_is_not_finite_or_would_be_loaded_differently_is_never_saved(tmp_pa
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 1, models, optimizer, 0, {})
     before, weights = contents(tmp_path), models["model"].weight
-    state, message = {"mine": {"of it": [0, spoiled]}}, None
+    state, message = {"mine": {"of it": [0, spoiled]}}, "run.state would be loaded differently"
     if isinstance(spoiled, str):
         state, message = {}, rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
         tensors = {"model": weights, "reference": models["reference"].bias}
         tensors.get(spoiled, optimizer.state[weights]["exp_avg"]).data[0] = math.inf
-    # What cannot be written at all raises an error of Python or PyTorch.
-    with pytest.raises((UserError, RuntimeError, TypeError, ValueError), match=message):
+    with pytest.raises(UserError, match=message):
         checkpoint.save(tmp_path, 2, models, optimizer, 0, state)
     assert contents(tmp_path) == before
 
