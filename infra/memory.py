@@ -171,7 +171,8 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     """Return how many bytes are needed for what."""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     prompts, prompt_length = min(cost.prompts, rows), cost.length - config.max_completion_length
-    reading = min(prompts * prompt_length, max(PROMPT_TOKENS, prompt_length)) * cost.read
+    at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
+    reading = min(prompts * prompt_length, at_once) * cost.read
     reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))

@@ -67,6 +67,12 @@ def test_steps_of_fixed_shapes_sample_the_same(kind, capsys):
     assert "--decode" not in capsys.readouterr().err
 
 
+def test_steps_of_fixed_shapes_read_many_tokens_of_prompts(monkeypatch):
+    plain = sampled(model_of("qwen2"), SAMPLINGS[1], "plain")
+    monkeypatch.setattr("rollout.PROMPT_TOKENS", 4)  # plain steps would read these prompts in pieces
+    assert_same(sampled(model_of("qwen2"), SAMPLINGS[1], "graph"), plain)
+
+
 def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
     """Return the completions, how many graphs were replayed, and the bytes that are still allocated at the end."""
     module.FIRST_ROOM = first_room
