@@ -199,9 +199,8 @@ def _decode(
 
     # Each prompt is read once, in pieces if there are many tokens. Then its cache is repeated for all its samples. With
     # --decode graph, the model's forward is replaced by one that takes the prompts whole.
-    past = kwargs.get("past_key_values")
-    takes_pieces = past is not None and "forward" not in vars(model)
-    if takes_pieces and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
+    past = None if "forward" in vars(model) else kwargs.get("past_key_values")
+    if past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)

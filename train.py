@@ -4,10 +4,9 @@
     torchrun --nproc_per_node 8 train.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
     python train.py --help                                lists every setting
 
-A step goes from prompts to completions, rewards, advantages and updates. Read `training_step`, `update` and
-`accumulate` in this order. A step trains on prompts_per_step x num_generations completions. Ranks and micro-batches
-change how this is computed, not what is computed: every rank has all completions (a few megabytes with the default
-settings), the weight of each token is fixed before the completions are split, and gradients are summed.
+Read `training_step`, `update` and `accumulate` in this order. A step trains on prompts_per_step x num_generations
+completions. Ranks and micro-batches change how this is computed, not what is computed: every rank has all completions,
+the weight of each token is fixed before the completions are split, and gradients are summed.
 """
 
 import math
@@ -42,8 +41,7 @@ from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
-# The keyword arguments of policy_loss that are settings too. `accumulate` passes all of them on, so a new switch of the
-# loss needs no code in this file.
+# Settings that are keyword arguments of policy_loss and are passed on to it. A new one needs no code in this file.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null if missing
 
@@ -51,8 +49,7 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 @dataclass
 class Run:
     """Everything that is needed for more than one step. A checkpoint contains the model, the reference, the optimizer,
-    `cursor` and `state`. When a run is continued, the other fields are made again from its settings. `state` may
-    contain JSON values, tensors and Groups, and must be the same on all ranks."""
+    `cursor` and `state`. When a run is continued, the other fields are made again from its settings."""
 
     config: Config
     device: torch.device
@@ -65,7 +62,7 @@ class Run:
     limits: Limits  # the size of a micro-batch
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # free for your own code; saved in checkpoints
+    state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved, and the same on all ranks
     logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
@@ -91,8 +88,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    # Collect the values that were logged on all ranks. `gather` also compares the checksums, and ends the run if a rank
-    # has other completions, rewards or advantages than the first one.
+    # `gather` also compares the checksums, and ends the run if ranks have other completions, rewards or advantages.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     # A changed `draw_groups` may replay groups of earlier steps.
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
@@ -104,13 +100,11 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # The log-probs of the old policy and of the reference stay fixed during the updates, so they are computed here.
-    # With a single update, the old policy is the current policy, and `accumulate` takes its log-probs from the forward
-    # pass of the update, which saves a pass here. `until_it_fits` calls fixed_logprobs(run, batch, model), and repeats
-    # the call with smaller micro-batches if memory runs out.
+    # Log-probs of the old policy and the reference stay fixed during the updates. With a single update, the old policy
+    # is the current one, whose log-probs `accumulate` has anyway. `until_it_fits` calls fixed_logprobs(run, batch,
+    # model), and repeats the call with smaller micro-batches if memory runs out.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    # With LoRA, the reference is the model without its adapters. Otherwise it is a second model.
     if run.reference is not None or cfg.beta:
         reference = run.reference or run.model
         with lora.without_adapters(reference):
@@ -193,8 +187,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        # += because a micro-batch that only fills up a rank repeats a row, with log-probs of 0.
-        logp[rows] += logprobs(run, part, model)[0]
+        logp[rows] += logprobs(run, part, model)[0]  # a micro-batch that only fills up a rank repeats a row, with 0
     ranks.sum_(logp)
     return logp
 
@@ -217,8 +210,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Return the learning rate of a step: a linear warm-up, and then the schedule. The linear and the cosine schedule
-    would reach 0 one step after the last."""
+    """Linear warm-up, and then the schedule, which would reach 0 one step after the last if it is not constant."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -230,11 +222,9 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Return the groups to train on, and all groups that were drawn.
-
-    With dynamic sampling (DAPO), groups without a signal are replaced by groups of new prompts, and
-    cfg.dynamic_sampling is the largest number of rounds of replacement. Every rank has all rewards, so all ranks make
-    the same decision."""
+    """Return the groups to train on, and all groups that were drawn. With dynamic sampling (DAPO), groups without a
+    signal are replaced by groups of new prompts, in at most cfg.dynamic_sampling further rounds. Every rank has all
+    rewards, so all ranks make the same decision."""
     cfg = run.config
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
@@ -244,8 +234,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    # After the last round there may be fewer groups than prompts_per_step. If none has a signal, train on the first
-    # ones.
+    # There may be fewer groups than prompts_per_step. If none has a signal, return the first ones.
     return alive or drawn[: cfg.prompts_per_step], drawn
 
 
@@ -282,15 +271,13 @@ def generate_groups(
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """Set the rewards of every group. Each rank calls the reward functions for a part of the groups. The reward
-    functions get the number of steps that are done."""
+    """Set the rewards of every group, after `done` steps. Each rank calls the rewards for a part of the groups."""
     cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        # Reports show the sum of the rewards. Advantages are computed from what --combine_rewards says.
         group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
         group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
