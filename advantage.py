@@ -85,13 +85,14 @@ def group_advantages(
     no_signal = r.isnan()
     if compares_in_group(scale, baseline):
         no_signal = no_signal | all_equal(r) | (trained.sum(1, keepdim=True) < 2)
-    if scale == "mean":  # divide only if the mean is above 0 by more than rounding: 0.3 - 0.1 - 0.2 gives -3e-17
+    if scale == "mean":  # the mean must be above 0 by more than rounding; 0.1 + 0.2 - 0.3 gives 6e-17
         no_signal = no_signal | (s <= 1e-6 * r.abs().nanmean(1, keepdim=True))
     if scale == "batch" or baseline == "batch":
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        no_signal = no_signal | ~trained | all_equal(advantages.masked_fill(~trained, torch.nan).reshape(1, -1))
+        of_trained = advantages.masked_fill(~trained, torch.nan)  # `all_equal` leaves out NaN
+        no_signal = no_signal | ~trained | all_equal(of_trained.reshape(1, -1))
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
@@ -144,9 +145,7 @@ def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -
         raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(SCALES)}")
     if baseline not in BASELINES:
         raise ValueError(f"baseline is {baseline!r}, but must be one of {', '.join(BASELINES)}")
-    if rewards.dim() != 2:
-        raise ValueError(f"rewards must be (P, G), a row for each prompt, not {tuple(rewards.shape)}")
     if lengths is None and (scale == "whiten" or baseline == "length"):
-        raise ValueError(f"baseline={baseline!r} and scale={scale!r} need lengths (P, G)")
+        raise ValueError("baseline='length' and scale='whiten' need lengths (P, G)")
     if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
         raise ValueError(f"baseline={baseline!r}, scale={scale!r} need at least 2 completions of a prompt")

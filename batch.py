@@ -60,13 +60,13 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # how many consecutive completions the model reads as one row
+    together: list[int] | None = None  # for each row of the model, how many consecutive completions it has
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        index = torch.tensor(rows, device=self.ids.device)  # copied once; a list would be copied for every tensor
+        index = torch.tensor(rows, device=self.ids.device)  # goes to the device once; a list would for every tensor
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
 
@@ -111,6 +111,7 @@ def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool
     """Return whether the group shows which completions are better: at least two are trained on, and some but not all
     are right. If rewards are graded, or the task does not say what is right, it is enough that rewards differ."""
     by_reward = graded or group.right is None
+    # A completion without a reward is neither right nor wrong: it becomes NaN, which `all_equal` leaves out.
     values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(any(mask) for mask in trained_tokens(group, mask_truncated))
     return trained >= 2 and not bool(all_equal(values[None]))
@@ -181,7 +182,8 @@ def micro_batches(
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
     # First, all ranks compute in the same way which rank gets which rows. They must not use `limits`, because a rank
-    # that runs out of memory lowers its own. A row has at most the fair share of a rank, or other ranks would be idle.
+    # that runs out of memory lowers its own. No row of the model has more completions than the fair share of a rank, or
+    # other ranks would have nothing to do.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
@@ -194,20 +196,20 @@ def micro_batches(
     for piece in pieces:
         rows = [i for row in piece for i in row.members]
         yield rows, replace(batch[rows], together=[len(row.members) for row in piece])
-    if same_count:  # with sharded weights, no rank lowers its limits on its own, so they are the same on all ranks
+    if same_count:  # with sharded weights, no rank lowers its limits, so this rank knows how many pieces others have
         most = max(len(pieces_of(other)) for other in range(world))
-        rows = deal[-1].members[:1]
+        filler = deal[-1].members[:1]  # any completion would do, because it is masked
         for _ in range(most - len(pieces)):
-            yield rows, replace(batch[rows], mask=torch.zeros_like(batch.mask[rows]))
+            yield filler, replace(batch[filler], mask=torch.zeros_like(batch.mask[filler]))
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
     """Cut these shared rows, which are sorted from long to short, into micro-batches that the limits allow."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
-        longer = [*pieces[-1], row] if pieces else [row]
-        fits = limits.allow(sum(len(one.members) for one in longer), len(longer) * longer[0].length)
-        if pieces and fits and longer[0].has_gradient == row.has_gradient:
+        extended = [*pieces[-1], row] if pieces else [row]  # the first row is the longest
+        fits = limits.allow(sum(len(one.members) for one in extended), len(extended) * extended[0].length)
+        if pieces and fits and extended[0].has_gradient == row.has_gradient:
             pieces[-1].append(row)
         else:
             pieces.append([row])

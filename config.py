@@ -92,7 +92,7 @@ class Config:
     correct: str | None = setting(None, "name of the reward that says whether an answer is right")
     reward_timeout: float = setting(600.0, "seconds for a reward or a reply", above=0, at_most=1e9, may_change=True)
     reply: str | None = setting(None, "file.py:function that answers the model's turns; some tasks have one")
-    max_turns: int = setting(0, "most turns of a completion, if there are replies; 0: any number", at_least=0)
+    max_turns: int = setting(0, "with --reply: end a completion after this many turns; 0: no limit", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
     lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
     lora_alpha: int = setting(32, "what an adapter adds is multiplied by lora_alpha / lora_rank", at_least=1)
@@ -116,7 +116,7 @@ class Config:
     baseline: str | None = setting(None, "what is subtracted from a reward", names=BASELINES)
     objective: str | None = setting(None, "the policy term", names=OBJECTIVES)
     ratio: str | None = setting(None, "importance ratio of each token, or of a sequence", names=RATIOS)
-    old_policy: str = setting("policy", "denominator of the ratio: policy before the updates", names=OLD_POLICIES)
+    old_policy: str = setting("policy", "ratio = policy / this; policy: before the updates", names=OLD_POLICIES)
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
     sapo_tau_pos: float = setting(1.0, "sapo: temperature for positive advantages", above=0)
@@ -131,12 +131,12 @@ class Config:
     tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
     gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
     gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
-    off_policy_mask: float | None = setting(None, "drop A < 0 if mean log(pi_sampler / pi) is above this", at_least=0)
+    off_policy_mask: float | None = setting(None, "if mean log(pi_sampler / pi) is above this, drop A < 0", at_least=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
-    dynamic_sampling: int | None = setting(None, "at most this many rounds replace groups without a signal", at_least=0)
+    dynamic_sampling: int | None = setting(None, "rounds that replace groups without a signal, at most", at_least=0)
 
     heading("Optimization: a step is one rollout and all its updates")
     steps: int | None = setting(None, "length of the run; 0: only evaluate", at_least=0, may_change=True)
@@ -151,21 +151,21 @@ class Config:
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
     heading("How it is computed: these change nothing but rounding")
-    micro_batch_size: int | None = setting(None, "most completions in a micro-batch", at_least=1, may_change=True)
+    micro_batch_size: int | None = setting(None, "limit of completions in a micro-batch", at_least=1, may_change=True)
     micro_batch_tokens: int | None = setting(None, "tokens in a micro-batch, with padding", at_least=1, may_change=True)
-    rollout_tokens: int | None = setting(None, "most tokens in the cache of a rollout", at_least=1, may_change=True)
+    rollout_tokens: int | None = setting(None, "limit of tokens in the cache of a rollout", at_least=1, may_change=True)
     dtype: str = setting("auto", "of the computation; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
     decode: str = setting("plain", "graph: each token as one CUDA graph", names=("plain", "graph"), may_change=True)
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
-    shard_size: int = setting(0, "ranks that split a copy of the model; 0: a machine's", at_least=0, may_change=True)
+    shard_size: int = setting(0, "ranks per copy of the model; 0: those of a machine", at_least=0, may_change=True)
 
     heading("Evaluation and files")
-    eval_every: int = setting(20, "steps between evaluations, and at the end; 0: none", at_least=0, may_change=True)
+    eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
     eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
-    save_every: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
+    save_every: int = setting(20, "save every N steps and at the end; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
     report_to: str | None = setting(None, "metrics tracker", names=("tensorboard", "trackio", "wandb"), may_change=True)
@@ -185,8 +185,9 @@ def task_of(config: Config) -> str:
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in every setting that is None. Resolving again changes nothing. On a GPU, rollout_tokens and
-    micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
+    """Fill in the settings that are None and have a default. The others stay None, which means that they are off.
+    Resolving again changes nothing. On a GPU, rollout_tokens and micro_batch_tokens stay None until the free memory is
+    known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
     name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder

@@ -53,13 +53,12 @@ def token_logprobs(
     scored = (completion_mask.bool() & real).gather(1, order)
     if scored[:, 0].any():
         raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
-    # A token is predicted at the position before it, so the model need not read the last token of a row. `lengths` are
-    # without it, too.
-    T = ids.shape[1]
-    # places (B, T - 1) says where each token is in the model's output.
+    # A token is predicted at the position before it. So the model need not read the last token of a row.
+    T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
-    inputs, places = model_inputs(ids[:, : max(1, T - 1)], lengths, together)
-    predictors = places[:, : T - 1][scored[:, 1:]]  # (n,), the place of token t - 1 for each scored token t
+    inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
+    # The place of token t - 1 for each scored token t, (n,). A row of a single token has no scored token.
+    predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:

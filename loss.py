@@ -49,11 +49,11 @@ def token_weights(
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
-    N = (lengths > 0).sum()  # completions that are trained on
+    trained = (lengths > 0).sum()  # the number of completions that are trained on
     one = mask.double()  # (N, T), 1 at the tokens that are trained on
 
     if normalization == "sequence":  # GRPO 2402.03300: the mean over each completion, then over completions
-        w = one / (N * lengths)
+        w = one / (trained * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
     elif normalization == "prompt":  # DAPO as printed, eq. 8: the mean over all tokens of a group, then over groups
@@ -65,9 +65,9 @@ def token_weights(
     elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
         if max_completion_length is None:
             raise ValueError("normalization='constant' divides by max_completion_length, which is missing")
-        w = one / (N * max_completion_length)
-    elif normalization == "sum":  # RLOO 2402.14740: the log-prob of a whole completion
-        w = one / N
+        w = one / (trained * max_completion_length)
+    elif normalization == "sum":  # RLOO 2402.14740: the sum over each completion, then the mean over completions
+        w = one / trained
     else:
         raise _unknown("normalization", normalization, NORMALIZATIONS)
     return w.masked_fill(~mask, 0.0)
@@ -141,14 +141,13 @@ def policy_loss(
     w = _clean(weights, mask).to(logp.dtype)
     if sampler_logp is not None:
         stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
-    if old_policy == "sampler":
-        old_logp = sampler_logp
+    denominator = sampler_logp if old_policy == "sampler" else old_logp  # of the ratio, as log-probs
 
-    # The ratio of the new to the old policy. `too_low` marks tokens whose ratio is below the lower bound while A < 0
-    # would lower it further, and `too_high` those above the upper bound with A > 0.
+    # The ratio of the new to the old policy. `too_low` marks tokens whose ratio is below the lower bound and would fall
+    # further, because A is negative. `too_high` marks those above the upper bound whose A is positive.
     too_low = too_high = torch.zeros_like(mask)
     lowest, highest = 1 - epsilon_low, 1 + epsilon_high
-    log_rho = logp - old_logp  # (B, T)
+    log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
     elif ratio == "geometric":  # GMPO 2507.20673: the same mean, after each token was clipped by the sign of A
@@ -165,17 +164,17 @@ def policy_loss(
     # The correction for completions that another policy sampled is a constant factor of the policy term.
     correction = torch.ones_like(log_rho)
     if corrects_sampler or has_gate:
-        log_ratio = (old_logp - sampler_logp).detach()  # (B, T)
+        log_ratio = (denominator - sampler_logp).detach()  # (B, T)
         to_sampler = _sampler_ratio(log_ratio, tis_mode)
         beyond = _is_beyond(to_sampler, tis_floor, tis_cap)
         if corrects_sampler:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
             truncates = tis_mode.endswith("truncate")
             correction = to_sampler.clamp(tis_floor, tis_cap) if truncates else to_sampler.masked_fill(beyond, 0.0)
         gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
-        trained = to_sampler.masked_fill(~mask, 0.0)
+        to_sampler = to_sampler.masked_fill(~mask, 0.0)
         stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
-        stats["tis_ratio"] = (trained.sum(), tokens)
-        stats["tis_ratio_max"] = (trained.max(), mask.any().to(trained.dtype))
+        stats["tis_ratio"] = (to_sampler.sum(), tokens)
+        stats["tis_ratio_max"] = (to_sampler.max(), mask.any().to(to_sampler.dtype))
         stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
 
     # The policy term. It is minimised, so it is minus the objective of the paper.
@@ -192,11 +191,11 @@ def policy_loss(
         tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
         policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
-        change = logp.exp() - old_logp.exp()
+        change = logp.exp() - denominator.exp()
         too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
         policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
     elif objective == "vespo":  # VESPO 2602.10693: a smooth weight of the ratio of the whole completion
-        policy = -_vespo_weight((logp - old_logp).detach(), correction, A, mask) * A * logp
+        policy = -_vespo_weight((logp - denominator).detach(), correction, A, mask) * A * logp
     elif objective == "reinforce":
         policy = -A * logp
     else:
@@ -221,7 +220,7 @@ def policy_loss(
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = (kl.detach().sum(), tokens)
         if kl_importance:  # DeepSeek-V3.2, eq. 7: times the ratio of the token, whatever `ratio` is
-            kl = (logp - old_logp).exp() * kl
+            kl = (logp - denominator).exp() * kl
         if beta != 0.0:
             loss = loss + beta * kl
     if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276

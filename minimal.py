@@ -2,9 +2,9 @@
 
     python minimal.py
 
-A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts, rewards the
-right ones, and makes the completions more likely that did better than the others of the same prompt. `python train.py`
-does the same, and adds options, ranks, checkpoints, evaluation and logs.
+A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts and rewards the
+right ones. It then makes those completions more likely that did better than the others of the same prompt. `python
+train.py` does the same, and adds options, ranks, checkpoints, evaluation and logs.
 """
 
 import torch
@@ -25,12 +25,12 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     groups = []
     picked = task.draw((step - 1) * PROMPTS, PROMPTS, SEED)  # positions in task.train
     for p, row in enumerate(task.train[i] for i in picked):
-        # A prompt -> completions. Each has its own random numbers, so that it does not depend on the others.
+        # Sample the completions. Each of them has its own random numbers, so it does not depend on the others.
         prompt_ids = tokenizer(row["prompt"]).input_ids
         uniform = uniforms(SEED, step, [(p, i) for i in range(G)], LENGTH)
         completions = rollout(model, [prompt_ids] * G, uniform, Sampling(LENGTH, eos_ids=[tokenizer.eos_token_id]))
 
-        # -> rewards, 1 for a right answer -> advantages, the rewards compared within the group.
+        # Compute the rewards, 1 for a right answer, and the advantages, which compare them within the group.
         ids = [completion.ids for completion in completions]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         rewards = torch.tensor(addition.exact_sum([row["prompt"]] * G, texts, ids, [row["answer"]] * G))

@@ -14,13 +14,13 @@ The sampler has the distribution, so it records the log-prob of each token, whic
 or min-p cut the distribution, the token ids that remain are recorded too. They are the "kept set" of the token, and its
 log-prob is normalized over them, here and in training ("Keep Sampling Mask", 2512.02556).
 
-A completion may have several turns: after a turn of the model, the task (a game, a tool) may reply. The tokens of the
-reply then take the places of sampled tokens in the same loop. The KV cache is kept, and sampled tokens are never
-decoded and encoded again.
+A completion may have several turns: after a turn of the model, the task (a game, a tool) may reply. The loop over
+tokens then takes the tokens of the reply, one after another, instead of sampling. The KV cache is kept, and sampled
+tokens are never decoded and encoded again.
 
-Three things make a rollout fast, all inside `generate(custom_generate=...)`: each prompt is read once for all its
-samples, finished rows leave the batch, and sampling takes one pass over the distribution.
-Left out: paged caches, continuous batching, beams, speculative decoding.
+Three things make a rollout fast, all inside `generate(custom_generate=...)`: each prompt goes through the model once
+for all its samples, finished rows leave the batch, and sampling takes one pass over the distribution. Left out: paged
+caches, continuous batching, beams, speculative decoding.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # in the cache; a row counts as if it had its full length
+    tokens_at_once: int = 1 << 19  # limit of the cache, as if every row were as long as it may become
     drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. CompactList is a descriptor, not a default: the field
-    reads as a list and is stored as an array."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` gives a field no default value:
+    it stores the field as an array, and reading the field gives a list."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -163,7 +163,7 @@ def _generate(
             logp=logp[i, :n],
             truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # n sets
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # of n tokens
             written=None if written is None else written[i, :n].cpu(),
         )
         for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
@@ -185,9 +185,10 @@ def _decode(
     **kwargs,
 ) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor | None, Tensor, Tensor]:
     """Run the loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts,
-    padded on the left, and rows (N,) gives the prompt of each completion. Return tokens, log-probs and entropies, (N,
-    L) each, N lists of kept sets, a mask (N, L) of the tokens that the model wrote, if there are replies, and for each
-    completion its length and whether it was truncated. Values after the end of a completion have no meaning."""
+    padded on the left, and rows (N,) gives the prompt of each completion. Return seven values: tokens, log-probs and
+    entropies, each (N, L); the kept sets of each completion; a mask (N, L) of the tokens that the model wrote, or None
+    if there are no replies; the length of each completion, and whether it was truncated, each (N,). Values after the
+    end of a completion have no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     replied = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
@@ -197,10 +198,10 @@ def _decode(
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
 
-    # Each prompt is read once, in pieces if there are many tokens. Then its cache is repeated for all its samples. With
-    # --decode graph, the model's forward is replaced by one that takes the prompts whole.
-    past = None if "forward" in vars(model) else kwargs.get("past_key_values")
-    if past is not None and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
+    # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples. With
+    # --decode graph, `forward` is an attribute of this model, set by infra/decoding.py, and takes the prompts whole.
+    past, is_graph = kwargs.get("past_key_values"), "forward" in vars(model)
+    if past is not None and not is_graph and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
@@ -208,7 +209,7 @@ def _decode(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
     _select_rows(kwargs, rows)
-    make_room(kwargs.get("past_key_values"), most=input_ids.shape[1] + L)
+    make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
     live = torch.arange(N, device=rows.device)  # the number of the completion in each row of the batch
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -225,7 +226,9 @@ def _decode(
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
-        ended = ended & ~in_reply & ~done  # a turn has ended; unless a reply follows, its completion ends with it
+        # So far, `ended` says whether a turn of the model has ended. The loop clears it where a reply follows. What is
+        # left are the completions that have ended.
+        ended = ended & ~in_reply & ~done
         for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
             n = int(live[b])  # the number of the completion
             reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
@@ -253,13 +256,14 @@ def _decode(
         logits = out.logits[:, -1]
     truncated[live] |= ~done
     kept.to_host(live)
-    return tokens, logps, entropies, kept.sets, None if replies is None else replied < 0, lengths, truncated
+    written = None if replies is None else replied < 0
+    return tokens, logps, entropies, kept.sets, written, lengths, truncated
 
 
 def has_stop(ids: list[int], sampling: Sampling) -> bool:
     """Return whether the text of a turn contains a stop string. Earlier tokens were already checked, so a stop string
-    must end in the last token. Its n characters are at most 4 n bytes, and so at most 4 n tokens. Four more tokens are
-    decoded because the first of them may be a part of a character."""
+    must end in the last token, and only the end of the turn is decoded. A stop string of n characters has at most 4 n
+    bytes, and so at most 4 n tokens. Four more tokens are decoded, in case the piece begins inside a character."""
     text = sampling.to_text(ids[-4 * (1 + max(map(len, sampling.stop))) :])
     return any(stop in text for stop in sampling.stop)
 
@@ -333,7 +337,8 @@ def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _select_rows(kwargs: dict, rows: Tensor) -> None:
-    """Keep only these rows of the batch, in the cache, the mask and the positions."""
+    """Replace the batch by these rows of it, in the cache, the mask and the positions. A row that is given several
+    times is repeated."""
     for name in ("past_key_values", "cache_params"):  # models like Mamba use the second name
         if kwargs.get(name) is not None:
             kwargs[name].reorder_cache(rows)

@@ -104,7 +104,6 @@ TWO = torch.zeros(2, 2)
 ERRORS = [
     (lambda: group_advantages(TWO, "whiten", "none"), ["need lengths"]),
     (lambda: group_advantages(TWO, baseline="length"), ["need lengths"]),
-    (lambda: group_advantages(torch.zeros(10)), [r"a row for each prompt, not \(10,\)"]),
     (lambda: group_advantages(TWO, scale="unheard"), ["unheard", *SCALES]),
     (lambda: group_advantages(TWO, baseline="unheard"), ["unheard", *BASELINES]),
     (lambda: combine_rewards(TWO[..., None], [1.0], how="unheard"), ["unheard", *COMBINATIONS]),

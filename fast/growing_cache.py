@@ -4,34 +4,34 @@ The plain computation, in every layer and for every token, is:
 
     keys, values = torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
 
-It copies the whole cache for each token. Here the cache is copied only when rows leave the batch, and when its room is
-used up. The room then grows by a quarter.
+It copies the whole cache for each token. Here the cache is copied only when rows leave the batch, and when it is full.
+It then gets a quarter more space, and at least 64 tokens.
 """
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 
-def make_room(cache: Cache | None, most: int) -> None:
-    """Give room to every ordinary layer of the cache, for at most `most` tokens. Layers of other kinds, such as those
-    with a sliding window, stay as they are."""
+def make_room(cache: Cache | None, max_tokens: int) -> None:
+    """Let every ordinary layer of the cache grow in place, up to max_tokens tokens in all. Layers of other kinds, such
+    as those with a sliding window, stay as they are."""
     for i, layer in enumerate(cache.layers if cache is not None else []):
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[i] = GrowingLayer(layer, most)
+            cache.layers[i] = GrowingLayer(layer, max_tokens)
 
 
 class GrowingLayer(DynamicLayer):
-    def __init__(self, layer: DynamicLayer, most: int):
+    def __init__(self, layer: DynamicLayer, max_tokens: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.most = most
+        self.max_tokens = max_tokens
         self._move(layer.keys, layer.values)
 
     def _move(self, keys: Tensor, values: Tensor) -> None:
-        """Copy these keys and values (B, H, T, D) into new buffers with room."""
+        """Copy these keys and values (B, H, T, D) into new buffers that have space for more."""
         n = keys.shape[-2]
-        room = min(self.most, n + max(64, n // 4))
-        self.buffers = [x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in (keys, values)]
+        size = min(self.max_tokens, n + max(64, n // 4))
+        self.buffers = [x.new_empty(*x.shape[:2], size, x.shape[-1]) for x in (keys, values)]
         self._write(0, keys, values)
 
     def _write(self, start: int, keys: Tensor, values: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # their sets take 16 bits for each row and each id of the vocabulary
+TOKENS_ON_DEVICE = 16  # one bit for each of these tokens, each row and each id of the vocabulary
 
 
 @dataclass
@@ -33,12 +33,13 @@ class KeptSets:
     offsets: array = field(default_factory=lambda: array("q", [0]))
 
     def append(self, ids: np.ndarray, vocabulary: int) -> None:
+        words = ids
         if 32 * len(ids) > vocabulary:
             bits = np.zeros(-(-vocabulary // 32) * 32, dtype=bool)
             bits[ids] = True
             self.words.append(-1)
-            ids = np.packbits(bits).view(np.int32)
-        self.words.frombytes(ids.tobytes())
+            words = np.packbits(bits).view(np.int32)
+        self.words.frombytes(words.tobytes())
         self.offsets.append(len(self.words))
 
     def extend(self, ids: np.ndarray, counts: np.ndarray, vocabulary: int) -> None:
@@ -63,8 +64,8 @@ class KeptSets:
         return np.unpackbits(words[1:].view(np.uint8)).view(bool).nonzero()[0].astype(np.int32)
 
     def padded(self, before: int, after: int) -> "KeptSets":
-        """Return these sets with `before` times None in front of them and `after` times None behind them. None is an
-        empty set, whose offset is repeated. The sets are not copied."""
+        """Return these sets with `before` times None in front of them and `after` times None behind them. None is
+        stored as no words, so its offset is that of the token before it. The sets are not copied."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
@@ -90,9 +91,10 @@ class SetsOfBatch:
         bits = torch.stack(self.bits, 1)  # (B, t, V / 32)
         B, t, W = bits.shape  # rows, tokens, words of 32 ids
         self.bits.clear()
-        place = bits.flatten().nonzero().squeeze(1)  # of the words with ids in them: (row * t + token) * W + word
+        # The indices of the words that are not 0. The index of a word is (row * t + token) * W + its number in the set.
+        place = bits.flatten().nonzero().squeeze(1)
         place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
-        # Every word as 32 booleans, to find the number of the word and of the bit of each id:
+        # Turn every word into a row of 32 booleans. For each id, `which` is the row, and `bit` the column.
         which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (place[which] % W * 32 + bit).astype(np.int32)
         counts = np.bincount(place[which] // W, minlength=B * t).reshape(B, t)

@@ -52,14 +52,14 @@ def score_tokens(
     its chunk is computed, because the ids of all sets may take more memory than the logits of a chunk.
     """
 
-    def score(states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
-        """Score this part of the targets, from their states and a head, or from their logits if there is no weight."""
+    def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
+        """Score this part of the targets. x are their states and weight, bias the head's, or x are their logits."""
         part_sets = None if sets is None else sets[part]
         how = temperature, chunk, with_entropy, entropy_grad
-        return _ScoreTokens.apply(states, weight, bias, targets[part], part_sets, *how)
+        return _ScoreTokens.apply(x, weight, bias, targets[part], part_sets, *how)
 
-    through = _from_head if head_returns_logits(model, inputs["input_ids"]) else _from_logits
-    return through(model, inputs, predictors, score)
+    path = _from_head if head_returns_logits(model, inputs["input_ids"]) else _from_logits
+    return path(model, inputs, predictors, score)
 
 
 def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, score: Callable) -> Tensor:
@@ -69,14 +69,16 @@ def _from_logits(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor
     R, L = inputs["input_ids"].shape
 
     def score_row(row: dict[str, Tensor], at: Tensor, part: slice) -> Tensor:
-        logits = model(**row, use_cache=False, **({"logits_to_keep": at} if can_select else {})).logits[0]
+        selection = {"logits_to_keep": at} if can_select else {}
+        logits = model(**row, **selection, use_cache=False).logits[0]
         return score(logits if can_select else logits[at], part=part)
 
     values, n = [], 0
     for r in range(R):
         at = predictors[predictors // L == r] - r * L
-        args = {name: x[r : r + 1] for name, x in inputs.items()}, at, slice(n, n + len(at))
-        # Checkpointing one row out of several saves the memory of the other rows. A single row needs none.
+        row = {name: x[r : r + 1] for name, x in inputs.items()}
+        args = row, at, slice(n, n + len(at))  # predictors are in the order of the rows
+        # If there are several rows, each is checkpointed, so that only the logits of one row are in memory at a time.
         values.append(score_row(*args) if R == 1 else checkpoint(score_row, *args, use_reentrant=False))
         n += len(at)
     return torch.cat(values)
@@ -106,8 +108,8 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
         if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
 
             def record(hidden: Tensor) -> Tensor:
-                # Return test values: does the model return them unchanged? The head's own output may be 0, or too small
-                # for a cap to change it. The copy is for models that change it in place.
+                # Return values that any cap or scale would change. The head's own output may be 0, or too small for a
+                # cap. Return a copy of them, because some models change the output in place.
                 values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
@@ -176,8 +178,10 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            g_p = g_logp  # g_logp adds -g_p * p to d_z
-            if sets is not None:  # with kept sets, g_logp adds d_set = -g_logp * q, on the ids of a set, and g_p is 0
+            # logp adds g_logp * (onehot - q) to d_z. Without sets, q is p, and g_p is the factor of -p below. With
+            # sets, q is 0 outside of a set, so d_set is added at the ids of the set, and g_p is 0.
+            g_p = g_logp
+            if sets is not None:
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p
@@ -218,7 +222,8 @@ def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, tem
 def _log_p_of_sets(log_p: Tensor, sets: list[tuple[Sets, int]]) -> tuple[Tensor, Tensor]:
     """Return the ids of each set and their log_p, both (n, K), for log_p (n, V). K is the size of the largest set.
     Smaller sets are padded with id 0 and a log_p of -inf."""
-    found, all_ids = [sets_of_row[t] for sets_of_row, t in sets], torch.arange(log_p.shape[1])
+    found = [sets_of_row[t] for sets_of_row, t in sets]
+    all_ids = torch.arange(log_p.shape[1])  # for targets without a set
     ids = [torch.as_tensor(all_ids if one is None else one, dtype=torch.int32) for one in found]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
     at = ids.clamp(min=0).long()

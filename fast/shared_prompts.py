@@ -44,8 +44,8 @@ def shared_rows(
 
     The number k of completions in a row minimises the multiplications. With completions of c tokens after a prompt of p
     tokens, the model reads p/k + c tokens for each completion. With hidden size h, each of these tokens costs 12 h^2
-    multiplications per layer, plus 2 h for each of the p + k c tokens in its row. The product of the two is lowest at
-    k = sqrt(p (p + 6 h)) / c.
+    multiplications per layer, plus 2 h for each of the p + k c tokens in its row. So the cost of a completion is
+    (p/k + c) (12 h^2 + 2 h (p + k c)), which is lowest at k = sqrt(p (p + 6 h)) / c.
     """
     rows = []
     order = sorted(members, key=lambda i: (facts[i].has_gradient, facts[i].prompt, -facts[i].length))
@@ -56,7 +56,8 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        for n in range(fewest_rows, len(same_prompt) + 1):  # at the latest with one completion in each row
+        # Try n rows, until all of them are allowed. The last try has one completion in each row.
+        for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
                 break
@@ -80,7 +81,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     for count in together:
         members = [next(completions) for _ in range(count)]
         # The prompt, and the tokens at the beginning that all of these completions have in common:
-        shared = [same[0] for same in takewhile(lambda position: len({*position}) == 1, zip(*members))]
+        shared = [tokens_at[0] for tokens_at in takewhile(lambda tokens_at: len({*tokens_at}) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
@@ -97,8 +98,9 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    # sees[r, i, j]: token i of row r may read token j. `tril` also hides the padding, which comes last.
+    # sees[r, i, j]: token i of row r may read token j. The padding comes last, so `tril` hides it.
     sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
-    first = torch.tensor([r for r, count in enumerate(together) for _ in range(count)]) * input_ids.shape[1]
+    # (B,), where the row of each completion starts among the R * L tokens
+    row_start = input_ids.shape[1] * torch.arange(len(together)).repeat_interleave(torch.tensor(together))
     inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
-    return inputs, (torch.tensor(columns) + first[:, None]).to(ids.device)
+    return inputs, (torch.tensor(columns) + row_start[:, None]).to(ids.device)
