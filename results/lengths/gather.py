@@ -1,0 +1,49 @@
+"""What it costs two ranks to exchange the completions of a step: CPU-microseconds and bytes for each token.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc_per_node 2 results/lengths/gather.py > results/lengths/gather.md
+
+The 128 completions are made up, 64 on each rank. Their lengths are those of `tools.bench long`. Each token has an id, a
+log-prob and a kept set of 20 ids out of 152,000. The time is that of both ranks together, the best of five.
+"""
+
+import pickle
+import time
+
+import numpy as np
+
+from batch import Group
+from fast.kept_sets import KeptSets
+from infra import ranks
+from rollout import Completion
+from tools import ablate, bench
+
+VOCABULARY, KEPT, ROWS = 152_000, 20, 64
+
+
+def group_of(length: int, rng: np.random.Generator) -> Group:
+    kept = KeptSets()
+    ids = rng.integers(0, VOCABULARY, length * KEPT).astype(np.int32)
+    kept.extend(ids, np.full(length, KEPT), VOCABULARY)
+    ids, logp = rng.integers(0, VOCABULARY, length), -rng.random(length)
+    return Group([1, 2, 3], {"prompt": "p"}, [Completion(ids, logp, truncated=False, kept=kept)])
+
+
+def main() -> None:
+    ranks.start()
+    rows = []
+    for limit in map(int, bench.LIMITS):
+        rng = np.random.default_rng(ranks.rank())
+        lengths = rng.lognormal(np.log(limit / 4), 0.8, ROWS).astype(int).clip(1, limit)
+        own = [group_of(int(length), rng) for length in lengths]
+        seconds = []
+        for _ in range(5):
+            start = time.process_time()
+            groups = ranks.gather(own)
+            seconds.append(sum(ranks.gather([time.process_time() - start])))
+        tokens = sum(len(group.completions[0].ids) for group in groups)
+        rows.append([f"{limit}", f"{1e6 * min(seconds) / tokens:.2f}", f"{len(pickle.dumps(groups)) / tokens:.0f}"])
+    if ranks.rank() == 0:
+        print(ablate.markdown(["limit", "CPU-microseconds", "bytes"], *rows))
+
+
+main()
