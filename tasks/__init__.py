@@ -89,7 +89,7 @@ def task_names() -> list[str]:
 
 
 def task_file(name: str) -> ModuleType:
-    """Import the file of a task: a module with load, and perhaps DEFAULTS and model."""
+    """Import the file of a task and return the module. It has load, and perhaps DEFAULTS and model."""
     name, colon, _ = name.partition(":")  # gym:NAME
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
@@ -110,7 +110,7 @@ def task_defaults(name: str, model: str | None) -> dict:
 
 
 def load_task(config: Config) -> Task:
-    """Load the task, and replace its rows and rewards with those that the user gives."""
+    """Load the task, and replace its rows, rewards and reply function with those that the user gives."""
     task = task_file(config.task).load(config)
     task.max_steps = config.steps
     if config.data:

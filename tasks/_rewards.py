@@ -123,7 +123,7 @@ def call_rewards(
         # They run at the same time, so they all have the surroundings of the first one.
         folders = getattr(rewards[awaited[0]], "folders", ())
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
-            for i, result in zip(awaited, thread.submit(lambda: event_loop().run(gather())).result(), strict=True):
+            for i, result in zip(awaited, thread.submit(event_loop().run, gather()).result(), strict=True):
                 results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
 

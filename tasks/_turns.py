@@ -45,7 +45,7 @@ class Replies:
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
             answer = self.reply(self.row, [*self.turns])
-        if answer is None or len(self.turns) == self.max_turns:
+        if answer is None or len(self.turns) == self.max_turns:  # the function also gets the last turn
             return None
         self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
         try:

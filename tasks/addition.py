@@ -2,7 +2,7 @@
 
 The reward is 1 for a completion that ends by itself and has the sum after its last "#", and 0 otherwise. The model
 comes with the repository (tools/make_models.py made it). At first it writes the steps of short sums, but answers most
-long sums at once, and wrongly. It has to learn that the steps pay there too. Columns: prompt, answer.
+long sums at once, and wrongly. It has to learn that the steps help there too. Columns: prompt, answer.
 """
 
 import random
