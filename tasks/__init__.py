@@ -1,6 +1,6 @@
 """Tasks: the prompts of a run and the rewards of its completions. Each task is one file, found by its name.
 
-`--task NAME` loads tasks/NAME.py. To add a task, write a new file here. It has
+`--task NAME` loads tasks/NAME.py. To add a task, write a new file here. The file has
 
     load(config) -> Task    the rows with the prompts, the reward functions, and which one says that an answer is right
     DEFAULTS: dict          optional: values that suit the task, for settings that the user does not give
@@ -11,21 +11,21 @@ string or a list of chat messages, and its other columns are for the rewards. A 
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-It returns one value for each completion, or None where it has none to give. `columns` are the other columns of the
-rows, repeated for each completion. `completion_ids` are the sampled ids with their end-of-sequence token. A completion
-is a string, or a list of messages if its prompt is a chat. Each call gets whole groups, but which ones depends on the
-number of ranks, so a reward must not compare completions of different prompts. A task can also reply to the model's
-turns (_turns.py). Its rewards then get a column `turns` with the texts that the model wrote. Left out: images.
+It returns a list with one value for each completion; None means that it does not judge that completion. `columns` are
+the other columns of the rows, repeated for each completion. `completion_ids` are the sampled ids with their
+end-of-sequence token. A completion is a string, or a list of messages if its prompt is a chat. Each call gets whole
+groups, but which ones depends on the number of ranks, so a reward must not compare completions of different prompts. A
+task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
+model wrote. Left out: prompts with images.
 """
 
 import importlib
-import itertools
 import json
 import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from functools import cache
+from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,7 @@ from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_rewards, load_reward
+from tasks._rewards import as_list, call_rewards, load_function
 
 Prompt = str | list[dict]
 REAL_MODEL_DEFAULTS = dict(
@@ -52,7 +52,9 @@ class Task:
     weights: list[float]  # one for each reward
     correct: str | None = None  # the name of the reward that says whether an answer is right, if one does
     correct_at: float = 1.0  # an answer is right if that reward is at least this
-    graded: bool = False  # dynamic sampling keeps every group whose rewards differ: right answers are rare at first
+    # Whether a wrong answer can get a part of the reward. Dynamic sampling then keeps every group whose rewards differ.
+    # Otherwise it keeps only groups with some right and some wrong answers.
+    graded: bool = False
     to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
@@ -61,24 +63,25 @@ class Task:
 
     @property
     def reward_names(self) -> list[str]:
-        """The functions' names. If several have the same name, the second and later ones get a number."""
+        """The names of the reward functions. If several have the same name, the second and later ones get a number."""
         names = [reward.__name__ for reward in self.rewards]
         counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
         return [f"{name}_{n}" if n > 1 else name for name, n in zip(names, counts, strict=True)]
 
     def right(self, reward_parts: Tensor) -> Tensor | None:
-        """Say which answers are right, (...) bool, given the values of each reward (..., K). None if no reward says it.
-        NaN is not right."""
+        """Return which answers are right, as booleans (...), given the values of the K rewards (..., K). NaN is not
+        right. Return None if no reward says which answers are right."""
         if self.correct is None:
             return None
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
 
     def draw(self, first: int, n: int, seed: int) -> list[int]:
-        """Return the rows, as places in `train`, that are number first to first + n - 1 of the run. Every epoch goes
-        through all rows in a new random order."""
+        """Return the indices in `train` of the next `n` rows, when the run has drawn `first` rows before. Every epoch
+        goes through all rows in a new random order."""
         size = len(self.train)
-        order = cache(lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size))
-        return [int(order(i // size)[i % size]) for i in range(first, first + n)]
+        epochs = {i // size for i in range(first, first + n)}
+        orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
+        return [int(orders[i // size][i % size]) for i in range(first, first + n)]
 
 
 def task_names() -> list[str]:
@@ -86,26 +89,28 @@ def task_names() -> list[str]:
 
 
 def task_file(name: str) -> ModuleType:
-    """Import the file of a task: a module with load, and perhaps DEFAULTS and model."""
+    """Import the file of a task and return the module. It has load, and perhaps DEFAULTS and model."""
     name, colon, _ = name.partition(":")  # gym:NAME
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    free = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
-    if fixed := getattr(file, "DEFAULTS", {}).keys() - free:
-        raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(fixed))}; delete it from DEFAULTS")
+    # A task may set what has no default in Config, but not the objective, which --algorithm decides.
+    allowed = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
+    if forbidden := getattr(file, "DEFAULTS", {}).keys() - allowed:
+        raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(forbidden))}; delete it from DEFAULTS")
     return file
 
 
 def task_defaults(name: str, model: str | None) -> dict:
-    """Return the settings that suit the task. A learning rate for the task's own small model is too high for others."""
+    """Return the settings that suit the task. If the user gives another model than the task's own small one, the
+    learning rate is that of a real model, because the rate that suits the small one is too high for others."""
     file = task_file(name)
     slower = {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]} if model and hasattr(file, "model") else {}
     return REAL_MODEL_DEFAULTS | getattr(file, "DEFAULTS", {}) | slower
 
 
 def load_task(config: Config) -> Task:
-    """Load the task, and replace its rows and rewards with those that the user gives."""
+    """Load the task, and replace its rows, rewards and reply function with those that the user gives."""
     task = task_file(config.task).load(config)
     task.max_steps = config.steps
     if config.data:
@@ -116,7 +121,7 @@ def load_task(config: Config) -> Task:
     if config.reward:
         own = dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))
-        task.rewards = [load_reward(name, own) for name in config.reward]
+        task.rewards = [load_function(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
         if task.correct not in config.reward:
             task.correct, task.correct_at, task.graded = None, 1.0, False
@@ -125,7 +130,7 @@ def load_task(config: Config) -> Task:
     if task.correct not in (None, *task.reward_names):
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
     if config.reply:
-        task.reply = load_reward(config.reply, {}, "--reply")
+        task.reply = load_function(config.reply, {}, "--reply")
     if config.max_turns and task.reply is None:
         raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
     return task
@@ -136,9 +141,12 @@ def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Pro
     include the replies."""
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
-    first, *later = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
-    pairs = zip(completion.replies or [], later)  # without a last reply that no turn follows
-    return [first, *(message for reply, turn in pairs for message in (*reply, turn))]
+    turns = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
+    messages = turns[:1]
+    # A last reply that the model did not answer is left out.
+    for reply, turn in zip(completion.replies or [], turns[1:]):
+        messages += [*reply, turn]
+    return messages
 
 
 def turns_of(completion: Completion, tokenizer: Any) -> list[str]:
@@ -159,9 +167,12 @@ def columns_of(row: dict) -> dict:
 def score(
     task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
-    """Call the rewards. `done` steps are done. `time_limit(name)` is a context manager around the call of each reward.
-    -> for each group the values of the K rewards (G, K), NaN where a reward gave none, and what log_extra got for each
-    completion; then everything that log_metric got, as pairs of a name and a value"""
+    """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
+    call of each reward.
+
+    Return two lists. The first has a pair for each group: the values of the K rewards (G, K), with NaN where a reward
+    gave none, and for each completion a dictionary of what log_extra got. The second has a pair of a name and a value
+    for each call of log_metric."""
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
@@ -180,10 +191,11 @@ def score(
         for extra, value in zip(extras, as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # as it will be written
 
-    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # rewards divide by max_steps
-    of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = call_rewards(task.rewards, columns, of_the_run, time_limit)  # a list for each reward
-    parts = [list(completion) for completion in zip(*values, strict=True)]
+    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: a user's reward may divide by it
+    run_arguments = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
+    values = call_rewards(task.rewards, columns, run_arguments, time_limit)  # K lists, with a value for each completion
+    parts = map(list, zip(*values, strict=True))  # transposed: for each completion, a list of K values
+    logged = iter(extras)
     sizes = [len(group.completions) for group in groups]
-    ends = itertools.accumulate(sizes)
-    return [(parts[end - n : end], extras[end - n : end]) for n, end in zip(sizes, ends, strict=True)], metrics
+    # islice takes the next items, those of the next group.
+    return [(list(islice(parts, size)), list(islice(logged, size))) for size in sizes], metrics

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -10,18 +11,19 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1  # in every tokenizer that char_tokenizer makes
 TRAIN_ROWS, EVAL_ROWS = 8192, 512
+MODELS = Path(__file__).parent.parent / "models"  # those that come with the repository
 
 
 def ended(ids: list[int]) -> bool:
-    """Say whether the completion ended with EOS and contains no PAD. The decoded text does not show a sampled PAD, so
-    without this check the answer would look clean."""
+    """Return whether the completion ended with EOS and contains no PAD. The decoded text does not show a sampled PAD,
+    so without this check a completion with PAD could count as right."""
     return len(ids) > 0 and ids[-1] == EOS_ID and PAD_ID not in ids
 
 
 def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
-    """Return 1 for each completion that ended and has exactly the answer after its last mark, otherwise 0."""
+    """Return 1 for each completion that ended and whose text after the last `mark` is the answer, otherwise 0."""
     return [
-        float(ended(ids) and text.rpartition(mark)[1:] == (mark, right))
+        float(ended(ids) and mark in text and text.rpartition(mark)[2] == right)
         for text, ids, right in zip(completions, completion_ids, answer, strict=True)
     ]
 
@@ -39,7 +41,8 @@ def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[d
 
 
 def held_out(prompt: str) -> bool:
-    """Say whether this prompt is kept for evaluation, as one in eight is. A hash decides, so it is so in every run."""
+    """Return whether this prompt is held out for evaluation, as about one in eight is. A hash of the prompt decides, so
+    the same prompts are held out in every run."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 8 == 0
 
 

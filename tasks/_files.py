@@ -8,19 +8,22 @@ from typing import Any
 
 from config import Config, UserError
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # for datasets
+# suffix -> what the package datasets calls the format
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """Read the rows of a .jsonl file, of another file that the package datasets can read, or of the train split of a
-    data set on the hub. Every row gets the columns of all rows, because one call of a reward scores several rows."""
+    data set on the hub. A file with an unknown suffix is read as .jsonl. Every row gets the columns of all rows,
+    because one call of a reward scores several rows."""
     kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)
     if kind and not Path(source).is_file():
         raise UserError(f"{source}: there is no such file")
     if source.endswith(".jsonl") or (kind is None and Path(source).is_file()):
         numbered = read_lines(source)
     else:
-        numbered = enumerate(load_hub(kind or source, "train", data_files=source if kind else None), start=1)
+        found = load_with_datasets(kind, "train", data_files=source) if kind else load_with_datasets(source, "train")
+        numbered = enumerate(found, start=1)
     rows = []
     for number, content in numbered:
         row = to_row(content) if isinstance(content, dict) else {}
@@ -42,14 +45,14 @@ def read_lines(source: str) -> Iterator[tuple[int, Any]]:
 
 
 def is_prompt(prompt: Any) -> bool:
-    """Say whether this is a string, or a list of messages that have a role and a content."""
-    if not isinstance(prompt, list):
-        return isinstance(prompt, str)
-    texts = [message.get(key) for message in prompt if isinstance(message, dict) for key in ("role", "content")]
-    return len(texts) == 2 * len(prompt) > 0 and all(isinstance(text, str) for text in texts)
+    """Return whether this is a string, or a list of messages that have a role and a content."""
+    is_chat = isinstance(prompt, list) and prompt != [] and all(isinstance(message, dict) for message in prompt)
+    texts = [message.get(key) for message in prompt for key in ("role", "content")] if is_chat else [prompt]
+    return all(isinstance(text, str) for text in texts)
 
 
-def load_hub(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
+def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
+    """Return the rows of a data set on the hub, or of a file. For a file, `name` is its format."""
     try:
         import datasets  # not needed for .jsonl files
 
@@ -63,13 +66,14 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
     """Return the rows of a data set's train split and of its test split. Load neither if --data replaces them."""
     if config.data:
         return [], []
-    return load_hub(name, "train", subset), load_hub(name, "test", subset)
+    return load_with_datasets(name, "train", subset), load_with_datasets(name, "test", subset)
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
-    """Hold out `count` prompts for evaluation, but at most a fifth of all prompts, and at least one if there are two.
-    A hash of the prompt decides, so the choice does not depend on the order of the rows, and rows with the same prompt
-    are on the same side. -> the rows to train on, and one held-out row for each prompt"""
+    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts: one if there are 2 to 9, and none if
+    there is only one. A hash of the prompt decides which, so the choice does not depend on the order of the rows, and
+    rows with the same prompt are either all held out or all trained on. Return the rows to train on, and one row for
+    each held-out prompt."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
     distinct = sorted(set(keys))
     chosen = set(distinct[: min(count, max(1, len(distinct) // 5), len(distinct) - 1)])

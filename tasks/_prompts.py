@@ -19,7 +19,7 @@ def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> Non
                 encoded = encode(tokenizer, [row["prompt"] for row in batch])
             except Exception as error:  # for instance a letter that the tokenizer does not know
                 if at_once > 1:
-                    encode_prompts(tokenizer, batch, at_once=1)  # finds the prompt that the error is about
+                    encode_prompts(tokenizer, batch, at_once=1)  # raises the error below for the right prompt
                 raise UserError(f"a prompt could not be encoded: {batch[0]['prompt']!r:.200}: {error!r}") from error
             for row, ids in zip(batch, encoded, strict=True):
                 if not ids:
@@ -32,14 +32,15 @@ def encode(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
     encoded, eos_id, eos = tokenizer(prompts)["input_ids"], tokenizer.eos_token_id, tokenizer.eos_token
-    # Some tokenizers end every text with this token, but a prompt must stay open. One that the user wrote is kept.
-    closed = [len(ids) > 1 and ids[-1] == eos_id and not text.endswith(eos) for text, ids in zip(prompts, encoded)]
-    return [ids[:-1] if is_closed else ids for ids, is_closed in zip(encoded, closed)]
+    # Some tokenizers add the end token to every text. It is removed, because the model has to continue the prompt. An
+    # end token that the user wrote is kept.
+    added = [len(ids) > 1 and ids[-1] == eos_id and not text.endswith(eos) for text, ids in zip(prompts, encoded)]
+    return [ids[:-1] if is_added else ids for ids, is_added in zip(encoded, added)]
 
 
 def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Config) -> int:
-    """Encode every prompt. If one leaves no room in the model's context for its completion, raise an error, or leave it
-    out with --drop_long_prompts. -> the number of tokens of the longest prompt"""
+    """Encode every prompt, and return the number of tokens of the longest one. If a prompt leaves no room in the
+    model's context for its completion, raise an error or, with --drop_long_prompts, leave it out."""
     if task.eos_id not in (None, tokenizer.eos_token_id):
         raise UserError(f"--model {config.model}: --task {config.task} works only with its own small model")
     encode_prompts(tokenizer, task.train + task.eval)
@@ -49,7 +50,7 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
         limits = f"the model's context of {context} less --max_completion_length {config.max_completion_length}"
         message = f"{len(too_long)} prompts have more than {room} tokens ({limits}), for instance {too_long[0]!r:.200}"
         if not config.drop_long_prompts:
-            raise UserError(f"{message}; shorten them, --drop_long_prompts, or lower --max_completion_length")
+            raise UserError(f"{message}; shorten them, give --drop_long_prompts, or lower --max_completion_length")
         task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]
         task.eval = [row for row in task.eval if len(row["prompt_ids"]) <= room]
         task.notes.append(f"{message}; they are left out")

@@ -1,4 +1,8 @@
-"""Users' reward functions: find them, call them, and check what they return. Left out: any further sandbox."""
+"""Users' reward functions: find them, call them, and check what they return.
+
+`surroundings` keeps a reward from changing what this program imports and computes. Left out: a sandbox. A reward can,
+for instance, read and write any file.
+"""
 
 import asyncio
 import copy
@@ -21,31 +25,32 @@ from transformers import set_seed
 
 from config import UserError
 
-event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that a client keeps its connections
+event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that an HTTP client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
-modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}  # by folders: their modules, while no reward runs
-PROGRAM = str(Path(__file__).resolve().parent.parent)
+# For each set of folders, the modules that rewards imported from there. While no reward runs, they are only kept here.
+modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}
+PROGRAM = str(Path(__file__).resolve().parent.parent)  # the folder of this program
 LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
 
 
-def load_reward(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
+def load_function(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
     """Return the function that `name` means: file.py:function, package.module:function, or one of the task's own."""
     if name in own:
         return own[name]
     path, _, function = name.rpartition(":")
     if not path:
-        known = ", ".join([*own, "file.py:function or package.module:function"])
-        raise UserError(f"{setting} {name}: must be {known}")
+        raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
     module, folders = import_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
     found = getattr(module, function)
-    reward = functools.update_wrapper(functools.partial(found), found)  # unlike `found`, a partial takes attributes
+    # The attributes are set on a copy, because a built-in function takes none.
+    reward = functools.update_wrapper(functools.partial(found), found)
     reward.__name__, reward.folders = getattr(found, "__name__", function), folders
     return reward
 
 
 def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
-    """Import the file as a module of the packages that contain it, so that relative imports work too.
-    -> the module, and the folders that it imports from"""
+    """Import the file as a module of the packages that contain it, so that relative imports work too. Return the
+    module, and the folders that it imports from."""
     names, folders = [path.stem], [path.resolve().parent]
     while (folders[-1] / "__init__.py").exists():
         names.insert(0, folders[-1].name)
@@ -60,19 +65,19 @@ def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
 
 @contextmanager
 def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
-    """Isolate a reward from this program while it is imported or called. A module in its own folders then comes before
-    a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global settings are
-    what they were, and the random generators are seeded with a number that was drawn before, so that no later draw
-    depends on the reward."""
+    """Isolate a reward from this program while the reward is imported or called. A module in the reward's folders then
+    comes before a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global
+    settings are what they were, and the random generators are seeded with a number that was drawn before the reward
+    ran, so that no later draw depends on it."""
     dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
     names = own_names(folders)
-    others = swap_modules(names, modules_of.get(folders, {}))
-    sys.path[:] = dict.fromkeys([*folders, *sys.path])
+    modules_outside = swap_modules(names, modules_of.get(folders, {}))
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # the folders come first, and are in the list only once
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield
     finally:
-        modules_of[folders] = swap_modules(names, others)
+        modules_of[folders] = swap_modules(names, modules_outside)  # keeps the reward's modules for its next call
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -88,7 +93,8 @@ def own_names(folders: tuple[str, ...]) -> set[str]:
 
 
 def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[str, ModuleType]:
-    """Unload all modules with these names, and their submodules, and load others. -> those that were unloaded"""
+    """Unload all modules with these names, and their submodules, and load the replacements. Return the modules that
+    were unloaded."""
     unloaded = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
     sys.modules.update(replacements)
     return unloaded
@@ -97,8 +103,9 @@ def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[s
 def call_rewards(
     rewards: list[Callable], columns: dict[str, list], run_arguments: dict[str, Any], time_limit: Callable = nullcontext
 ) -> list[list[float]]:
-    """Call every function, and return its values: one for each completion, NaN where it gave none. Asynchronous
-    functions run at the same time. Each function gets its own copy of the columns; `run_arguments` are not copied."""
+    """Call every reward function, and return a list for each: one value for each completion, NaN where the function
+    gave none. Asynchronous functions run at the same time. Each function gets its own copy of the columns, but not of
+    `run_arguments`."""
     results = []
     for reward in rewards:
         parameters = inspect.signature(reward).parameters
@@ -113,9 +120,10 @@ def call_rewards(
         async def gather() -> list:
             return await asyncio.gather(*(results[i] for i in awaited))
 
+        # They run at the same time, so they all have the surroundings of the first one.
         folders = getattr(rewards[awaited[0]], "folders", ())
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
-            for i, result in zip(awaited, thread.submit(lambda: event_loop().run(gather())).result(), strict=True):
+            for i, result in zip(awaited, thread.submit(event_loop().run, gather()).result(), strict=True):
                 results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
 

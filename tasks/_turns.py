@@ -2,11 +2,12 @@
 
 When the model ends a turn, the task's reply(row, turns) is called. `turns` are the texts that the model has written so
 far. `row` is a copy for this completion only, so the function can keep the state of a game in it. The function returns
-None to end the completion. Otherwise it returns a text, or messages if the prompt is a chat; there, a text becomes a
-message from the user.
+None to end the completion. Otherwise it returns a text, which becomes a message from the user if the prompt is a chat.
+For a chat, it can also return a list of messages.
 
-The tokens of a reply are those that the chat template puts between one turn and the next. What the model has sampled is
-never encoded again. Left out: tools as a setting (docs/extending.md has them in a few lines), asynchronous replies.
+In a chat, the tokens of a reply are those that the template puts between one turn and the next. What the model has
+sampled is never encoded again. Left out: tools as a setting (docs/extending.md has them in a few lines), asynchronous
+replies.
 """
 
 import copy
@@ -19,13 +20,13 @@ from config import UserError
 from rollout import Completion
 from tasks import Prompt, Task, columns_of
 
-MARK = "\ue000"  # stands for a turn of the model: a character that nobody uses
+MARK = "\ue000"  # stands for the text of the model's turn; nobody uses this character
 
 
 @dataclass
 class Replies:
-    """The replies to one completion. Call it with the token ids of the turn that has ended: it returns those of the
-    reply, or None if the completion is over."""
+    """The replies to one completion. Call this object with the token ids of the turn that has ended. It returns the
+    token ids of the reply, or None if the completion is over."""
 
     reply: Callable
     row: dict
@@ -34,7 +35,7 @@ class Replies:
     max_turns: int = 0  # 0: any number
     time_limit: Callable = nullcontext  # time_limit(name) is a context manager around each call of `reply`
     turns: list[str] = field(default_factory=list)
-    said: list[Prompt] = field(default_factory=list)  # the replies so far, as texts or messages
+    replies: list[Prompt] = field(default_factory=list)  # the replies so far, as texts or messages
 
     def __post_init__(self) -> None:
         self.row = copy.deepcopy({"prompt": self.row["prompt"], **columns_of(self.row)})
@@ -43,46 +44,47 @@ class Replies:
         self.turns.append(self.tokenizer.decode(ids, skip_special_tokens=True))
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
-            said = self.reply(self.row, [*self.turns])
-        if said is None or len(self.turns) == self.max_turns:
+            answer = self.reply(self.row, [*self.turns])
+        if answer is None or len(self.turns) == self.max_turns:  # the function also gets the last turn
             return None
-        self.said.append([{"role": "user", "content": said}] if is_chat and isinstance(said, str) else said)
+        self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
         try:
-            if isinstance(self.said[-1], list) != is_chat:
-                raise UserError("a text" + " or messages" * is_chat + " was expected")
-            return encode_reply(self.tokenizer, self.said[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
+            if isinstance(self.replies[-1], list) != is_chat:
+                raise UserError("a text or messages was expected" if is_chat else "a text was expected")
+            return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
         except Exception as error:  # such as a role that the chat template does not know
-            returned = f"reply function {self.reply.__name__} returned {said!r:.200}"
+            returned = f"reply function {self.reply.__name__} returned {answer!r:.200}"
             raise UserError(f"{returned}, for prompt {self.row['prompt']!r:.200}: {error}") from error
 
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
-    """Prepare the replies to one completion of each row, with these fields of Replies: tokenizer, eos_ids, max_turns,
-    time_limit. None if the task does not reply."""
+    """Prepare the replies to one completion of each row. Return None if the task does not reply. `settings` are the
+    next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
     return [Replies(task.reply, row, *settings) for row in rows] if task.reply else None
 
 
 def with_replies(completions: list[Completion], replies: list[Replies] | None) -> list[Completion]:
     """Record in each completion what was replied to it, for the rewards."""
-    for completion, its_replies in zip(completions, replies or []):
-        completion.replies = its_replies.said
+    for completion, made in zip(completions, replies or []):
+        completion.replies = made.replies
     return completions
 
 
 def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool = True) -> list[int]:
-    """Return the token ids between a turn and the next one. If the model has ended the turn with an end token, they do
-    not contain that token again. If it has not, because a stop string ended the turn, they begin with it."""
+    """Return the token ids between a turn and the next one. If the model ended the turn with an end token (`ended`),
+    the returned ids follow that token. If a stop string ended the turn, the returned ids begin with the end token."""
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        # A template that leaves out messages of this role gives the same text for a changed reply.
         changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
-        text, changed_text = (tokenizer.apply_chat_template([*turn, *said], **how) for said in (reply, changed))
+        text, changed_text = (tokenizer.apply_chat_template([*turn, *messages], **how) for messages in (reply, changed))
         if text == changed_text:
             raise UserError("the model's chat template does not show it")
-        _, *after = text.split(MARK)
-        ids = tokenizer(after[0], add_special_tokens=False)["input_ids"] if len(after) == 1 else []
+        after = text.partition(MARK)[2]
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"] if text.count(MARK) == 1 else []
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if ended else ids
@@ -92,6 +94,6 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
 
 
 def check_template(task: Task, tokenizer: Any, eos_ids: list[int]) -> None:
-    """Refuse a chat template that cannot continue after a turn."""
+    """Raise an error if the task replies to chats and the chat template cannot continue after a turn."""
     if task.reply is not None and not all(isinstance(row["prompt"], str) for row in task.train + task.eval):
         encode_reply(tokenizer, [{"role": "user", "content": "-"}], eos_ids)

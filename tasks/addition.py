@@ -2,15 +2,14 @@
 
 The reward is 1 for a completion that ends by itself and has the sum after its last "#", and 0 otherwise. The model
 comes with the repository (tools/make_models.py made it). At first it writes the steps of short sums, but answers most
-long sums at once, and wrongly. It has to learn that the steps pay there too. Columns: prompt, answer.
+long sums at once, and wrongly. It has to learn that the steps help there too. Columns: prompt, answer.
 """
 
 import random
-from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, exact, split
+from tasks._characters import EOS_ID, MODELS, exact, split
 
 DEFAULTS = dict(num_generations=8, max_completion_length=64, steps=80, learning_rate=2e-4, warmup_steps=5)
 ALPHABET = "0123456789+=#,."
@@ -32,4 +31,4 @@ def load(config: Config) -> Task:
 
 
 def model(config: Config) -> str:
-    return str(Path(__file__).parent.parent / "models" / "addition")
+    return str(MODELS / "addition")

@@ -7,18 +7,17 @@ Columns: prompt, answer.
 """
 
 import random
-from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, exact, split
+from tasks._characters import EOS_ID, MODELS, exact, split
 
 DEFAULTS = dict(num_generations=8, max_completion_length=48, steps=60, learning_rate=1.2e-4, warmup_steps=5)
 ALPHABET = "0123456789+-*=:"
 
 
 def draw_chain(rng: random.Random) -> dict:
-    """Draw a row, together with the steps of its solution, such as ["+8=45", "*3=35", "-6=29"]."""
+    """Draw a row that also has the steps of its solution, such as ["+8=45", "*3=35", "-6=29"]."""
     value = rng.randrange(100)
     prompt, steps = str(value), []
     for _ in range(rng.randint(2, 6)):
@@ -51,4 +50,4 @@ def load(config: Config) -> Task:
 
 
 def model(config: Config) -> str:
-    return str(Path(__file__).parent.parent / "models" / "chain")
+    return str(MODELS / "chain")

@@ -27,7 +27,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 def draw_problem(rng: random.Random) -> dict:
     """Draw three or four numbers and join them from left to right by signs that keep every intermediate result whole.
-    The prompt shows the numbers sorted. An answer may use any brackets, and may have fractions on its way."""
+    The prompt shows the numbers sorted. An answer may use any brackets, and its intermediate results may be
+    fractions."""
     drawn = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
     target, solution, numbers = drawn[0], str(drawn[0]), sorted(drawn)
     for number in drawn[1:]:

@@ -1,17 +1,17 @@
 """Guess: the prompt "23-71:" stands for a secret number from 23 to 71. The model guesses, say "40". The reply is "h" if
 the secret number is higher, or "l" if it is lower, and the model guesses again. It has five guesses.
 
-The reward is 1 if the last guess is the number, and 0 otherwise. A player who always guesses the middle of what is left
-can find 31 different numbers. The model comes with the repository (tools/make_models.py made it). It has learned from
-games in which each guess is a random one of the numbers that are left. Columns: prompt, number.
+The reward is 1 if the last guess is the number, and 0 otherwise. Even perfect play does not always win: five guesses
+are enough for a range of 31 numbers, but ranges have 10 to 99. The model comes with the repository
+(tools/make_models.py made it). It has learned from games in which each guess is a random one of the numbers that are
+still possible. Columns: prompt, number.
 """
 
 import random
-from pathlib import Path
 
 from config import Config
 from tasks import Task
-from tasks._characters import EOS_ID, ended, held_out
+from tasks._characters import EOS_ID, MODELS, ended, held_out
 
 DEFAULTS = dict(num_generations=16, max_completion_length=20, steps=100, learning_rate=3e-4, warmup_steps=5)
 ALPHABET = "0123456789-:hl"
@@ -40,7 +40,7 @@ def found(prompts, completions, completion_ids, turns: list[list[str]], number: 
 
 
 def load(config: Config) -> Task:
-    """Draw the rows. All rows with the same range are on the same side, trained on or held out."""
+    """Draw the rows. Rows with the same range are either all trained on or all held out."""
     rng = random.Random(0)
     rows = [draw_row(rng) for _ in range(10_000)]
     train = [row for row in rows if not held_out(row["prompt"])]
@@ -49,4 +49,4 @@ def load(config: Config) -> Task:
 
 
 def model(config: Config) -> str:
-    return str(Path(__file__).parent.parent / "models" / "guess")
+    return str(MODELS / "guess")

@@ -1,12 +1,13 @@
-"""Reasoning Gym: `--task gym:NAME` is any of its procedurally generated data sets, scored by that data set itself.
+"""Reasoning Gym: `--task gym:NAME` trains on the data set NAME, which makes its questions and scores the answers.
 
     --task gym:chain_sum
     --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    with settings of the data set, as JSON
 
-Install it first: `pip install reasoning-gym`. The answer is the text in the last <answer> and </answer>. A right answer
-is worth 1, and some data sets give a part of it for a wrong one. Row i is drawn from the seed `seed` + i, so data sets
-of two seeds can share rows. For this reason, the held-out rows are a part of the same data set, in which each question
-occurs once. Some data sets take seconds for each row; give them a smaller "size". Columns: prompt, number.
+Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
+answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
+of the questions are held out. A second data set with another seed would not do for evaluation: row i is drawn from the
+data set's seed plus i, so the two could share rows. Some data sets take seconds for each row; give them a smaller
+"size". Columns: prompt, number.
 """
 
 import json
@@ -16,13 +17,14 @@ from config import Config, UserError
 from tasks import Task, text_of
 
 ASK = "\nPut your final answer inside <answer> and </answer>."
+# The scorers of these data sets execute the answer as Python code, so they are refused.
 RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24
     simple_integration spiral_matrix string_insertion""".split()
 
 
 def load(config: Config) -> Task:
-    _, name, settings = [*config.task.split(":", 2), "", ""][:3]
-    if found := {*RUNS_ANSWERS} & {*re.findall(r"\w+", config.task)}:  # the data set, or a part of a composite one
+    name, _, settings = config.task.removeprefix("gym").removeprefix(":").partition(":")  # gym:NAME or gym:NAME:JSON
+    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # also finds a part of a composite data set
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
     from reasoning_gym import create_dataset, utils  # only needed for this task
 

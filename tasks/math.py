@@ -4,8 +4,8 @@ r"""Math: problems whose final answers are in \boxed{} and are judged by math-ve
     --task math --data agentica-org/DeepScaleR-Preview-Dataset     other rows, each with a problem and its answer
 
 Install math-verify first: `pip install math-verify==0.9.*`. The reward is 1 if math-verify finds the last box equal to
-the answer, and 0 otherwise. It is lenient: 2+1 equals 3, and 10% equals 0.1. An answer that takes it more than five
-seconds is wrong. Columns: prompt, answer.
+the answer, and 0 otherwise. Math-verify is lenient: 2+1 equals 3, and 10% equals 0.1. An answer that takes it more than
+five seconds counts as wrong. Columns: prompt, answer.
 """
 
 from config import Config, UserError

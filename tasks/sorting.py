@@ -1,8 +1,8 @@
 """Sorting: the answer to "cab>" is "abc".
 
-The model starts from random weights, so the reward gives partial credit, because right answers are rare at first. The
-reward is the mean of two shares: of the letters that were kept, and of the letters that are in the right place.
-Columns: prompt, answer.
+The model starts from random weights, so right answers are rare at first. The reward therefore gives partial credit: it
+is the mean of two shares, of the letters that were kept and of the letters that are in the right place. Columns:
+prompt, answer.
 """
 
 import random

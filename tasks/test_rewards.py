@@ -16,7 +16,7 @@ import torch
 from transformers import set_seed
 
 from config import UserError
-from tasks._rewards import call_rewards, event_loop, load_reward
+from tasks._rewards import call_rewards, event_loop, load_function
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 VALUES = [  # what a function returns for the rewards 1, none and -2.5
@@ -186,13 +186,13 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
         for name in ("config", "train", "loss", "batch", "nearby", "tasks/__init__", "tasks/helper"):
             (folder / place / f"{name}.py").write_text(f"N = {n}\n")
         (folder / place / "rewards.py").write_text(NEIGHBOURS)
-        rewards += [load_reward(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
+        rewards += [load_function(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
     for _ in range(2):
         assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours
         for own in f"{__name__}:words", f"{__file__}:words":
-            values = call_rewards([load_reward(own, {})], COLUMNS, {"user_error": UserError})
+            values = call_rewards([load_function(own, {})], COLUMNS, {"user_error": UserError})
             assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
 
 
@@ -208,7 +208,7 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
         return [0.0] * len(completions)
 
     before = settings()
-    rewards = [load_reward(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
+    rewards = [load_function(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
     for harmless in (False, True):
         set_seed(1)
         for reward in rewards:
@@ -221,10 +221,10 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
 @pytest.mark.parametrize(("name", "error", "message"), NOT_THERE)
 def test_a_reward_that_is_not_there(folder, name, error, message):
     with pytest.raises(error, match=message):
-        load_reward(name, {"exact_sum": len})
+        load_function(name, {"exact_sum": len})
 
 
 @pytest.mark.parametrize(("reward", "values"), OF_TRL)
 def test_it_runs_as_it_is(folder, reward, values):
     columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
-    assert call_rewards([load_reward(reward, {})], columns, {}) == [values]
+    assert call_rewards([load_function(reward, {})], columns, {}) == [values]

@@ -104,10 +104,10 @@ def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch
     text = "<in>user:7<out><in>assistant:" if is_chat else "7"
     assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
+    assert made.replies == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
-    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.said) == 1, "the function sees the last turn"
+    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the function sees the last turn"
 
 
 def test_several_messages_after_an_end_token_and_after_a_stop_string(monkeypatch):

@@ -1,4 +1,4 @@
-"""TL;DR: the task of TRL's quick start, to see a run work. A completion should be 20 characters long.
+"""TL;DR: the task of TRL's quick start, for a quick check that a run works. A completion should be 20 characters long.
 
 The reward is minus the difference from 20 characters, counted in the text without special tokens. The rows are from
 trl-lib/tldr on the hub. Columns: prompt.
