@@ -10,6 +10,7 @@ rollout is reading the prompts, and for each token the longer of two times: the 
 reading all weights once. Everything else counts as 0: softmax, norms, activations, the cache, sampling, Python.
 """
 
+import json
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
-from infra import command_line
+from infra import command_line, run_folder
 from tools import ablate, bench
 
 
@@ -89,3 +90,4 @@ if __name__ == "__main__":
         "update",
     ]
     print(ablate.markdown(titles, *map(least_work, sys.argv[1:])))
+    print(f"\n{json.dumps(run_folder.provenance())}")

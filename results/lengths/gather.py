@@ -6,6 +6,7 @@ The 128 completions are made up, 64 on each rank. Their lengths are those of `to
 log-prob and a kept set of 20 ids out of 152,000. The time is that of both ranks together, the best of five.
 """
 
+import json
 import pickle
 import time
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from batch import Group
 from fast.kept_sets import KeptSets
-from infra import ranks
+from infra import ranks, run_folder
 from rollout import Completion
 from tools import ablate, bench
 
@@ -44,6 +45,7 @@ def main() -> None:
         rows.append([f"{limit}", f"{1e6 * min(seconds) / tokens:.2f}", f"{len(pickle.dumps(groups)) / tokens:.0f}"])
     if ranks.rank() == 0:
         print(ablate.markdown(["limit", "CPU-microseconds", "bytes"], *rows))
+        print(f"\n{json.dumps(run_folder.provenance())}")
 
 
 main()
