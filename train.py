@@ -95,14 +95,13 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; give sampler")
     sampled = time.perf_counter()
 
-    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing are
-    # the exception: they only checkpoint in train mode.
+    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Only checkpointed layers need train mode.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # Log-probs of the old policy and the reference stay fixed during the updates. With a single update, the old policy
-    # is the current one, whose log-probs `accumulate` has anyway. `until_it_fits` calls fixed_logprobs(run, batch,
-    # model), and repeats the call with smaller micro-batches if memory runs out.
+    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update, the old
+    # policy is the current one, whose log-probs `accumulate` computes anyway. `until_it_fits` calls fixed_logprobs(run,
+    # batch, model), and again with smaller micro-batches if memory runs out.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None or cfg.beta:
