@@ -173,7 +173,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
-    args = parse_with_flags(parser, words)
+    args = parse_args_and_flags(parser, words)
     for name in args.figures:  # before the runs, which may take days
         steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
         if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
@@ -183,7 +183,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def parse_with_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Parse the words before "--", with the options that tools/bench.py has too. The words after it are `flags`."""
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, required=True)

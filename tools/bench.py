@@ -238,7 +238,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
-    args = ablate.parse_with_flags(parser, words)
+    args = ablate.parse_args_and_flags(parser, words)
     args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *args.flags]
     if args.what == "long":
         args.ways, args.seeds = LIMITS, ["1"]  # the same lengths are drawn whatever the seed is
