@@ -53,8 +53,9 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
-    for name in run_folder.other_settings(made, run.config) + ["steps"] * (made.steps > run.config.steps):
-        if (wanted := getattr(run.config, name)) != "auto":
+    too_long = ["steps"] if made.steps > run.config.steps else []
+    for name in run_folder.other_settings(made, run.config) + too_long:
+        if (wanted := getattr(run.config, name)) != "auto":  # with "auto", the machine chooses the dtype
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 
 
@@ -75,9 +76,9 @@ def run_all(args: argparse.Namespace) -> None:
     """Make the runs that are not finished, but none if the settings of any run are wrong. If a run fails, the others
     continue."""
     unfinished = [run for run in runs_of(args) if not log_if_finished(run)]
-    for run in runs_of(args) if not args.keep else ():
+    for run in runs_of(args):
         about = run_folder.content_of(run.folder / "config.json")
-        if about and about.get("code") != run_folder.digest_of_code():
+        if about and about.get("code") != run_folder.digest_of_code() and not args.keep:
             sys.exit(f"error: {run.folder} was made by other code: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -96,21 +97,24 @@ def figure(lines: Lines, name: str) -> float:
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; the log has {', '.join(lines[-1])}")
-    first, last = 0 if when else lines[-1]["step"] // 2 + 1, math.inf
-    if "-" in when:
-        first, last = map(int, when.split("-"))
-    values = [line[metric] for line in lines if first <= line["step"] <= last and line.get(metric) is not None]
-    return np.mean(values[-1:] if when == "last" else values) if values else math.nan
+    with_value = [line for line in lines if line.get(metric) is not None]
+    if when == "last":
+        return with_value[-1][metric] if with_value else math.nan
+    first, last = map(int, when.split("-")) if when else (lines[-1]["step"] // 2 + 1, math.inf)
+    values = [line[metric] for line in with_value if first <= line["step"] <= last]
+    return np.mean(values) if values else math.nan
 
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown. Every run must be finished."""
     logs = [finished(run) for run in runs_of(args)]
+    # For each seed, runs_of goes through all variants, so the runs of a variant are that many places apart.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
     if len(args.variants) > 1:
         headings += [f"difference from {', '.join(args.variants[0].values())} (95 % interval)", "verdict"]
+    # With one variant there is nothing to compare, so the last two cells of each row are left out.
     return markdown(headings, *(row[: len(headings)] for row in rows))
 
 
@@ -120,10 +124,11 @@ def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[lis
     digits, rows = decimals(values[0].mean()), []
     for variant, seeds, differences in zip(variants, values, values - values[0], strict=True):
         spread = seeds.std(ddof=1) if len(seeds) > 1 else math.nan
-        row = ["" if rows else name, *variant.values(), f"{seeds.mean():.{digits}f} ± {spread:.{digits}f}"]
         mean, half = interval(differences)
         verdict = "too few seeds" if len(seeds) < 3 else "**differs**" if abs(mean) > half else "no clear difference"
-        rows.append([*row, with_interval(differences, digits), verdict] if rows else [*row, "", ""])
+        row = [*variant.values(), f"{seeds.mean():.{digits}f} ± {spread:.{digits}f}"]
+        is_first = variant is variants[0]
+        rows.append([name, *row, "", ""] if is_first else ["", *row, with_interval(differences, digits), verdict])
     return rows
 
 
@@ -133,9 +138,9 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
     if n < 2:
         return differences[0], math.inf
     # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
-    angles = np.linspace(0.0, math.pi / 2, 10001)[1:]
-    within = np.cumsum(np.cos(angles - angles[0] / 2) ** (n - 2))
-    t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles))
+    angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
+    within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
+    t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles[1:]))
     return np.mean(differences), t * np.std(differences, ddof=1) / math.sqrt(n)
 
 
@@ -163,21 +168,27 @@ def main(words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vary", action="append", required=True, metavar="SWITCH=A,B", help="can be repeated")
-    parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
-    args = parser.parse_args(own)
+    args = parse_args_and_flags(parser, words)
     for name in args.figures:  # before the runs, which may take days
         steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
         if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
             parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
     names, _, values = zip(*(switch.partition("=") for switch in args.vary))
     args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]
+    return args
+
+
+def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Parse the words before "--", with the options that tools/bench.py has too. The words after it are `flags`."""
+    parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
+    parser.add_argument("--out", type=Path, required=True)
+    own = list(itertools.takewhile(lambda word: word != "--", words))
+    args = parser.parse_args(own)
     args.flags = words[len(own) + 1 :]
     return args
 

@@ -5,13 +5,14 @@
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
     python -m tools.bench long --out runs/lengths            what a token costs, up to completions of 16,384
 
-Install tools/requirements-bench.txt first. Flags after `--` go to train.py, and TRL gets the same settings where it has
-them. Every run is a separate process with its own folder, and the ways take turns. Repeating a command makes only the
-runs that are missing. The table shows the mean of each metric, its difference from the first way as in tools/ablate.py,
-and the ratio of the means.
+Install tools/requirements-bench.txt first. What is compared are three ways to train: "ours", "TRL", and "TRL, plain
+head", which is TRL with a plain output head; --ways chooses some of them. Flags after `--` go to train.py, and TRL gets
+the same settings where it has them. Every run is a separate process with its own folder, and runs of the different ways
+alternate. Repeating a command makes only the runs that are missing. The table shows the mean of each metric, its
+difference from the first way as in tools/ablate.py, and the ratio of the means.
 
 In `step`, the completions are drawn in advance. Both samplers do their usual work, but the planned token has nearly all
-the probability. So lengths, rewards and gradients are the same in every way, and the gradient norms are compared to
+the probability. So lengths, rewards and gradients are the same here and in TRL, and the gradient norms are compared to
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
 
 `long` takes one step of this codebase for each limit of the length of completions, and shows what each part of the step
@@ -22,7 +23,6 @@ the cost is that of lists, tensors and files. This works on Linux only.
 
 import argparse
 import itertools
-import json
 import pickle
 import re
 import sys
@@ -54,7 +54,7 @@ LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
     --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
 SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
-FIGURES = {
+FIGURES = {  # in place of {} goes the number of steps
     "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
     "learn": ["reward:1-{}", "eval/accuracy:last", "seconds:last", "seconds to target:last"],
 }
@@ -66,7 +66,9 @@ FIGURES = {
 def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) -> None:
     """Train a run, and write its settings and a line of metrics for each step. Evaluations do not count as cost."""
     config = command_line.ready(command_line.parse(words, ON_GPU), ON_GPU)
-    run, lines = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))[0], []
+    run, *_ = train.set_up(config, torch.device("cuda" if ON_GPU else "cpu"))
+    lines: list[dict] = []
+    clock: list[float] = []  # when the step began, and when each of its rollouts ended
 
     def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -74,7 +76,7 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         return result
 
     def end_step(metrics: dict) -> None:
-        start, *_, sampled, end = [*clock, read_clock()]
+        start, sampled, end = clock[0], clock[-1], read_clock()
         line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
         line |= report.of_machine(line["tokens"], sampled - start, end - sampled) | {"seconds_step": end - start}
         line["seconds"] = sum(each["seconds_step"] for each in [*lines, line])  # so far
@@ -83,19 +85,20 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         lines.append(line)
         clock[:] = [read_clock()]
 
-    if args.what == "step":
-        tokens = plan_step(run, args)
-        force_ours(tokens) if way == "ours" else wrap(run.model, "generate", partial(force_trl, tokens))
-    if way != "ours":
-        from tools.trl_side import trainer_of  # imports TRL, which `ours` does not need
-
-        trainer = trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
-    wrap(*((train, "rollout") if way == "ours" else (run.model, "generate")), timed)
-    clock = [read_clock()]
+    wrap(run.model, "generate", timed)
     if way == "ours":
+        if args.what == "step":
+            force_ours(plan_step(run, args))
+        clock.append(read_clock())
         for step in range(1, 1 + config.steps):
             end_step(train.training_step(run, step)[0])
     else:
+        from tools import trl_side  # imports TRL, which `ours` does not need
+
+        if args.what == "step":
+            wrap(run.model, "generate", partial(trl_side.force, plan_step(run, args), LIKELY))
+        trainer = trl_side.trainer_of(run, args.rows, end_step, with_plain_head=way == "TRL, plain head")
+        clock.append(read_clock())
         trainer.train()
     on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
     lines[-1]["seconds to target"] = on_target[0] if on_target else None
@@ -114,10 +117,10 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     force_ours(plan_tokens(run, np.random.default_rng(0)))
 
     def timed(part: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        start, before = read_clock(), memory_of_process("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is that of this part
+        start, before = read_clock(), peak_memory()
         result = call(*args, **kwargs)
-        costs[part] = [1e6 * (read_clock() - start), memory_of_process("VmHWM") - before]
+        costs[part] = [1e6 * (read_clock() - start), peak_memory() - before]
         return result
 
     for part in ("rollout", "collate", "update"):
@@ -135,14 +138,14 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     write_log(folder, vars(run.config), [line])
 
 
-def memory_of_process(kind: str) -> int:
-    """Return the bytes that the process has in memory now (VmRSS), or has had at most (VmHWM)."""
-    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+def peak_memory() -> int:
+    """Return the most bytes that the process has had in memory."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def write_log(folder: Path, settings: dict, lines: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(run_folder.provenance() | {"settings": settings}))
+    (folder / "config.json").write_text(report.as_json([run_folder.provenance() | {"settings": settings}]))
     run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
 
 
@@ -157,12 +160,12 @@ def read_clock() -> float:
     return time.perf_counter() if ON_GPU else time.process_time()
 
 
-# ---- The same step in every way ----
+# ---- The same step, here and in TRL ----
 
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
-    """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. -> the planned completions
-    (N, L)."""
+    """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. Return the planned
+    completions (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
@@ -183,47 +186,36 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
 
 
 def force_ours(tokens: Tensor) -> None:
-    """Make our sampler pick the planned tokens. Because it picks them whatever the random numbers are, each random
-    number can tell it the place of its token in `tokens`."""
-    n = tokens.numel()
+    """Make our sampler pick the planned tokens. In place of the random number for each token, it gets the id of the
+    planned token plus 0.5, so that it knows which token to pick."""
 
     def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
-        return sample(logits.scatter_(1, tokens.flatten()[(u * n).long(), None], LIKELY), u, *args)
+        return sample(logits.scatter_(1, u.long()[:, None], LIKELY), u % 1, *args)
 
-    wrap(train, "uniforms", lambda uniforms, *args: (np.arange(n).reshape(tokens.shape) + 0.5) / n)
+    wrap(train, "uniforms", lambda uniforms, *args: tokens.cpu().numpy() + 0.5)
     wrap(rollout, "sample", forced)
-
-
-def force_trl(tokens: Tensor, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Call `generate` so that it picks the planned tokens."""
-
-    def forced(ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], LIKELY)
-
-    return generate(input_ids=input_ids, logits_processor=[forced], **kwargs)
 
 
 # ---- All runs, and what they show ----
 
 
-def folder_of(args: argparse.Namespace, way: str, seed: str) -> Path:
-    return args.out / f"{re.sub('[, ]+', '-', way)}-{seed}"
+def log_of(args: argparse.Namespace, way: str, seed: str) -> Path:
+    return args.out / f"{re.sub('[, ]+', '-', way)}-{seed}" / "metrics.jsonl"
 
 
 def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
-        folder = folder_of(args, way, seed)
-        if not (folder / "metrics.jsonl").exists():
+        log = log_of(args, way, seed)
+        if not log.exists():
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
                 call = measure_long if args.what == "long" else measure
-                process.submit(call, args, way, folder, [*args.flags, "--seed", seed]).result()
+                process.submit(call, args, way, log.parent, [*args.flags, "--seed", seed]).result()
 
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown, without the time to the target if not every run reached it. Exit with an error if
     the ways did not do the same work."""
-    folders = [[folder_of(args, way, seed) for seed in args.seeds] for way in args.ways]
-    logs = [[run_folder.read_lines(folder / "metrics.jsonl") for folder in of_way] for of_way in folders]
+    logs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
     if args.what == "long":
         costs = [[f"{time:,.0f} / {size:,.0f}" for time, size in line.values()] for [[line]] in logs]
         return ablate.markdown(["limit", *logs[0][0][0]], *([way, *cells] for way, cells in zip(args.ways, costs)))
@@ -240,17 +232,14 @@ def table(args: argparse.Namespace) -> str:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    own = list(itertools.takewhile(lambda word: word != "--", words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "learn", "long"])
     parser.add_argument("--ways", type=lambda text: text.split("; "), default=WAYS, help="separated by '; '")
-    parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(own)
-    args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *words[len(own) + 1 :]]
+    args = ablate.parse_args_and_flags(parser, words)
+    args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *args.flags]
     if args.what == "long":
         args.ways, args.seeds = LIMITS, ["1"]  # the same lengths are drawn whatever the seed is
     return args

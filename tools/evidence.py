@@ -5,16 +5,17 @@
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
 On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
-in results/NAME/, by the command on any page that made the runs: `python -m tools.ablate ... --out runs/NAME`, or
-`tools.bench` in its place. The table `default` needs no command. Each command `python -m tools.plot ... --out
-results/...` on a page makes a picture, which contains a fingerprint of its logs and flags. Left out: noticing that the
-code that draws the pictures has changed.
+in results/NAME/, with the command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
+`tools.bench`. This command must be on one of the pages. The table `default` needs no command. Each command `python -m
+tools.plot ... --out results/...` on a page makes a picture, which contains a fingerprint of its logs and flags. Left
+out: noticing that the code that draws the pictures has changed.
 """
 
 import argparse
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools import ablate, bench, plot
@@ -29,6 +30,7 @@ def pages() -> list[Path]:
 
 
 def commands(tool: str) -> list[list[str]]:
+    """Return the words that follow `python -m tools.TOOL` in each such command on the pages."""
     text = "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
     found = re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)
     return [shlex.split(words, comments=True) for words in found]
@@ -64,19 +66,17 @@ def pictures() -> dict[Path, tuple[plot.Figure, str]]:
     return made
 
 
-def not_of_the_logs(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> list[str]:
-    """Return a message for every table and picture that does not match the logs."""
-    found = []
+def mismatches(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> Iterator[str]:
+    """Yield a message for every table and picture that does not match the logs."""
     for page in pages:
         name, text = page.relative_to(ROOT), page.read_text()
         wrong = [table for _, table, shown, _ in BLOCK.findall(text) if shown.strip() != made.get(table, "")]
-        found += [f"{name}: the table {table} does not match the logs" for table in wrong]
+        yield from (f"{name}: the table {table} does not match the logs" for table in wrong)
         wrong = [link for link in PICTURE.findall(text) if (page.parent / link).resolve() not in drawn]
-        found += [f"{name}: no command on a page draws {link}" for link in wrong]
+        yield from (f"{name}: no command on a page draws {link}" for link in wrong)
     for file, (_, fingerprint) in drawn.items():
         if not file.exists() or fingerprint.encode() not in file.read_bytes():
-            found.append(f"{file.relative_to(ROOT)} does not match the logs")
-    return found
+            yield f"{file.relative_to(ROOT)} does not match the logs"
 
 
 def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> None:
@@ -87,11 +87,12 @@ def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.
 
 
 def keep(folders: list[Path]) -> None:
+    """Copy the logs of these runs to results/. There, paths are those of the command on the page, runs/NAME."""
     for log in [log for folder in folders for log in folder.glob("*/*")]:
         if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
             to = ROOT / "results" / log.relative_to(log.parents[2])
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(log.read_text().replace(f"{log.parents[2].resolve()}/", "runs/"))  # the --out of the page
+            to.write_text(log.read_text().replace(f"{log.parents[2].resolve()}/", "runs/"))
 
 
 def main(words: list[str]) -> None:
@@ -100,7 +101,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--keep", nargs="+", type=Path, metavar="runs/NAME", default=[])
     args = parser.parse_args(words)
     keep(args.keep)
-    if args.check and (found := not_of_the_logs(pages(), tables(), pictures())):
+    if args.check and (found := list(mismatches(pages(), tables(), pictures()))):
         sys.exit("\n".join(found))
     if not args.check and not args.keep:
         write(pages(), tables(), pictures())

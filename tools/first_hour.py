@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -51,7 +50,8 @@ def measure(words: list[str], steps: int, device: torch.device) -> dict:
 
 
 def gpu_tests() -> str:
-    """Return the last line of `pytest -m gpu`. The tests start their own ranks, so they must not see this rank's."""
+    """Return the last line of `pytest -m gpu`. The tests start ranks of their own, so they must not inherit the
+    environment variables that torchrun has set for this rank."""
     env = {name: x for name, x in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_"))}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
     shown = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
@@ -63,11 +63,10 @@ def main(words: list[str]) -> None:
     found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
     for kind, (flags, steps) in KINDS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found[kind] = measure([*words, *flags.split(), "--out", f"{folder}/out"], steps, device)
-            except Exception as error:  # the other kinds may still work
-                found[kind] = {"failed": f"{type(error).__name__}: {error}"}
+        try:
+            found[kind] = measure([*words, *flags.split()], steps, device)
+        except Exception as error:  # the other kinds may still work
+            found[kind] = {"failed": f"{type(error).__name__}: {error}"}
     if ranks.rank() == 0:
         text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
         text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]

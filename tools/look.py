@@ -20,16 +20,18 @@ MOST_POINTS = 10_000  # of the curves
 
 
 def content(run: Path, megabytes: float = 40.0) -> dict:
-    """Return the data of the page. If the completions take more than that many megabytes, some steps are left out, and
-    if the last step alone takes more, some of its completions."""
+    """Return the data of the page. If the completions take more than that many megabytes, some steps are left out. If
+    even the last step takes more, some of its completions are left out."""
+    most_bytes = megabytes * 1e6
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
-    steps, ends = sorted({line["step"] for line in trained}), [line["step"] for line in held_out[:1] + held_out[-1:]]
-    every = math.ceil(len(json.dumps(trained)) / (megabytes * 1e6))
-    kept = {*steps[::-every]}  # the last step is always among them
+    steps = sorted({line["step"] for line in trained})
+    kept = {*steps[:: -math.ceil(len(json.dumps(trained)) / most_bytes)]}  # the last step is always among them
     shown = [line for line in trained if line["step"] in kept]
-    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))
-    shown = shown[-max(1, sum(size <= megabytes * 1e6 for size in sizes)) :]
+    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # of the last, of the last two, ...
+    fitting = list(itertools.takewhile(lambda size: size <= most_bytes, sizes))
+    shown = shown[-max(1, len(fitting)) :]
+    shown_evaluations = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last
     points = metrics[:: -max(1, math.ceil(len(metrics) / MOST_POINTS))][::-1]  # the last one is among them
     parts = (shown, trained, "completions"), (points, metrics, "points of the curves")
     left_out = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
@@ -37,7 +39,7 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
         "title": "".join([run.resolve().name, *left_out]),
         "metrics": points,
         "trained": shown,
-        "held_out": [line for line in held_out if line["step"] in ends],
+        "held_out": [line for line in held_out if line["step"] in shown_evaluations],
     }
 
 

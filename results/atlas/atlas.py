@@ -319,7 +319,7 @@ def picture() -> dict[Path, tuple[Figure, str]]:
 
 
 def stale() -> list[str]:
-    return evidence.not_of_the_logs([PAGE], tables(), picture())
+    return list(evidence.mismatches([PAGE], tables(), picture()))
 
 
 def main(words: list[str]) -> int:
