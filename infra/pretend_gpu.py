@@ -27,14 +27,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from conftest import PROCESSES
+from conftest import PROCESSES, replace
 
-FITS = torch.__version__.startswith("2.13.") and not torch.version.cuda
-WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+needs_pretended_gpu = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13.") or torch.version.cuda is not None,
+    reason=f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}",
+)
 
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
@@ -275,12 +278,8 @@ class Stream(MagicMock):
     """A stream or an event. Nothing has to wait, because everything is computed at once."""
 
 
-def empty(size, dtype=None, **_: Any) -> Pretended:
-    return Pretended(torch.empty(size, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
-
-
-def empty_strided(size, stride, dtype=None, **_: Any) -> Pretended:
-    return Pretended(torch.empty_strided(size, stride, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
+def made_by(factory: Callable, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Pretended:
+    return Pretended(factory(*args, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
 _kept_alive: list = []
@@ -300,8 +299,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     guards[CUDA] = guards[XLA] = guards[PRIVATE_USE]
     guards[PRIVATE_USE] = None
     for key in ("CUDA", "XLA"):
-        library.impl("empty.memory_format", empty, key)
-        library.impl("empty_strided", empty_strided, key)
+        library.impl("empty.memory_format", partial(made_by, torch.empty), key)
+        library.impl("empty_strided", partial(made_by, torch.empty_strided), key)
     # Without a kernel, PyTorch would decompose this operation. It is never called: __torch_dispatch__ comes first.
     library.impl("silu_backward", lambda *_: None, "XLA")
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") is a copy that can be counted
@@ -326,6 +325,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps weights tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention
+    replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu

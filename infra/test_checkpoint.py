@@ -5,7 +5,6 @@ import math
 import os
 import random
 import resource
-import shutil
 import signal
 import time
 from array import array
@@ -71,11 +70,13 @@ def whole(small, tmp_path_factory) -> Path:
 
 
 STOP = partial(signal.raise_signal, signal.SIGTERM)
+FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 ENDS = {  # the same run is ended at each of these moments in turn: what happens there, and the exit code
     "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, f"{__name__}.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
+    "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 1),
     "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
     "while the last old one is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
@@ -83,10 +84,12 @@ ENDS = {  # the same run is ended at each of these moments in turn: what happens
 }
 
 
-def test_killed_at_chosen_moments(small, whole, tmp_path):
+def test_a_run_that_is_ended_at_chosen_moments_keeps_its_newest_checkpoint_and_the_same_files(small, whole, tmp_path):
     out = tmp_path / "out"
     for end, code in ENDS.values():
+        newest = saved_steps(out)[-1:]
         run(small, out, end, code=code)
+        assert saved_steps(out)[-1:] >= newest
     run(small, out)
     assert_same_files(out, whole)
 
@@ -193,19 +196,6 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
         file.write_bytes(whole)
 
 
-def test_the_last_good_checkpoint_outlives_a_full_disk(small, whole, tmp_path):
-    """If that one is deleted, the run is resumed from the one before."""
-    out = tmp_path / "out"
-    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    shown = run(small, out, partial(at, "infra.checkpoint.save", 3, full), code=1)
-    assert "File too large" in shown
-    assert saved_steps(out) == [2, 4]
-    checkpoint.check(out / "checkpoint" / "000004")
-    shutil.rmtree(out / "checkpoint" / "000004")
-    assert "continued after step 2" in run(small, out)
-    assert_same_files(out, whole)
-
-
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
 
 
@@ -249,6 +239,7 @@ FOLDERS = [  # what is there, the settings of the command -> the step to resume 
     (partial(no_run, name="config.json", text='{"model_type": "llama"}'), dict(overwrite=True), NO_RUN),
     (no_step_made, dict(beta=0.1), 0),
     (partial(made, left=("checkpoint/000004",)), {}, 4),
+    (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (made, dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),

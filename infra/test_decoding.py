@@ -9,7 +9,7 @@ from conftest import VOCAB, tiny_model
 from infra import decoding as module
 from infra import pretend_gpu
 from infra.decoding import decoding
-from infra.pretend_gpu import gpu, on_pretended_gpu
+from infra.pretend_gpu import gpu, needs_pretended_gpu, on_pretended_gpu
 from rollout import Completion, Sampling, _pick_in_blocks, rollout, uniforms
 
 PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]
@@ -21,7 +21,6 @@ SAMPLINGS = [
     Sampling(LENGTH, ENDS[:1], temperature=0.0),
 ]
 KINDS = {"llama": 4, "qwen2": 1, "qwen3": 2, "gemma": 2}  # the heads of keys and values; there are 4 heads of queries
-needs_gpu = pytest.mark.skipif(pretend_gpu.WHY_NOT is not None, reason=str(pretend_gpu.WHY_NOT))
 
 
 def model_of(kind: str, device: str = "cpu") -> nn.Module:
@@ -82,7 +81,7 @@ def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, 
     return all_sampled(model, "graph", dtype), len(replays), gpu.held - held
 
 
-@needs_gpu
+@needs_pretended_gpu
 @pytest.mark.parametrize("dtype, first_room", [(torch.float32, 256), (torch.float32, 1), (torch.bfloat16, 256)])
 def test_graphs_sample_the_same_also_with_a_cache_that_doubles(dtype, first_room):
     found, replays, held = on_pretended_gpu(graphs, dtype, first_room)
@@ -121,7 +120,7 @@ def waits() -> list[list[dict]]:
     return [found[i : i + 2] for i in range(0, len(found), 2)]
 
 
-@needs_gpu
+@needs_pretended_gpu
 def test_for_each_token_the_host_reads_only_how_many_rows_have_ended():
     """Without a graph it also reads whether there is padding. Kept ids are copied after every 16 tokens."""
     for cut, found in zip(CUTS, on_pretended_gpu(waits), strict=True):

@@ -258,7 +258,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
+@pretend_gpu.needs_pretended_gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_the_plan_is_an_upper_bound_and_at_most_a_quarter_too_high(name):
     """A few layers are enough to see what the plan leaves out or counts twice. Sharded models need more of them, as the

@@ -17,11 +17,11 @@ from batch import micro_batches
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
 from fast.output_head import linear_in_fp32
 from infra import pretend_gpu
+from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
 
 GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
-LACKING = pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 REAL = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="there is no GPU")]
-KINDS = [pytest.param("pretended", marks=LACKING), pytest.param("real", marks=REAL)]
+KINDS = [pytest.param("pretended", marks=needs_pretended_gpu), pytest.param("real", marks=REAL)]
 
 
 def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
@@ -29,7 +29,6 @@ def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
         pretend_gpu.install(capacity, gpus=8)
-        conftest.replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +60,9 @@ def in_fp32() -> torch.Tensor:
     return linear_in_fp32(x.pin_memory().to("cuda", non_blocking=True), x.to("cuda")).cpu()
 
 
-@LACKING
+@needs_pretended_gpu
 def test_the_heads_product_is_not_rounded_to_bfloat16():
-    y, x = pretend_gpu.on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
+    y, x = on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
     torch.testing.assert_close(y, x @ x.T)
     assert not torch.equal(y, y.bfloat16().float())
 
@@ -89,7 +88,7 @@ def count_waits() -> None:
     conftest.replace("train.accumulate", accumulate)
 
 
-@LACKING
+@needs_pretended_gpu
 @pytest.mark.parametrize("cut, expected", [({}, 6), (dict(top_p=0.9), 12)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
     """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. No other
@@ -148,7 +147,7 @@ def test_a_run_in_bfloat16(small, tmp_path, kind, given):
     assert len(cosines) == 2 * len(look) and all(0.99 <= cosine < 1.0 for cosine in cosines)
 
 
-@LACKING
+@needs_pretended_gpu
 def test_a_run_out_of_memory_continues_with_smaller_parts(small, tmp_path):
     """Memory runs out in an evaluation, which has more completions, and in an update. The files are those of a CPU."""
     settings = small | dict(eval_k=60, steps=1, minibatches=1, gradient_checkpointing=False)

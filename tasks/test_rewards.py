@@ -73,16 +73,14 @@ FILES = {
     "r1/helper.py": "SOFT = 2\n",
     "r1/rewards.py": RELATIVE,
 }
-OF_TRL = [  # a function, and its values for completions of five and of three tokens
-    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),
+NAMED = [  # a name -> the rewards of completions of five and of three tokens, or the error and a part of its message
+    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),  # as in TRL
     ("installed:mine", [0.0, 0.0]),
-]
-NOT_THERE = [  # a name, the error, a part of its message
-    ("good", UserError, "--reward good: must be exact_sum, file.py:function or package.module:function"),
-    ("nowhere.py:good", ModuleNotFoundError, "nowhere"),
-    ("statistics.py:mean", UserError, "statistics.py: Python finds .*/statistics.py under this name: rename the file"),
-    ("meddles.py:LIMIT", AttributeError, "LIMIT"),
-    ("mine.py:good", ModuleNotFoundError, "No module named 'no_such_module'"),
+    ("good", (UserError, "--reward good: must be exact_sum, file.py:function or package.module:function")),
+    ("nowhere.py:good", (ModuleNotFoundError, "nowhere")),
+    ("statistics.py:mean", (UserError, "statistics.py: Python finds .*/statistics.py under this name: rename")),
+    ("meddles.py:LIMIT", (AttributeError, "LIMIT")),
+    ("mine.py:good", (ModuleNotFoundError, "No module named 'no_such_module'")),
 ]
 
 
@@ -218,13 +216,8 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
     assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
 
 
-@pytest.mark.parametrize(("name", "error", "message"), NOT_THERE)
-def test_a_reward_that_is_not_there(folder, name, error, message):
-    with pytest.raises(error, match=message):
-        load_reward(name, {"exact_sum": len})
-
-
-@pytest.mark.parametrize(("reward", "values"), OF_TRL)
-def test_it_runs_as_it_is(folder, reward, values):
+@pytest.mark.parametrize(("name", "outcome"), NAMED)
+def test_how_a_reward_is_found_by_its_name(folder, name, outcome):
     columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
-    assert call_rewards([load_reward(reward, {})], columns, {}) == [values]
+    with pytest.raises(outcome[0], match=outcome[1]) if isinstance(outcome, tuple) else contextlib.nullcontext():
+        assert call_rewards([load_reward(name, {"exact_sum": len})], columns, {}) == [outcome]

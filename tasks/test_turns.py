@@ -96,24 +96,26 @@ def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wron
         replies_of(said, is_chat)([8, EOS_ID])
 
 
-@pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
-def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch, is_chat, said):
+SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
+    (False, "7", "7"),
+    (True, "7", "<in>user:7<out><in>assistant:"),
+    (True, MESSAGES, "<in>tool:7<out><in>tool:7<out><in>assistant:"),
+]
+
+
+@pytest.mark.parametrize("is_chat, said, text", SAID)
+def test_what_a_reply_function_gets_and_what_becomes_of_what_it_returns(monkeypatch, is_chat, said, text):
+    """The first turn ends with an end token. A stop string ends the second one, so the reply adds an end token."""
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
     made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
-    text = "<in>user:7<out><in>assistant:" if is_chat else "7"
-    assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
+    inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4])]
+    assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.said == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
+    assert made.said == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
     assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.said) == 1, "the function sees the last turn"
-
-
-def test_several_messages_after_an_end_token_and_after_a_stop_string(monkeypatch):
-    monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
-    made, text = replies_of(MESSAGES, True), "<in>tool:7<out>" * 2 + "<in>assistant:"
-    assert [CHAT.decode(made(ids)) for ids in ([2, OUT], [2])] == [text, "<out>" + text]
 
 
 def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
