@@ -47,6 +47,7 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
     ("--steps 0 --seed 3 --lr_schedule cosine --eval_k 8", dict(out="runs/addition-evaluation-3", dtype="float32")),
     ("--data d.jsonl --model m --reward a.py:f", dict(task="data", learning_rate=1e-6)),
+    ("--task data --eval_data d.jsonl --model m --reward a.py:f --steps 0", dict(data=None)),
     ("--num_generations 1 --baseline none --scale_rewards none --lr_schedule cosine", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # it has no effect, but it is the preset's value

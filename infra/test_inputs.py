@@ -145,13 +145,6 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     assert len({line["extras"]["drawn"] for line in written}) == len(written)
 
 
-def test_held_out_prompts_can_be_evaluated_without_others(files, tmp_path):
-    (tmp_path / "one.jsonl").write_text('{"prompt": "a>"}\n')
-    settings = settings_of(files, data=None, eval_data=tmp_path / "one.jsonl", task="data", steps=0, eval_every=1)
-    run({name: x for name, x in settings.items() if x is not None}, tmp_path / "out")
-    assert [line["step"] for line in metrics(tmp_path / "out")] == [0]
-
-
 def test_models_that_must_work(files, tmp_path):
     """The pad token does not matter: completions end at EOS, and EOS is trained on."""
     for model in ("model", "no_pad", "pad_is_eos"):

@@ -21,9 +21,8 @@ from infra import lora
 from infra.command_line import ready
 from infra.decoding import decoding
 from infra.model import load, open_model
+from infra.test_shard import save_model
 from logprob import token_logprobs
-from tasks._characters import EOS_ID, char_tokenizer
-from tasks.sorting import LETTERS
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 CPU = torch.device("cpu")
@@ -93,20 +92,16 @@ def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_
         assert torch.equal(score(model), before)
 
 
-def test_what_has_no_adapters_is_reported():
+def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_are_refused():
     (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
     assert "adapters reach 33% of the weights" in note
     for model in (tiny_model("qwen3_moe"), lora.add_adapters(tiny_model("llama"), 2, 4)):
         assert [*lora.notes(model)] == []
+    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
+        lora.set_adapters(model, {name: x for name, x in lora.trained(model).items() if "q_proj" in name})
     model.model.layers = nn.ModuleList()
     with pytest.raises(UserError, match="--lora_rank: LlamaForCausalLM has no linear layers except its output head"):
         lora.add_adapters(model, 2, 4)
-
-
-def test_adapters_of_some_layers_only_are_refused():
-    model = lora.add_adapters(tiny_model("llama"), 2, 4)
-    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
-        lora.set_adapters(model, {name: x for name, x in lora.trained(model).items() if "q_proj" in name})
 
 
 # ---- Runs ----
@@ -115,10 +110,7 @@ def test_adapters_of_some_layers_only_are_refused():
 @pytest.fixture(scope="module")
 def small(sorting, tmp_path_factory) -> dict:
     """Settings of a run that uses everything in a checkpoint, a reference, kept sets and shared prompts."""
-    base = tmp_path_factory.mktemp("base") / "model"
-    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
-    tiny_model("llama", torch.float32, spread=2.0, **own).save_pretrained(base)
-    char_tokenizer(LETTERS + ">").save_pretrained(base)
+    base = save_model(tmp_path_factory.mktemp("base"), "llama")
     return sorting | dict(
         model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
         learning_rate=1e-2, max_completion_length=6, save_every=1, eval_every=3, eval_prompts=5, eval_k=2,

@@ -18,18 +18,14 @@ def varied(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-@pytest.fixture
-def words(tmp_path) -> list[str]:
+def test_a_step_has_the_gradient_of_a_plain_loop(tmp_path, monkeypatch):
     texts = "What is 7 + 5?", "Name a colour.", "Write a sentence about the sea.", "Say yes.", "Why?", "What is rain?"
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"""--model {MODEL} --data {tmp_path}/rows.jsonl --eval_prompts 1 --eval_k 4 --reward {__name__}:varied
-        --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --warmup_steps 0 --learning_rate 1e-5
-        --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
-
-
-def test_a_step_has_the_gradient_of_a_plain_loop(words, tmp_path, monkeypatch):
-    run, *_ = train.set_up(ready(parse([*words, "--out", str(tmp_path / "run")], False), False), torch.device("cpu"))
+    words = f"""--model {MODEL} --data {tmp_path}/rows.jsonl --out {tmp_path}/run --reward {__name__}:varied
+        --eval_prompts 1 --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --warmup_steps 0
+        --learning_rate 1e-5 --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
+    run, *_ = train.set_up(ready(parse(words, on_gpu=False), on_gpu=False), torch.device("cpu"))
     gradients = []
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(flat_gradient(run.model)))
     _, groups = train.training_step(run, 1)

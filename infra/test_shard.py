@@ -34,16 +34,21 @@ def small(sorting) -> dict:
     )  # fmt: skip
 
 
+def save_model(folder: Path, family: str) -> Path:
+    """Save a tiny model with random weights that can read and write what the task sorting needs."""
+    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
+    tiny_model(family, torch.float32, spread=2.0, **own).save_pretrained(folder)
+    char_tokenizer(LETTERS + ">").save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """Save three models: one with an untied output head, one that caps its logits, so that each row is scored in a pass
     of its own, and one whose configuration says that its output head is tied although it is not."""
-    folder, tokenizer = tmp_path_factory.mktemp("models"), char_tokenizer(LETTERS + ">")
-    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
-    for name, family in dict(untied="llama", capped="gemma2").items():
-        tiny_model(family, torch.float32, **own).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    file = shutil.copytree(folder / "untied", folder / "tied") / "config.json"
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "capped", "gemma2")
+    file = shutil.copytree(save_model(folder / "untied", "llama"), folder / "tied") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     return folder
 

@@ -24,13 +24,14 @@ DEFAULTS = dict(max_completion_length=20)
 def load(config):
     return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
 """
+SHORT = "mine.py:short"
 ROWS = [  # a task, settings, rows to train on, rows held out
     ("addition", {}, 16, 4),
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
+    ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
-SHORT = "mine.py:short"
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
     ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
@@ -86,7 +87,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "settings", "train", "held_out"), ROWS)
 def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_out):
-    task = load_task(Config(task=name, data="rows.jsonl", **settings))
+    task = load_task(Config(**{"task": name, "data": "rows.jsonl"} | settings))
     assert (len(task.train), len(task.eval), task.notes) == (train, held_out, [])
     assert all("eval_data" not in settings or row["prompt"].startswith("held") for row in task.eval)
 

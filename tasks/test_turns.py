@@ -39,7 +39,6 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),
     ("gpt-oss", "user", [OUT], NO_END),
-    ("no tools", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("no history", "user", [OUT], NO_END),
     ("twice", "user", [OUT], NO_END),

@@ -107,19 +107,17 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
 
 
 def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
-    """Only the files that decide what a run computes count as its code: not tests, pages and tools."""
-    words, of_file = f"--out {out} {GRID} -- --learning_rate 1e-3 --steps 1".split(), run_folder.sha256_of
+    """Only the files that decide what a run computes count as its code: not tests, pages and tools. The settings may
+    come from a file, and the dtype of the runs from a GPU."""
+    (out / "settings.json").write_text('{"learning_rate": 1e-3}')
+    words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
+    original = run_folder.sha256_of
     for name, is_other in (("loss.py", True), ("shard.py", True), ("ablate.py", False), ("test_loss.py", False)):
-        edited = lambda file, name=name: "edited" if Path(file).name == name else of_file(file)  # noqa: E731
+        edited = lambda file, name=name: "edited" if Path(file).name == name else original(file)  # noqa: E731
         monkeypatch.setattr(run_folder, "sha256_of", edited)
         with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code") if is_other else nullcontext():
             ablate.main(words)
         ablate.main(["--keep", *words])
-
-
-def test_settings_may_come_from_a_file_and_a_dtype_from_a_gpu(out, capsys):
-    (out / "settings.json").write_text('{"learning_rate": 1e-3}')
-    ablate.main(f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split())
     assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 
