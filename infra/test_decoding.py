@@ -1,5 +1,7 @@
 """Decoding steps that can be CUDA graphs sample the same tokens as plain steps, on a CPU and on a pretended GPU."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -98,21 +100,23 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
 CUTS = [{}, dict(top_p=0.8), dict(top_k=9, min_p=0.01)]
 
 
-def waits() -> list[list[dict]]:
-    """For each of CUTS, count the waits of the host for the GPU in each token, with graphs and with plain steps."""
-    model, found = model_of("qwen2", "cuda"), []
+def waits() -> list[list[dict[str, float]]]:
+    """For each of CUTS, count how often the host waits for the GPU in each token: with graphs, and with plain steps."""
+    model = model_of("qwen2", "cuda")
     sampled(model, SAMPLINGS[-1], "graph")  # the first rollout also finds out what the model can do
-    for cut in CUTS:
-        for decode in ("graph", "plain"):
-            counts = []
-            for length in (16, 32):
-                gpu.waits.clear()
-                with decoding(model, torch.float32, decode, length):
-                    how, streams = Sampling(length, [VOCAB], **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
-                    rollout(model, PROMPTS[1:3], streams, how, progress=lambda *_: None)
-                counts.append(gpu.waits.copy())
-            found.append({name: n / 16 for name, n in (counts[1] - counts[0]).items()})
-    return [found[i : i + 2] for i in range(0, len(found), 2)]
+
+    def in_a_rollout(cut: dict, decode: str, length: int) -> Counter[str]:
+        gpu.waits.clear()
+        sampling, streams = Sampling(length, [VOCAB], **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
+        with decoding(model, torch.float32, decode, length):
+            rollout(model, PROMPTS[1:3], streams, sampling, progress=lambda *_: None)
+        return gpu.waits.copy()
+
+    def in_a_token(cut: dict, decode: str) -> dict[str, float]:
+        of_16_tokens = in_a_rollout(cut, decode, 32) - in_a_rollout(cut, decode, 16)
+        return {name: n / 16 for name, n in of_16_tokens.items()}
+
+    return [[in_a_token(cut, decode) for decode in ("graph", "plain")] for cut in CUTS]
 
 
 @needs_pretended_gpu

@@ -25,10 +25,11 @@ from rollout import Completion
 
 
 def answered(row, turns):
-    """Reply once. The row must be fresh for each completion, even when a rollout is repeated with less memory."""
+    """Reply once, with a text that depends on the row and on what the model wrote. The row must be fresh for each
+    completion, even when a rollout is repeated with less memory."""
     row["calls"] = row.get("calls", 0) + 1
     assert row["calls"] == len(turns)
-    return row["answer"][:1] if len(turns) == 1 else None
+    return row["answer"][:1] + turns[0][:1] if len(turns) == 1 else None
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +73,8 @@ OUT_OF_MEMORY = {  # number of ranks, what happens on the last one, settings, me
 }
 
 
-@pytest.mark.parametrize("case", OUT_OF_MEMORY)
-def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, case):
-    world, before, settings, message = OUT_OF_MEMORY[case]
+@pytest.mark.parametrize("world, before, settings, message", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, world, before, settings, message):
     shown = run(small | settings, tmp_path / "out", before, world=world)
     sizes = [int(size) for size in re.findall(f"note: rank {world - 1}: out of memory.*{message}", shown)]
     assert sizes and sizes == sorted(set(sizes), reverse=True), "a size was tried twice"

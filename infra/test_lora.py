@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Conv1D
 
 import train
 from config import Config, UserError
-from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, metrics, run, tiny_model
+from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, flags, metrics, run, tiny_model
 from infra import lora
-from infra.command_line import ready
+from infra.command_line import parse, ready
 from infra.decoding import decoding
 from infra.model import load, open_model
 from infra.test_shard import save_model
@@ -125,9 +125,8 @@ def whole(small, tmp_path_factory) -> Path:
     return out
 
 
-def config_of(settings: dict, **given) -> Config:
-    settings = {name: str(x) if isinstance(x, Path) else x for name, x in (settings | given).items()}
-    return ready(Config(**settings), on_gpu=False)
+def config_of(settings: dict, out: Path) -> Config:
+    return ready(parse(flags(settings, out), on_gpu=False), on_gpu=False)
 
 
 WAYS = {  # ranks, settings
@@ -136,16 +135,15 @@ WAYS = {  # ranks, settings
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, way):
-    world, given = WAYS[way]
+@pytest.mark.parametrize("world, given", WAYS.values(), ids=WAYS)
+def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, world, given):
     run(small | given, tmp_path / "out", world=world)
     assert_same_run(tmp_path / "out", whole, tolerance=1e-6)
 
 
 def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
     """The metrics are those of a run whose reference is a copy of the base model."""
-    run, *_ = train.set_up(config_of(small, out=tmp_path), CPU)
+    run, *_ = train.set_up(config_of(small, tmp_path), CPU)
     run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
     for line in metrics(whole)[1:]:
         made, _ = train.training_step(run, line["step"])
@@ -174,10 +172,10 @@ def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path)
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, steps):
+def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, tmp_path, steps):
     """This makes a rollout and an update compute the same."""
     model = small["model"] if steps else whole / "model"
-    config = config_of(small, steps=steps, model=model, dtype="bfloat16")
+    config = config_of(small | dict(steps=steps, model=model, dtype="bfloat16"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
     adapters = lora.trained(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}

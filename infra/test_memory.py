@@ -252,14 +252,11 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     return {part: (planned[part], held[part]) for part in planned}
 
 
-KINDS = [
-    "1.5B, top-p", "0.5B, windows", "0.5B, fp32", "1.5B, reference, two updates",
-    "0.5B, long prompts", "7B, adapters, checkpointing", "7B on 8, checkpointing, reference", "7B on 8, adapters",
-]  # fmt: skip
+NOT_TESTED = "0.5B", "0.5B, checkpointing", "7B on 8"  # the other cases would notice the same mistakes
 
 
 @pretend_gpu.needs_pretended_gpu
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_TESTED])
 def test_the_plan_is_an_upper_bound_and_at_most_a_quarter_too_high(name):
     """A few layers are enough to see what the plan leaves out or counts twice. Sharded models need more of them, as the
     plan adds up two gathered layers and the gathered head, which are not needed at the same time."""

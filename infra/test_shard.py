@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,10 +72,9 @@ CASES = {  # number of ranks; settings; more settings for the sharded run, which
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("world, given, sharded", CASES.values(), ids=CASES)
+def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypatch, world, given, sharded):
     monkeypatch.chdir(models)
-    world, given, sharded = CASES[name]
     one, out, settings = tmp_path / "one", tmp_path / "out", small | given
     run(settings, one)
     before = [machines_of_unequal_size, one_way_for_each_device] if world == 4 else []
@@ -191,9 +191,8 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [own] * 4))
     monkeypatch.setattr(shard, "set_model_state_dict", lambda *args, **settings: None)
-    timeouts, new_groups = [], dist.new_subgroups_by_enumeration
-    record = lambda *args, timeout: timeouts.append(timeout) or new_groups(*args, timeout=timeout)  # noqa: E731
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", record)
+    new_groups = Mock(wraps=dist.new_subgroups_by_enumeration)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new_groups)
     try:
         with torch.device("meta"):
             empty = type(whole)(whole.config)
@@ -208,5 +207,6 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
         dist.destroy_process_group()
     P = sum(p.numel() for p in whole.parameters())
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
-    assert rollout.bytes == {gather: 2 * P} and timeouts == [ranks.TIMEOUT] * 2
+    assert [call.kwargs["timeout"] for call in new_groups.call_args_list] == [ranks.TIMEOUT] * 2
+    assert rollout.bytes == {gather: 2 * P}
     assert update.bytes == {gather: 2 * 2 * P, reduce: 4 * P, all_reduce: 4 * P // 2}

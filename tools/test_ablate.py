@@ -5,6 +5,7 @@ import math
 import statistics
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,10 @@ def out(tmp_path, monkeypatch):
     """A folder with two finished runs. Starting another run would raise a TypeError."""
     monkeypatch.setattr(ablate, "run_one", None)
     for beta in ("0.0", "0.1"):
-        folder = tmp_path / f"{beta}-1"
-        folder.mkdir()
-        flags = f"--steps 1 --out {folder} --beta {beta} --seed 1 --learning_rate 1e-3"
-        settings = vars(ready(parse(flags.split(), on_gpu=False), on_gpu=False)) | {"dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps({"settings": settings, "code": run_folder.digest_of_code()}))
-        (folder / "metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
+        flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
+        given = parse(flags.split(), on_gpu=False)
+        run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
+        (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path
 
 

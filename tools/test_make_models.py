@@ -17,15 +17,13 @@ def result_of(prompt: str) -> str:
     return str(eval("(" * text.count(")") + text))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "guess"])
 def test_answers_are_right_and_prompts_not_held_out(name):
     task, rng = task_file(name), random.Random(0)
     tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):
         prompt, completion = RECIPES[name].line(rng)
         assert not held_out(prompt)
-        if name == "guess":
-            continue
         answer = result_of(prompt) if name == "addition" else str(int(result_of(prompt)) % 100)
         ids, text = tokenizer(completion)["input_ids"], completion.removesuffix(EOS)
         assert reward([prompt], [text], [ids], answer=[answer]) == [1.0]
@@ -37,6 +35,7 @@ def test_a_game_that_is_shown_is_a_game_and_its_replies_carry_no_label():
     tokenizer = char_tokenizer(guess.ALPHABET)
     for _ in range(300):
         prompt, game = recipe.line(rng)
+        assert not held_out(prompt)
         low, high = map(int, prompt.rstrip(":").split("-"))
         *turns, rest = game.split(EOS)
         replies = [turn[0] for turn in turns[1:]]
