@@ -96,7 +96,7 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        if gpu.shapes_only:  # integers and booleans have numbers even then
+        if gpu.shapes_only:  # integers and booleans keep their numbers
             inner = inner.to("meta") if inner.is_floating_point() else numbers_of(inner)
         count(inner.untyped_storage())
         outer = torch.Tensor._make_wrapper_subclass(
@@ -251,7 +251,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 
 class Graph:
-    """Records calls and repeats them on the same tensors. Arguments from the host stay as they were recorded."""
+    """Records calls and repeats them on the same tensors. Numbers from the host keep their recorded values."""
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
@@ -278,7 +278,7 @@ class Stream(MagicMock):
     """A stream or an event. Nothing has to wait, because everything is computed at once."""
 
 
-def made_by(factory: Callable, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Pretended:
+def allocate(factory: Callable, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Pretended:
     return Pretended(factory(*args, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
@@ -286,7 +286,7 @@ _kept_alive: list = []
 
 
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
-    """Give this process a GPU, for good. Return `gpu`."""
+    """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
     # Autograd asks for the number of devices and for their streams. This guard answers: one device, no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
@@ -299,8 +299,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     guards[CUDA] = guards[XLA] = guards[PRIVATE_USE]
     guards[PRIVATE_USE] = None
     for key in ("CUDA", "XLA"):
-        library.impl("empty.memory_format", partial(made_by, torch.empty), key)
-        library.impl("empty_strided", partial(made_by, torch.empty_strided), key)
+        library.impl("empty.memory_format", partial(allocate, torch.empty), key)
+        library.impl("empty_strided", partial(allocate, torch.empty_strided), key)
     # Without a kernel, PyTorch would decompose this operation. It is never called: __torch_dispatch__ comes first.
     library.impl("silu_backward", lambda *_: None, "XLA")
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") is a copy that can be counted
@@ -332,6 +332,6 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
 
 
 def on_pretended_gpu(function: Callable, *args: Any, **settings: Any) -> Any:
-    """Call the function in a new process, because a pretended GPU cannot be removed. Return its result."""
+    """Call the function in a new process, because a pretended GPU cannot be removed, and return its result."""
     with ProcessPoolExecutor(1, PROCESSES, partial(install, **settings)) as pool:
         return pool.submit(function, *args).result()

@@ -54,7 +54,7 @@ def small(quiet) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory) -> Path:
-    """Make the run without a stop, and check that it needs everything that a checkpoint contains."""
+    """Make the run in one go, and check that it needs everything that a checkpoint contains."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(small, out)
     assert '"cursor": 14' not in (out / "checkpoint/000007/state.json").read_text(), "no further prompts were drawn"
@@ -66,7 +66,7 @@ def whole(small, tmp_path_factory) -> Path:
 
 STOP = partial(signal.raise_signal, signal.SIGTERM)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-ENDS = {  # the same run is ended at each of these moments in turn: what happens there, and the exit code
+ENDS = {  # one run is ended at each of these moments in turn: what ends it, and its exit code
     "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, "infra.test_faults.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
@@ -74,7 +74,7 @@ ENDS = {  # the same run is ended at each of these moments in turn: what happens
     "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 1),
     "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
-    "while the last old one is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
+    "while the last old checkpoint is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
     "between writing the model and renaming it": (partial(at, RENAME, 1, die, of="model.partial"), -signal.SIGKILL),
 }
 
@@ -122,7 +122,7 @@ KINDS = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (Adafactor, dict(relati
 
 
 @pytest.mark.parametrize("kind, how", KINDS)
-def test_a_checkpoint_brings_everything_back(tmp_path, monkeypatch, kind, how):
+def test_a_loaded_checkpoint_restores_everything(tmp_path, monkeypatch, kind, how):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
     (models, optimizer), (others, again) = a_model(kind, updates=3, **how), a_model(kind, updates=0, **how)
     model, other = models["model"], others["model"]
@@ -205,7 +205,7 @@ def config_of(out: Path, **settings) -> Config:
 
 
 def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/000004", "model"), **settings) -> None:
-    """Leave what a run leaves, but without its weights. The last line of its metrics was cut off."""
+    """Write what a run leaves in its folder, except for weights. The last line of the metrics was cut off."""
     run_folder.begin(config_of(out, **settings), Config(out=str(out), **settings), 0)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps_made + 1)) + '{"st')
     for name in left:
@@ -247,7 +247,7 @@ FOLDERS = [  # what is there, the settings of the command -> the step to resume 
 
 
 @pytest.mark.parametrize("state, settings, outcome", FOLDERS)
-def test_what_a_folder_holds_and_a_command_does_with_it(out, state, settings, outcome):
+def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, outcome):
     state(out)
     before, is_error = contents(out), isinstance(outcome, str)
     with pytest.raises(UserError, match=outcome) if is_error else nullcontext():
@@ -258,8 +258,8 @@ def test_what_a_folder_holds_and_a_command_does_with_it(out, state, settings, ou
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----
 
 
-def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small, tmp_path):
-    """No folder is overwritten, and a finished run prints its table again."""
+def test_an_extended_run_equals_a_run_in_one_go_that_starts_over(small, tmp_path):
+    """Starting over does not overwrite an existing folder. A finished run prints its table again."""
     settings = small | dict(lr_schedule="constant", eval_every=2)
     out, taken, replaced = (tmp_path / name for name in ("out", "out.replaced-1", "out.replaced-2"))
     taken.mkdir()
@@ -279,7 +279,7 @@ def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small
     assert shown.endswith(table) and contents(out) == before
 
 
-def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatch):
+def test_each_beginning_is_recorded_and_what_has_changed_is_reported(out, monkeypatch):
     """The commit, the versions and the files that the run reads may change."""
     reward = out.with_name("mine.py")
     config = config_of(out, reward=[f"{reward}:mine"])
@@ -307,7 +307,7 @@ def write(out: Path, pid_of_child: Connection) -> None:
     die()
 
 
-def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, monkeypatch):
+def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeypatch):
     receiver, sender = PROCESSES.Pipe(duplex=False)
     (writer := PROCESSES.Process(target=write, args=(out, sender), daemon=True)).start()
     sender.close()  # so that `recv` fails if the writer does
@@ -320,10 +320,10 @@ def test_one_writer_at_a_time_and_a_lock_that_dies_with_it(out, monkeypatch):
     writer.kill()
     writer.join()
     assert run_folder.step_to_continue_after(config_of(out)) == 0
-    os.kill(child, signal.SIGKILL)  # it was running all the time
+    os.kill(child, signal.SIGKILL)  # until now the child was running, but it did not have the lock
 
 
-def test_a_signal_to_one_rank_ends_all_after_the_step(quiet, tmp_path):
+def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(quiet, tmp_path):
     before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
     shown = run(quiet, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
@@ -344,7 +344,7 @@ def accident() -> None:
     time.sleep(os.environ["RANK"] == "1")
 
 
-def test_torchrun_recovers_from_a_killed_rank_and_ranks_do_not_outlive_it_and_others_go_on(quiet, tmp_path):
+def test_torchrun_restarts_ranks_that_end_with_it_and_more_ranks_resume_the_run(quiet, tmp_path):
     out = tmp_path / "out"
     code, shown = run_supervised(quiet | dict(overwrite=True), out, accident, restarts=2)
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown

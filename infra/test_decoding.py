@@ -19,7 +19,7 @@ LENGTH, ENDS = 10, [2, 4, 8, 11, 22, 33, 44, 55]
 STREAMS = uniforms(0, 1, [(i, 0) for i in range(len(PROMPTS))], LENGTH)
 SAMPLINGS = [
     Sampling(LENGTH, ENDS, top_p=0.8, with_entropy=True, drop_share=0.5),
-    Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),  # four rows at once, and some batches need no padding
+    Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),  # four rows at once, and some batches have no padding
     Sampling(LENGTH, ENDS[:1], temperature=0.0),
 ]
 KINDS = {"llama": 4, "qwen2": 1, "qwen3": 2, "gemma": 2}  # the heads of keys and values; there are 4 heads of queries
@@ -30,14 +30,14 @@ def model_of(kind: str, device: str = "cpu") -> nn.Module:
 
 
 def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
-    """Sample a completion of each prompt. Under the first sampling, each turn gets a reply."""
+    """Sample a completion of each prompt. With the first of SAMPLINGS, each turn gets a reply."""
     replies = [lambda turn: [7, 2]] * len(PROMPTS) if sampling.drop_share == 0.5 else None
     with decoding(model, dtype, decode, LENGTH):
         return rollout(model, PROMPTS, STREAMS if sampling.temperature else None, sampling, replies=replies)
 
 
 def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
-    """Return the completions of all samplings. Between them the weights change, as in an update."""
+    """Return the completions of all SAMPLINGS. After each of them the weights change, as in an update."""
     found = []
     for sampling in SAMPLINGS:
         found += sampled(model, sampling, decode, dtype)
@@ -80,7 +80,7 @@ def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, 
 
 @needs_pretended_gpu
 @pytest.mark.parametrize("dtype, first_room", [(torch.float32, 256), (torch.float32, 1), (torch.bfloat16, 256)])
-def test_graphs_sample_the_same_also_with_a_cache_that_doubles(dtype, first_room):
+def test_graphs_sample_the_same_even_if_the_cache_doubles(dtype, first_room):
     found, replays, held = on_pretended_gpu(graphs, dtype, first_room)
     assert replays > LENGTH and held == 0
     assert_same(found, all_sampled(model_of("qwen3"), "plain", dtype), dtype)

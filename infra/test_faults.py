@@ -60,7 +60,7 @@ oom = partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocat
 
 def oom_above(rows: int, name: str, rank: int | None = None) -> None:
     def limited(call):
-        return lambda of, work, *args, **how: oom() if len(work) > rows else call(of, work, *args, **how)
+        return lambda model, batch, *args, **how: oom() if len(batch) > rows else call(model, batch, *args, **how)
 
     replace(name, limited, rank)
 
@@ -101,7 +101,7 @@ FAULTS = [  # what happens, before which call, on which rank of how many; its ex
 
 
 @pytest.mark.parametrize("fault, point, n, rank, world, code, message", FAULTS)
-def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, world, code, message):
+def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, point, n, rank, world, code, message):
     together = fault is mistake  # the other ranks receive the error too, and end without a message
     codes = [code if i == rank else 2 if together else 1 for i in range(world)]
     before = partial(at, point, n, fault, rank=rank)
@@ -169,7 +169,7 @@ def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, how)
     assert saved_steps(tmp_path / "out") == ([1] if "step 2" in how else [])
 
 
-def test_the_time_limit_of_a_reward_ends_with_its_call(monkeypatch):
+def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatch):
     events = []
     for owner, name in ((threading.Timer, "start"), (threading.Timer, "cancel")):
         monkeypatch.setattr(owner, name, lambda timer, name=name: events.append((name, timer.interval)))
@@ -200,7 +200,7 @@ def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path
 
 
 def overflows(prompts, trainer_state, **columns):
-    os.chdir("/")  # must not change where the run writes
+    os.chdir("/")  # the run must still write to the same folder
     spoiled = [1e90, -1e90] if trainer_state.global_step == 1 else [0.0, 1.0]
     return spoiled + [float(i) for i in range(2, len(prompts))]
 
@@ -241,7 +241,7 @@ def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, caus
     batch = collate(groups, False, torch.device("cpu"))
     tensors = {name: torch.zeros(4, 5) for name in ("logp", "old_logp", "ref_logp")}
     tensors[name][2, 3:] = value
-    tensors[name][0, :2] = math.nan  # of the prompt: masked
+    tensors[name][0, :2] = math.nan  # tokens of the prompt, which are masked
     batch.old_logp, batch.ref_logp = tensors["old_logp"], tensors["ref_logp"]
     with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: {cause}$"):
         report.not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])

@@ -1,4 +1,4 @@
-"""Adapters compared with PEFT and with full training, runs with adapters compared with each other, and saved files."""
+"""LoRA adapters are compared with PEFT, with full training, and over different ways of computing the same run."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def score(model: nn.Module) -> Tensor:
 
 
 def backward(model: nn.Module) -> Tensor:
-    """Return the log-probs, after a backward pass through a sum in which each of them has another weight."""
+    """Make a backward pass through a sum of the log-probs, each with another weight. Return the log-probs."""
     (score(model) * torch.arange(1.0, 7.0)).sum().backward()
     return score(model).detach()
 
@@ -62,7 +62,7 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     for name, p in lora.trained(ours).items():
         assert distance(p.grad, gradients.pop(name)) < 1e-12, name
     assert {*gradients.values()} == {None}
-    # PEFT's own files are read.
+    # Files that PEFT has written can be read.
     theirs.save_pretrained(tmp_path / "theirs")
     assert "lora_dropout" in (tmp_path / "theirs/adapter_config.json").read_text()
     again = lora.add_adapters(base(tmp_path / "base"), rank=3, alpha=8, seed=5)
@@ -109,7 +109,7 @@ def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_a
 
 @pytest.fixture(scope="module")
 def small(sorting, tmp_path_factory) -> dict:
-    """Settings of a run that uses everything in a checkpoint, a reference, kept sets and shared prompts."""
+    """Return the settings of a run that uses a whole checkpoint, a reference, kept sets and shared prompts."""
     base = save_model(tmp_path_factory.mktemp("base"), "llama")
     return sorting | dict(
         model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
@@ -141,8 +141,8 @@ def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, wor
     assert_same_run(tmp_path / "out", whole, tolerance=1e-6)
 
 
-def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
-    """The metrics are those of a run whose reference is a copy of the base model."""
+def test_the_reference_is_the_model_without_its_adapters(small, whole, tmp_path):
+    """The metrics equal those of a run whose reference is a copy of the base model."""
     run, *_ = train.set_up(config_of(small, tmp_path), CPU)
     run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
     for line in metrics(whole)[1:]:
@@ -150,7 +150,7 @@ def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path)
         assert {name: made[name] for name in ("kl", "loss", "grad_norm")}.items() <= line.items()
 
 
-def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_adapters_only(small, whole, tmp_path):
+def test_a_killed_run_is_resumed_to_the_same_files_and_checkpoints_contain_only_adapters(small, whole, tmp_path):
     run(small, tmp_path / "out", partial(at, "torch.optim.AdamW.step", 7, die, after=True), code=None)
     run(small, tmp_path / "out")
     assert_same_files(tmp_path / "out", whole)
@@ -161,7 +161,7 @@ def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_a
 
 
 def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path):
-    """The metrics are those that the run ended with."""
+    """The metrics equal the last evaluation of the run that saved them."""
     about = json.loads((whole / "model" / "adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (3, 6, str(small["model"]))
     last = {name: x for name, x in metrics(whole)[-1].items() if name.startswith("eval/")}
@@ -173,7 +173,7 @@ def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path)
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, tmp_path, steps):
-    """This makes a rollout and an update compute the same."""
+    """Otherwise a rollout and an update would compute with different weights."""
     model = small["model"] if steps else whole / "model"
     config = config_of(small | dict(steps=steps, model=model, dtype="bfloat16"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)

@@ -33,7 +33,7 @@ def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
 
 @pytest.fixture(scope="module")
 def small(sorting) -> dict:
-    """Settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
+    """Return settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
     checkpoint."""
     return sorting | dict(
         minibatches=2, beta=0.1, ref_sync_every=1, top_entropy=0.9, eval_every=1, eval_prompts=5, eval_k=2, top_p=0.9,
@@ -86,8 +86,8 @@ def print_waits(accumulate: Callable) -> Callable:
 @needs_pretended_gpu
 @pytest.mark.parametrize("cut, expected", [({}, 6), (dict(top_p=0.9), 12)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
-    """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. No other
-    wait, for a metric say, should be added without anybody noticing."""
+    """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. A
+    further wait, for instance for a metric, must not be added unnoticed."""
     settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | cut
     watched = partial(conftest.replace, "train.accumulate", print_waits)
     shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)
@@ -97,7 +97,7 @@ def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expecte
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world, given, stops", [(1, {}, [1, 2]), (2, {}, [2]), (2, dict(shard=True), [1, 2])])
 def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given, stops):
-    """The files are the same, bit for bit if the GPU is pretended, also after the run was stopped and resumed."""
+    """The results are the same, even after the run was stopped and resumed. With a pretended GPU, every bit is."""
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
@@ -137,7 +137,7 @@ def test_a_run_in_bfloat16(small, tmp_path, kind, given):
     assert '"peak_memory_reserved_gb": null' not in (tmp_path / "out/metrics.jsonl").read_text()
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])
     cosines = [float(x) for x in re.findall("cosine (.*)", shown)]
-    # bfloat16 rounds by up to 0.4 %, so a gradient differs by about 1 %, but it must differ
+    # bfloat16 rounds by up to 0.4 %, so the gradient differs by about 1 %. If it did not, it would be in float32.
     assert len(cosines) == 2 * len(watched) and all(0.99 <= cosine < 1.0 for cosine in cosines)
 
 

@@ -1,4 +1,4 @@
-"""A real language model, from loading to evaluation. `pytest -m real` runs this if there is a models/smollm2."""
+"""A step of a real language model. `pytest -m real` runs this test if there is a models/smollm2."""
 
 import json
 import statistics
@@ -39,5 +39,5 @@ def test_a_step_has_the_gradient_of_a_plain_loop(tmp_path, monkeypatch):
             # The rollout has a cache and other shapes of batches, so rounding errors of thirty layers differ.
             torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
             (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
-    # The gradient is off by as much as probabilities are, and these by as much as log-probs: 1e-4.
+    # An error of 1e-4 in a log-prob is a relative error of 1e-4 in the probability, and about that in the gradient.
     assert len(gradients) == 1 and distance(gradients[0], flat_gradient(run.model)) < 1e-4

@@ -1,4 +1,5 @@
-"""A run that is sharded over processes and machines equals the run of one process. How a rank starts; what travels."""
+"""A run that is sharded over processes and machines equals the run of one process. Also: how a rank
+starts, and what ranks send to each other."""
 
 import json
 import os
@@ -101,7 +102,7 @@ def in_parts(step):
     return stepping
 
 
-def test_each_rank_holds_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
+def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
     """In bfloat16 the run is only close to the replicated one, which adds up activations in fp32 instead of bf16."""
     settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1, eval_every=1, eval_prompts=2)
     run(settings, tmp_path / "one")
@@ -114,7 +115,7 @@ def test_each_rank_holds_its_part_of_weights_moments_and_reference_in_float32(sm
     assert {x.dtype for file in files for x in load_file(file).values()} == {torch.float32}
 
 
-def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
+def test_a_run_is_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     """The run is ended twice, each time by killing one rank."""
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
@@ -164,13 +165,13 @@ def test_settings_of_pytorch_on_a_gpu(given, monkeypatch):
     assert ranks.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
 
-def test_no_contact_was_lost_if_nccl_runs_out_of_memory():
+def test_out_of_memory_in_nccl_is_not_a_lost_contact():
     with pytest.raises(RuntimeError) as raised:
         exec(compile('raise RuntimeError("NCCL error: out of memory")', torch.__file__, "exec"))  # as if raised there
     assert not faults.is_lost_contact(raised.value)
 
 
-class Handed(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """Count the bytes that are passed to collective calls, by the name of the call."""
 
     def __init__(self) -> None:
@@ -183,7 +184,7 @@ class Handed(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
+def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     """Check the table in docs/distributed.md: weights are gathered once for a rollout and twice for a micro-batch, and
     gradients are summed once. This process is one of four ranks with two copies of the model. The others are fake."""
     whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
@@ -198,10 +199,10 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
             empty = type(whole)(whole.config)
         model = shard.shard(empty, whole, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
         model.train().activation_checkpointing_enable({"use_reentrant": False})
-        with Handed() as rollout, shard.unsharded(model):
+        with SentBytes() as rollout, shard.unsharded(model):
             pass
         for _ in range(2):  # the first pass also gathers what then stays gathered
-            with Handed() as update:
+            with SentBytes() as update:
                 token_logprobs(model, ids, torch.ones_like(ids), ids.cumsum(1) > 1)[0].sum().backward()
     finally:
         dist.destroy_process_group()

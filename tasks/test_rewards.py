@@ -102,7 +102,7 @@ def test_a_reward_gets_the_arguments_that_it_accepts():
     assert call(lambda level, completions, other=2: level, level=[1, 2, 3]) == [1, 2, 3]
     assert call(lambda **given: [len(given)] * 3, level=[1, 2, 3]) == [4.0] * 3
     values = call_rewards([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
-    assert values == [[1.0] * 3], "an argument of the run comes before a column of the same name"
+    assert values == [[1.0] * 3], "an argument of the run takes precedence over a column of the same name"
 
 
 def test_a_reward_gets_copies():
@@ -119,8 +119,8 @@ def test_a_reward_gets_copies():
 
 
 def test_rewards_that_are_awaited_run_at_the_same_time():
-    """Two wait for each other, under one time limit. One event loop serves all calls, also where another loop already
-    runs. A generator is read under the time limit of its function."""
+    """Two such rewards wait for each other here, under one time limit. One event loop serves all calls, even if another
+    loop is already running. A generator is read under the time limit of its function."""
     events, loops = [], []
 
     @contextlib.contextmanager
@@ -170,7 +170,7 @@ def words(completions, user_error):
 
 
 def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(folder):
-    """That is so while a file is imported and while its functions are called, and never for the program itself."""
+    """This applies while a file is imported and while its functions are called. The program itself is not affected."""
     ours, rewards = {name: sys.modules[name] for name in OURS}, []
     for place, n in (("x", 1), ("y", 2)):
         (folder / place / "tasks").mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
 
 
 def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
-    """What is drawn after a reward does not depend on it, and is not the same each time."""
+    """Random numbers that are drawn after a reward do not depend on it, and differ from call to call."""
     drawn = []
 
     def settings():

@@ -46,7 +46,7 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
 
 
 @pytest.mark.parametrize("kind, role, ends, expected", TEMPLATES)
-def test_a_reply_is_what_the_template_puts_behind_a_turn(monkeypatch, kind, role, ends, expected):
+def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role, ends, expected):
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
     rows = [{"prompt": [{"role": "user", "content": "1"}]}]
     task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
@@ -128,9 +128,10 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID]) is None
 
 
-def test_rewards_get_all_messages_and_the_turns_by_themselves():
+def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     ids, written = [2, EOS_ID, 30, 31, 3, EOS_ID], [True] * 2 + [False] * 2 + [True] * 2
-    completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])  # one was dropped
+    # The last reply found no room in the completion, so that its tokens are not there.
+    completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])
     (first, last) = ({"role": "assistant", "content": text} for text in "ab")
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -178,7 +179,7 @@ def test_a_game(guesses, replies, reward):
 
 
 def test_the_rows_of_games():
-    """A range is on one side only, whatever its number, and each number is in its range."""
+    """A range is either trained on or held out, with all its numbers. Each number is in its range."""
     task = guess.load(Config())
     assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
     assert len(task.train) > 8000 and len(task.eval) > 1000

@@ -44,7 +44,7 @@ def test_the_steps_of_a_figure():
 
 
 def rows(name: str, *values: list[float]) -> list[list[str]]:
-    """The rows of the table for one-step runs with these values: a list for each variant, a value for each seed."""
+    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed."""
     logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
     return ablate.paired(name, [{"beta": str(i)} for i in range(len(values))], logs)
 
@@ -88,7 +88,7 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    """A folder with two finished runs. Starting another run would raise a TypeError."""
+    """Make a folder with two finished runs. Starting another run would raise a TypeError."""
     monkeypatch.setattr(ablate, "run_one", None)
     for beta in ("0.0", "0.1"):
         flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"

@@ -12,7 +12,7 @@ from tools.make_models import RECIPES, training_parts
 
 
 def result_of(prompt: str) -> str:
-    """Computed by Python from left to right: each sign closes a bracket around everything before it."""
+    """Let Python compute from left to right: before each sign, a bracket around all of the text so far is closed."""
     text = re.sub("([-+*])", r")\1", prompt.rstrip("=:"))
     return str(eval("(" * text.count(")") + text))
 
@@ -29,8 +29,8 @@ def test_answers_are_right_and_prompts_not_held_out(name):
         assert reward([prompt], [text], [ids], answer=[answer]) == [1.0]
 
 
-def test_a_game_that_is_shown_is_a_game_and_its_replies_carry_no_label():
-    """Every guess is among the numbers that are left."""
+def test_each_game_keeps_to_the_rules_and_its_replies_have_no_labels():
+    """Every guess is a number that the replies have not excluded."""
     rng, recipe = random.Random(0), RECIPES["guess"]
     tokenizer = char_tokenizer(guess.ALPHABET)
     for _ in range(300):
