@@ -79,7 +79,8 @@ ENDS = {  # one run is ended at each of these moments in turn: what ends it, and
 }
 
 
-def test_a_run_that_is_ended_at_chosen_moments_keeps_its_newest_checkpoint_and_the_same_files(small, whole, tmp_path):
+def test_killed_at_chosen_moments(small, whole, tmp_path):
+    """Whatever ends the run, its newest checkpoint is still there, and in the end its files are those of a whole run."""
     out = tmp_path / "out"
     for end, code in ENDS.values():
         newest = saved_steps(out)[-1:]
@@ -258,7 +259,7 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----
 
 
-def test_an_extended_run_equals_a_run_in_one_go_that_starts_over(small, tmp_path):
+def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small, tmp_path):
     """Starting over does not overwrite an existing folder. A finished run prints its table again."""
     settings = small | dict(lr_schedule="constant", eval_every=2)
     out, taken, replaced = (tmp_path / name for name in ("out", "out.replaced-1", "out.replaced-2"))
@@ -279,7 +280,7 @@ def test_an_extended_run_equals_a_run_in_one_go_that_starts_over(small, tmp_path
     assert shown.endswith(table) and contents(out) == before
 
 
-def test_each_beginning_is_recorded_and_what_has_changed_is_reported(out, monkeypatch):
+def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatch):
     """The commit, the versions and the files that the run reads may change."""
     reward = out.with_name("mine.py")
     config = config_of(out, reward=[f"{reward}:mine"])

@@ -115,7 +115,7 @@ def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32
     assert {x.dtype for file in files for x in load_file(file).values()} == {torch.float32}
 
 
-def test_a_run_is_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
+def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     """The run is ended twice, each time by killing one rank."""
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
