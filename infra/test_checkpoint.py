@@ -80,7 +80,7 @@ ENDS = {  # one run is ended at each of these moments in turn: what ends it, and
 
 
 def test_killed_at_chosen_moments(small, whole, tmp_path):
-    """Whatever ends the run, its newest checkpoint is still there, and in the end its files are those of a whole run."""
+    """Whatever ends the run, its newest checkpoint stays, and in the end its files are those of a whole run."""
     out = tmp_path / "out"
     for end, code in ENDS.values():
         newest = saved_steps(out)[-1:]
