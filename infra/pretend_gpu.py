@@ -27,14 +27,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from conftest import PROCESSES
+from conftest import PROCESSES, replace
 
-FITS = torch.__version__.startswith("2.13.") and not torch.version.cuda
-WHY_NOT = None if FITS else f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}"
+needs_pretended_gpu = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13.") or torch.version.cuda is not None,
+    reason=f"needs private names of torch 2.13 built without CUDA; this is {torch.__version__}",
+)
 
 plain_attention = F.scaled_dot_product_attention
 aten, DEVICE = torch.ops.aten, torch.device("cuda", 0)
@@ -93,7 +96,7 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        if gpu.shapes_only:  # integers and booleans have numbers even then
+        if gpu.shapes_only:  # integers and booleans keep their numbers
             inner = inner.to("meta") if inner.is_floating_point() else numbers_of(inner)
         count(inner.untyped_storage())
         outer = torch.Tensor._make_wrapper_subclass(
@@ -248,7 +251,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 
 class Graph:
-    """Records calls and repeats them on the same tensors. Arguments from the host stay as they were recorded."""
+    """Records calls and repeats them on the same tensors. Numbers from the host keep their recorded values."""
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
@@ -275,19 +278,15 @@ class Stream(MagicMock):
     """A stream or an event. Nothing has to wait, because everything is computed at once."""
 
 
-def empty(size, dtype=None, **_: Any) -> Pretended:
-    return Pretended(torch.empty(size, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
-
-
-def empty_strided(size, stride, dtype=None, **_: Any) -> Pretended:
-    return Pretended(torch.empty_strided(size, stride, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
+def allocate(factory: Callable, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Pretended:
+    return Pretended(factory(*args, dtype=dtype, device="meta" if gpu.shapes_only else "cpu"))
 
 
 _kept_alive: list = []
 
 
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
-    """Give this process a GPU, for good. Return `gpu`."""
+    """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
     # Autograd asks for the number of devices and for their streams. This guard answers: one device, no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
@@ -300,8 +299,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     guards[CUDA] = guards[XLA] = guards[PRIVATE_USE]
     guards[PRIVATE_USE] = None
     for key in ("CUDA", "XLA"):
-        library.impl("empty.memory_format", empty, key)
-        library.impl("empty_strided", empty_strided, key)
+        library.impl("empty.memory_format", partial(allocate, torch.empty), key)
+        library.impl("empty_strided", partial(allocate, torch.empty_strided), key)
     # Without a kernel, PyTorch would decompose this operation. It is never called: __torch_dispatch__ comes first.
     library.impl("silu_backward", lambda *_: None, "XLA")
     torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") is a copy that can be counted
@@ -326,12 +325,13 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps weights tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention
+    replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu
 
 
 def on_pretended_gpu(function: Callable, *args: Any, **settings: Any) -> Any:
-    """Call the function in a new process, because a pretended GPU cannot be removed. Return its result."""
+    """Call the function in a new process, because a pretended GPU cannot be removed, and return its result."""
     with ProcessPoolExecutor(1, PROCESSES, partial(install, **settings)) as pool:
         return pool.submit(function, *args).result()

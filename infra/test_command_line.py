@@ -19,7 +19,7 @@ def read(line: str) -> Config:
 
 
 def assert_lines(lines: list[str], expected: list[str]) -> None:
-    """There is a line for each expected text, in which " ... " stands for any words."""
+    """Check that each expected text is in a line. In the text, " ... " stands for any words."""
     assert len(lines) == len(expected), lines
     for words in expected:
         assert any(re.search(".*".join(map(re.escape, words.split(" ... "))), line) for line in lines), (words, lines)
@@ -47,9 +47,10 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
     ("--steps 0 --seed 3 --lr_schedule cosine --eval_k 8", dict(out="runs/addition-evaluation-3", dtype="float32")),
     ("--data d.jsonl --model m --reward a.py:f", dict(task="data", learning_rate=1e-6)),
+    ("--task data --eval_data d.jsonl --model m --reward a.py:f --steps 0", dict(data=None)),
     ("--num_generations 1 --baseline none --scale_rewards none --lr_schedule cosine", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
-    ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # it has no effect, but it is the preset's value
+    ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # the preset's value is always accepted
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
     ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 1 --gate_high 1", {}),
     ("--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #", {}),
@@ -166,7 +167,7 @@ def test_a_setting_is_what_its_line_says(capsys, name):
         assert_refused(capsys, f"--{name} many", [f"--{name}: "])
 
 
-def test_combinations_that_are_seldom_wanted():
+def test_warnings_about_combinations_that_are_seldom_wanted():
     for settings, *notes in (
         (dict(beta=0.1, kl_estimator="k1"), "nothing but noise"),
         (dict(beta=0.1, kl_estimator="k1", kl_importance=True),),
@@ -179,7 +180,7 @@ def test_combinations_that_are_seldom_wanted():
 def test_help_shows_each_flag_with_its_allowed_values_and_its_default(capsys):
     with pytest.raises(SystemExit) as end:
         read("--help")
-    shown = "".join(capsys.readouterr().out.split())  # without spaces, it does not depend on the width of the screen
+    shown = "".join(capsys.readouterr().out.split())  # without spaces, it is the same on every width of screen
     assert end.value.code == 0 and f"(oneof{','.join(task_names())};defaultNone)" in shown
     assert "(floatabove0andatmost1;default1.0)" in shown and "(listofstr;default[])" in shown
     for name, setting in SETTINGS.items():

@@ -1,5 +1,7 @@
 """Decoding steps that can be CUDA graphs sample the same tokens as plain steps, on a CPU and on a pretended GPU."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from conftest import VOCAB, tiny_model
 from infra import decoding as module
 from infra import pretend_gpu
 from infra.decoding import decoding
-from infra.pretend_gpu import gpu, on_pretended_gpu
+from infra.pretend_gpu import gpu, needs_pretended_gpu, on_pretended_gpu
 from rollout import Completion, Sampling, _pick_in_blocks, rollout, uniforms
 
 PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]
@@ -17,11 +19,10 @@ LENGTH, ENDS = 10, [2, 4, 8, 11, 22, 33, 44, 55]
 STREAMS = uniforms(0, 1, [(i, 0) for i in range(len(PROMPTS))], LENGTH)
 SAMPLINGS = [
     Sampling(LENGTH, ENDS, top_p=0.8, with_entropy=True, drop_share=0.5),
-    Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),  # four rows at once, and some batches need no padding
+    Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),  # four rows at once, and some batches have no padding
     Sampling(LENGTH, ENDS[:1], temperature=0.0),
 ]
 KINDS = {"llama": 4, "qwen2": 1, "qwen3": 2, "gemma": 2}  # the heads of keys and values; there are 4 heads of queries
-needs_gpu = pytest.mark.skipif(pretend_gpu.WHY_NOT is not None, reason=str(pretend_gpu.WHY_NOT))
 
 
 def model_of(kind: str, device: str = "cpu") -> nn.Module:
@@ -29,14 +30,14 @@ def model_of(kind: str, device: str = "cpu") -> nn.Module:
 
 
 def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
-    """Sample a completion of each prompt. Under the first sampling, each turn gets a reply."""
+    """Sample a completion of each prompt. With the first of SAMPLINGS, each turn gets a reply."""
     replies = [lambda turn: [7, 2]] * len(PROMPTS) if sampling.drop_share == 0.5 else None
     with decoding(model, dtype, decode, LENGTH):
         return rollout(model, PROMPTS, STREAMS if sampling.temperature else None, sampling, replies=replies)
 
 
 def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
-    """Return the completions of all samplings. Between them the weights change, as in an update."""
+    """Return the completions of all SAMPLINGS. After each of them the weights change, as in an update."""
     found = []
     for sampling in SAMPLINGS:
         found += sampled(model, sampling, decode, dtype)
@@ -58,19 +59,14 @@ def assert_same(ours: list[Completion], theirs: list[Completion], dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3 in bfloat16"])
-def test_steps_of_fixed_shapes_sample_the_same(kind, capsys):
+def test_steps_of_fixed_shapes_sample_the_same(monkeypatch, kind, capsys):
     kind, _, dtype = kind.partition(" in ")
     dtype = getattr(torch, dtype or "float32")
     plain = all_sampled(model_of(kind), "plain", dtype)
     assert len({len(completion.ids) for completion in plain}) > 3, "some rows must end before others"
+    monkeypatch.setattr("rollout.PROMPT_TOKENS", 4)  # plain steps would now read the prompts in pieces
     assert_same(all_sampled(model_of(kind), "graph", dtype), plain, dtype)
     assert "--decode" not in capsys.readouterr().err
-
-
-def test_steps_of_fixed_shapes_read_many_tokens_of_prompts(monkeypatch):
-    plain = sampled(model_of("qwen2"), SAMPLINGS[1], "plain")
-    monkeypatch.setattr("rollout.PROMPT_TOKENS", 4)  # plain steps would read these prompts in pieces
-    assert_same(sampled(model_of("qwen2"), SAMPLINGS[1], "graph"), plain)
 
 
 def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
@@ -82,9 +78,9 @@ def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, 
     return all_sampled(model, "graph", dtype), len(replays), gpu.held - held
 
 
-@needs_gpu
+@needs_pretended_gpu
 @pytest.mark.parametrize("dtype, first_room", [(torch.float32, 256), (torch.float32, 1), (torch.bfloat16, 256)])
-def test_graphs_sample_the_same_also_with_a_cache_that_doubles(dtype, first_room):
+def test_graphs_sample_the_same_even_if_the_cache_doubles(dtype, first_room):
     found, replays, held = on_pretended_gpu(graphs, dtype, first_room)
     assert replays > LENGTH and held == 0
     assert_same(found, all_sampled(model_of("qwen3"), "plain", dtype), dtype)
@@ -104,24 +100,26 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
 CUTS = [{}, dict(top_p=0.8), dict(top_k=9, min_p=0.01)]
 
 
-def waits() -> list[list[dict]]:
-    """For each of CUTS, count the waits of the host for the GPU in each token, with graphs and with plain steps."""
-    model, found = model_of("qwen2", "cuda"), []
+def waits() -> list[list[dict[str, float]]]:
+    """For each of CUTS, count how often the host waits for the GPU in each token: with graphs, and with plain steps."""
+    model = model_of("qwen2", "cuda")
     sampled(model, SAMPLINGS[-1], "graph")  # the first rollout also finds out what the model can do
-    for cut in CUTS:
-        for decode in ("graph", "plain"):
-            counts = []
-            for length in (16, 32):
-                gpu.waits.clear()
-                with decoding(model, torch.float32, decode, length):
-                    how, streams = Sampling(length, [VOCAB], **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
-                    rollout(model, PROMPTS[1:3], streams, how, progress=lambda *_: None)
-                counts.append(gpu.waits.copy())
-            found.append({name: n / 16 for name, n in (counts[1] - counts[0]).items()})
-    return [found[i : i + 2] for i in range(0, len(found), 2)]
+
+    def in_a_rollout(cut: dict, decode: str, length: int) -> Counter[str]:
+        gpu.waits.clear()
+        sampling, streams = Sampling(length, [VOCAB], **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
+        with decoding(model, torch.float32, decode, length):
+            rollout(model, PROMPTS[1:3], streams, sampling, progress=lambda *_: None)
+        return gpu.waits.copy()
+
+    def in_a_token(cut: dict, decode: str) -> dict[str, float]:
+        of_16_tokens = in_a_rollout(cut, decode, 32) - in_a_rollout(cut, decode, 16)
+        return {name: n / 16 for name, n in of_16_tokens.items()}
+
+    return [[in_a_token(cut, decode) for decode in ("graph", "plain")] for cut in CUTS]
 
 
-@needs_gpu
+@needs_pretended_gpu
 def test_for_each_token_the_host_reads_only_how_many_rows_have_ended():
     """Without a graph it also reads whether there is padding. Kept ids are copied after every 16 tokens."""
     for cut, found in zip(CUTS, on_pretended_gpu(waits), strict=True):

@@ -25,10 +25,11 @@ from rollout import Completion
 
 
 def answered(row, turns):
-    """Reply once. The row must be fresh for each completion, even when a rollout is repeated with less memory."""
+    """Reply once, with a text that depends on the row and on what the model wrote. The row must be fresh for each
+    completion, even when a rollout is repeated with less memory."""
     row["calls"] = row.get("calls", 0) + 1
     assert row["calls"] == len(turns)
-    return row["answer"][:1] if len(turns) == 1 else None
+    return row["answer"][:1] + turns[0][:1] if len(turns) == 1 else None
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ oom = partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocat
 
 def oom_above(rows: int, name: str, rank: int | None = None) -> None:
     def limited(call):
-        return lambda of, work, *args, **how: oom() if len(work) > rows else call(of, work, *args, **how)
+        return lambda model, batch, *args, **how: oom() if len(batch) > rows else call(model, batch, *args, **how)
 
     replace(name, limited, rank)
 
@@ -72,9 +73,8 @@ OUT_OF_MEMORY = {  # number of ranks, what happens on the last one, settings, me
 }
 
 
-@pytest.mark.parametrize("case", OUT_OF_MEMORY)
-def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, case):
-    world, before, settings, message = OUT_OF_MEMORY[case]
+@pytest.mark.parametrize("world, before, settings, message", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, world, before, settings, message):
     shown = run(small | settings, tmp_path / "out", before, world=world)
     sizes = [int(size) for size in re.findall(f"note: rank {world - 1}: out of memory.*{message}", shown)]
     assert sizes and sizes == sorted(set(sizes), reverse=True), "a size was tried twice"
@@ -84,50 +84,44 @@ def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, ca
 
 # ---- A rank that fails, signals, a terminal ----
 
-FAULTS = {  # what happens, the exit code, how the message begins
-    "exception": (partial(fail, ValueError("what went wrong")), 1, "ValueError: what went wrong"),
-    "mistake": (partial(fail, UserError("what went wrong")), 2, "error: what went wrong"),
-    "memory": (oom, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "memory of shards": (oom, 2, "error: out of memory in an update: with --shard one rank cannot start again"),
-    "one row": (partial(oom_above, 0, LOGPROBS), 2, "error: out of memory with one completion at a time: "),
-    "one sample": (partial(oom_above, 0, SAMPLES), 2, "error: out of memory with one completion at a time: "),
-    "kill": (die, -signal.SIGKILL, None),
-}
-FAILING = [  # before which call it happens, and on which rank of how many
-    ("exception", "train.rollout", 4, 1, 2),
-    ("mistake", "train.rollout", 4, 1, 3),
-    ("mistake", "train.score", 4, 1, 2),
-    ("memory", OPTIMIZER, 2, 1, 2),
-    ("memory of shards", LOSS, 2, 1, 2),
-    ("one row", "train.training_step", 1, 1, 2),
-    ("one sample", "train.training_step", 1, 0, 1),
-    ("kill", "infra.checkpoint.HuggingFaceStorageWriter.write_data", 1, 0, 2),
+exception = partial(fail, ValueError("what went wrong"))
+mistake = partial(fail, UserError("what went wrong"))
+one_row, one_sample = (partial(oom_above, 0, name) for name in (LOGPROBS, SAMPLES))
+TOO_LITTLE = "error: out of memory with one completion at a time: "
+FAULTS = [  # what happens, before which call, on which rank of how many; its exit code, and how its message begins
+    (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
+    (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
+    (mistake, "train.score", 4, 1, 2, 2, "error: what went wrong"),
+    (oom, OPTIMIZER, 2, 1, 2, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    (oom, LOSS, 2, 1, 2, 2, "error: out of memory in an update: with --shard one rank cannot start again"),
+    (one_row, "train.training_step", 1, 1, 2, 2, TOO_LITTLE),
+    (one_sample, "train.training_step", 1, 0, 1, 2, TOO_LITTLE),
+    (die, "infra.checkpoint.HuggingFaceStorageWriter.write_data", 1, 0, 2, -signal.SIGKILL, None),
 ]
 
 
-@pytest.mark.parametrize("fault, point, n, rank, world", FAILING)
-def test_a_fault_on_one_rank_ends_all(small, tmp_path, fault, point, n, rank, world):
-    action, code, message = FAULTS[fault]
-    together = fault == "mistake"  # the other ranks learn of it and end without a message
+@pytest.mark.parametrize("fault, point, n, rank, world, code, message", FAULTS)
+def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, point, n, rank, world, code, message):
+    together = fault is mistake  # the other ranks receive the error too, and end without a message
     codes = [code if i == rank else 2 if together else 1 for i in range(world)]
-    settings, before = small | dict(shard=fault == "memory of shards"), partial(at, point, n, action, rank=rank)
-    shown = run(settings, tmp_path / "out", before, code=codes, world=world)
+    before = partial(at, point, n, fault, rank=rank)
+    shown = run(small | dict(shard=point == LOSS), tmp_path / "out", before, code=codes, world=world)
     assert shown.count("lost contact with another rank: ") == (0 if together else world - 1), shown
     assert message is None or sum(line.startswith(message) for line in shown.splitlines()) == 1, shown
-    assert shown.count("Traceback") == (fault == "exception"), shown
+    assert shown.count("Traceback") == (fault is exception), shown
 
 
-REPORTED = {  # what the report of torchrun, at the end of the screen, says about rank 1
-    "exception": r"exitcode  : 1 .*\n  ValueError: what went wrong\n",
-    "kill": r"exitcode  : -9 .*Signal 9 \(SIGKILL\) received",
-}
+REPORTED = [  # what happens to rank 1, and what the report of torchrun, at the end of the screen, says about it
+    (exception, r"exitcode  : 1 .*\n  ValueError: what went wrong\n"),
+    (die, r"exitcode  : -9 .*Signal 9 \(SIGKILL\) received"),
+]
 
 
-@pytest.mark.parametrize("fault", REPORTED)
-def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path, fault):
-    code, shown = run_supervised(small, tmp_path / "out", partial(at, OPTIMIZER, 2, FAULTS[fault][0], rank=1))
+@pytest.mark.parametrize("fault, said", REPORTED)
+def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path, fault, said):
+    code, shown = run_supervised(small, tmp_path / "out", partial(at, OPTIMIZER, 2, fault, rank=1))
     report = shown.partition("Root Cause (first observed failure):")[2]
-    assert code == 1 and re.search(rf"rank      : 1 .*{REPORTED[fault]}", report, re.DOTALL), shown
+    assert code == 1 and re.search(rf"rank      : 1 .*{said}", report, re.DOTALL), shown
 
 
 def test_ctrl_c_while_the_program_loads_shows_no_stack_trace():
@@ -175,7 +169,7 @@ def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, how)
     assert saved_steps(tmp_path / "out") == ([1] if "step 2" in how else [])
 
 
-def test_the_time_limit_of_a_reward_ends_with_its_call(monkeypatch):
+def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatch):
     events = []
     for owner, name in ((threading.Timer, "start"), (threading.Timer, "cancel")):
         monkeypatch.setattr(owner, name, lambda timer, name=name: events.append((name, timer.interval)))
@@ -206,7 +200,7 @@ def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path
 
 
 def overflows(prompts, trainer_state, **columns):
-    os.chdir("/")  # must not change where the run writes
+    os.chdir("/")  # the run must still write to the same folder
     spoiled = [1e90, -1e90] if trainer_state.global_step == 1 else [0.0, 1.0]
     return spoiled + [float(i) for i in range(2, len(prompts))]
 
@@ -247,7 +241,7 @@ def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, caus
     batch = collate(groups, False, torch.device("cpu"))
     tensors = {name: torch.zeros(4, 5) for name in ("logp", "old_logp", "ref_logp")}
     tensors[name][2, 3:] = value
-    tensors[name][0, :2] = math.nan  # of the prompt: masked
+    tensors[name][0, :2] = math.nan  # tokens of the prompt, which are masked
     batch.old_logp, batch.ref_logp = tensors["old_logp"], tensors["ref_logp"]
     with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: {cause}$"):
         report.not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])

@@ -75,7 +75,7 @@ MODELS = {
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "code_of_its_own": partial(edit, "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"}),
-    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this and the next must work
+    "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this model and the next one must work
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
 }
 
@@ -94,7 +94,7 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
-OF_THE_USER = [  # -> the end of what Python shows
+OF_THE_USER = [  # flags whose reward fails by itself -> the end of what Python shows
     ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 20, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
     ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 23, in calls\n...RuntimeError: Connection reset by peer'),
 ]
@@ -117,7 +117,7 @@ def ends(files, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), BAD + OF_THE_USER)
-def test_bad_input_gets_its_line_and_the_users_own_code_what_python_shows(files, ends, tmp_path, words, message):
+def test_bad_input_is_one_line_and_an_error_in_the_users_code_is_shown_by_python(files, ends, tmp_path, words, message):
     of_the_user = (words, message) in OF_THE_USER
     shown = ends(words, code=1 if of_the_user else 2)
     message = "(.|\n)*".join(map(re.escape, message.split("...")))
@@ -143,13 +143,6 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     for line in written:
         assert line["extras"]["backwards"] == re.sub("<pad>|<eos>", "", line["completion"])[::-1]
     assert len({line["extras"]["drawn"] for line in written}) == len(written)
-
-
-def test_held_out_prompts_can_be_evaluated_without_others(files, tmp_path):
-    (tmp_path / "one.jsonl").write_text('{"prompt": "a>"}\n')
-    settings = settings_of(files, data=None, eval_data=tmp_path / "one.jsonl", task="data", steps=0, eval_every=1)
-    run({name: x for name, x in settings.items() if x is not None}, tmp_path / "out")
-    assert [line["step"] for line in metrics(tmp_path / "out")] == [0]
 
 
 def test_models_that_must_work(files, tmp_path):

@@ -1,4 +1,4 @@
-"""Adapters compared with PEFT and with full training, runs with adapters compared with each other, and saved files."""
+"""LoRA adapters are compared with PEFT, with full training, and over different ways of computing the same run."""
 
 import copy
 import json
@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, Conv1D
 
 import train
 from config import Config, UserError
-from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, metrics, run, tiny_model
+from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, flags, metrics, run, tiny_model
 from infra import lora
-from infra.command_line import ready
+from infra.command_line import parse, ready
 from infra.decoding import decoding
 from infra.model import load, open_model
+from infra.test_shard import save_model
 from logprob import token_logprobs
-from tasks._characters import EOS_ID, char_tokenizer
-from tasks.sorting import LETTERS
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ def score(model: nn.Module) -> Tensor:
 
 
 def backward(model: nn.Module) -> Tensor:
-    """Return the log-probs, after a backward pass through a sum in which each of them has another weight."""
+    """Make a backward pass through a sum of the log-probs, each with another weight. Return the log-probs."""
     (score(model) * torch.arange(1.0, 7.0)).sum().backward()
     return score(model).detach()
 
@@ -63,7 +62,7 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     for name, p in lora.trained(ours).items():
         assert distance(p.grad, gradients.pop(name)) < 1e-12, name
     assert {*gradients.values()} == {None}
-    # PEFT's own files are read.
+    # Files that PEFT has written can be read.
     theirs.save_pretrained(tmp_path / "theirs")
     assert "lora_dropout" in (tmp_path / "theirs/adapter_config.json").read_text()
     again = lora.add_adapters(base(tmp_path / "base"), rank=3, alpha=8, seed=5)
@@ -93,20 +92,16 @@ def test_new_adapters_compute_the_base_model_and_their_gradient_is_a_projection_
         assert torch.equal(score(model), before)
 
 
-def test_what_has_no_adapters_is_reported():
+def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_are_refused():
     (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
     assert "adapters reach 33% of the weights" in note
     for model in (tiny_model("qwen3_moe"), lora.add_adapters(tiny_model("llama"), 2, 4)):
         assert [*lora.notes(model)] == []
+    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
+        lora.set_adapters(model, {name: x for name, x in lora.trained(model).items() if "q_proj" in name})
     model.model.layers = nn.ModuleList()
     with pytest.raises(UserError, match="--lora_rank: LlamaForCausalLM has no linear layers except its output head"):
         lora.add_adapters(model, 2, 4)
-
-
-def test_adapters_of_some_layers_only_are_refused():
-    model = lora.add_adapters(tiny_model("llama"), 2, 4)
-    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
-        lora.set_adapters(model, {name: x for name, x in lora.trained(model).items() if "q_proj" in name})
 
 
 # ---- Runs ----
@@ -114,11 +109,8 @@ def test_adapters_of_some_layers_only_are_refused():
 
 @pytest.fixture(scope="module")
 def small(sorting, tmp_path_factory) -> dict:
-    """Settings of a run that uses everything in a checkpoint, a reference, kept sets and shared prompts."""
-    base = tmp_path_factory.mktemp("base") / "model"
-    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
-    tiny_model("llama", torch.float32, spread=2.0, **own).save_pretrained(base)
-    char_tokenizer(LETTERS + ">").save_pretrained(base)
+    """Return the settings of a run that uses a whole checkpoint, a reference, kept sets and shared prompts."""
+    base = save_model(tmp_path_factory.mktemp("base"), "llama")
     return sorting | dict(
         model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
         learning_rate=1e-2, max_completion_length=6, save_every=1, eval_every=3, eval_prompts=5, eval_k=2,
@@ -133,9 +125,8 @@ def whole(small, tmp_path_factory) -> Path:
     return out
 
 
-def config_of(settings: dict, **given) -> Config:
-    settings = {name: str(x) if isinstance(x, Path) else x for name, x in (settings | given).items()}
-    return ready(Config(**settings), on_gpu=False)
+def config_of(settings: dict, out: Path) -> Config:
+    return ready(parse(flags(settings, out), on_gpu=False), on_gpu=False)
 
 
 WAYS = {  # ranks, settings
@@ -144,23 +135,22 @@ WAYS = {  # ranks, settings
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, way):
-    world, given = WAYS[way]
+@pytest.mark.parametrize("world, given", WAYS.values(), ids=WAYS)
+def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, world, given):
     run(small | given, tmp_path / "out", world=world)
     assert_same_run(tmp_path / "out", whole, tolerance=1e-6)
 
 
-def test_the_reference_is_the_model_that_has_no_adapters(small, whole, tmp_path):
-    """The metrics are those of a run whose reference is a copy of the base model."""
-    run, *_ = train.set_up(config_of(small, out=tmp_path), CPU)
+def test_the_reference_is_the_model_without_its_adapters(small, whole, tmp_path):
+    """The metrics equal those of a run whose reference is a copy of the base model."""
+    run, *_ = train.set_up(config_of(small, tmp_path), CPU)
     run.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
     for line in metrics(whole)[1:]:
         made, _ = train.training_step(run, line["step"])
         assert {name: made[name] for name in ("kl", "loss", "grad_norm")}.items() <= line.items()
 
 
-def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_adapters_only(small, whole, tmp_path):
+def test_a_killed_run_is_resumed_to_the_same_files_and_checkpoints_contain_only_adapters(small, whole, tmp_path):
     run(small, tmp_path / "out", partial(at, "torch.optim.AdamW.step", 7, die, after=True), code=None)
     run(small, tmp_path / "out")
     assert_same_files(tmp_path / "out", whole)
@@ -171,7 +161,7 @@ def test_killed_and_continued_a_run_leaves_the_same_files_and_checkpoints_hold_a
 
 
 def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path):
-    """The metrics are those that the run ended with."""
+    """The metrics equal the last evaluation of the run that saved them."""
     about = json.loads((whole / "model" / "adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (3, 6, str(small["model"]))
     last = {name: x for name, x in metrics(whole)[-1].items() if name.startswith("eval/")}
@@ -182,10 +172,10 @@ def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path)
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, steps):
-    """This makes a rollout and an update compute the same."""
+def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, tmp_path, steps):
+    """Otherwise a rollout and an update would compute with different weights."""
     model = small["model"] if steps else whole / "model"
-    config = config_of(small, steps=steps, model=model, dtype="bfloat16")
+    config = config_of(small | dict(steps=steps, model=model, dtype="bfloat16"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
     adapters = lora.trained(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}

@@ -12,7 +12,7 @@ from infra.seeds import generator
 
 
 class Products(TorchDispatchMode):
-    """Records the dtypes in which products of experts are computed, forward and backward."""
+    """Record the dtypes in which products of experts are computed, forward and backward."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation is torch.ops.aten._grouped_mm.default:
@@ -22,7 +22,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_computed_in_the_dtype_of_autocast(name):
-    """One product for all experts gives the same as one for each expert, for which PyTorch has a rule."""
+    """One product for all experts must equal a product for each expert, for which autocast has a rule of its own."""
     model, ids, found = tiny_model(name, torch.float32), torch.arange(3, 43).view(2, 20), []
     for experts in ("eager", "grouped_mm"):
         model.set_experts_implementation(experts)
@@ -39,7 +39,7 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
 
 
 def test_decoding_converts_the_weights_and_restores_them():
-    """Buffers keep their dtype and tied weights stay tied. All is restored even if the block ends with an exception."""
+    """Buffers keep their dtype, and tied weights stay tied. The weights are restored even after an exception."""
     model = tiny_model("llama tied", torch.float32)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt), decoding(model, torch.bfloat16):
@@ -54,7 +54,7 @@ def test_decoding_converts_the_weights_and_restores_them():
 @torch.no_grad()
 @pytest.mark.parametrize("name, exact", [("qwen2", True), ("gemma2", False)])
 def test_logits_while_decoding_in_bf16_are_not_rounded_to_bf16(name, exact):
-    """Except if the model changes what its head returns, because it does so in bf16."""
+    """Gemma 2 is an exception: it changes the logits that its head returns, in bf16."""
     model, ids, states = tiny_model(name, torch.float32).eval(), torch.arange(3, 15)[None], []
     model.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
     with decoding(model, torch.bfloat16):

@@ -17,11 +17,11 @@ from batch import micro_batches
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
 from fast.output_head import linear_in_fp32
 from infra import pretend_gpu
+from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
 
 GPUS = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if torch.version.cuda else 0
-LACKING = pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
 REAL = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="there is no GPU")]
-KINDS = [pytest.param("pretended", marks=LACKING), pytest.param("real", marks=REAL)]
+KINDS = [pytest.param("pretended", marks=needs_pretended_gpu), pytest.param("real", marks=REAL)]
 
 
 def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
@@ -29,12 +29,11 @@ def on_a_gpu(kind: str, capacity: float = 80e9) -> None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
         pretend_gpu.install(capacity, gpus=8)
-        conftest.replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
 
 
 @pytest.fixture(scope="module")
 def small(sorting) -> dict:
-    """Settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
+    """Return settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
     checkpoint."""
     return sorting | dict(
         minibatches=2, beta=0.1, ref_sync_every=1, top_entropy=0.9, eval_every=1, eval_prompts=5, eval_k=2, top_p=0.9,
@@ -42,18 +41,16 @@ def small(sorting) -> dict:
     )  # fmt: skip
 
 
-def look_at_devices() -> None:
-    """Print the device of each rank, and where a tensor in Run.state is, also after it came back from a checkpoint."""
+def print_devices(pick_rows: Callable) -> Callable:
+    """Print the device of each rank in each step, and the device of a tensor in Run.state, which must be the same after
+    the tensor was loaded from a checkpoint."""
 
-    def pick_rows(original: Callable) -> Callable:
-        def picked(run, *rest):
-            seen = run.state.setdefault("seen", torch.arange(3.0, device=run.device))
-            print(f"on {run.device}, set to {pretend_gpu.gpu.set_to}, state on {seen.device.type}")
-            return original(run, *rest)
+    def picking(run, *rest):
+        seen = run.state.setdefault("seen", torch.arange(3.0, device=run.device))
+        print(f"on {run.device}, set to {pretend_gpu.gpu.set_to}, state on {seen.device.type}")
+        return pick_rows(run, *rest)
 
-        return picked
-
-    conftest.replace("train.pick_rows", pick_rows)
+    return picking
 
 
 def in_fp32() -> torch.Tensor:
@@ -61,55 +58,54 @@ def in_fp32() -> torch.Tensor:
     return linear_in_fp32(x.pin_memory().to("cuda", non_blocking=True), x.to("cuda")).cpu()
 
 
-@LACKING
+@needs_pretended_gpu
 def test_the_heads_product_is_not_rounded_to_bfloat16():
-    y, x = pretend_gpu.on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
+    y, x = on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
     torch.testing.assert_close(y, x @ x.T)
     assert not torch.equal(y, y.bfloat16().float())
 
 
-def count_waits() -> None:
+def print_waits(accumulate: Callable) -> Callable:
     """Print how often the host waits for the GPU in each micro-batch of an update. The update is computed with few and
     with many micro-batches, and the difference is divided by their number."""
 
-    def accumulate(original: Callable) -> Callable:
-        def accumulated(run, batch):
-            pieces, waits = [], []
-            for rows in (4, 2):
-                run.limits = replace(run.limits, rows=rows, tokens=None, hidden_size=None)
-                pieces.append(len([*micro_batches(batch, run.limits)]))
-                pretend_gpu.gpu.waits.clear()
-                result = original(run, batch)
-                waits.append(pretend_gpu.gpu.waits.total())
-            print("waits:", (waits[1] - waits[0]) / (pieces[1] - pieces[0]))
-            return result
+    def accumulating(run, batch):
+        pieces, waits = [], []
+        for rows in (4, 2):
+            run.limits = replace(run.limits, rows=rows, tokens=None, hidden_size=None)
+            pieces.append(len([*micro_batches(batch, run.limits)]))
+            pretend_gpu.gpu.waits.clear()
+            result = accumulate(run, batch)
+            waits.append(pretend_gpu.gpu.waits.total())
+        print("waits:", (waits[1] - waits[0]) / (pieces[1] - pieces[0]))
+        return result
 
-        return accumulated
-
-    conftest.replace("train.accumulate", accumulate)
+    return accumulating
 
 
-@LACKING
+@needs_pretended_gpu
 @pytest.mark.parametrize("cut, expected", [({}, 6), (dict(top_p=0.9), 12)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
-    """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. No other
-    wait, for a metric say, should be added without anybody noticing."""
+    """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. A
+    further wait, for instance for a metric, must not be added unnoticed."""
     settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | cut
-    shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), count_waits)
+    watched = partial(conftest.replace, "train.accumulate", print_waits)
+    shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)
     assert [float(x) for x in re.findall("waits: (.*)", shown)] == [expected]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world, given, stops", [(1, {}, [1, 2]), (2, {}, [2]), (2, dict(shard=True), [1, 2])])
 def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given, stops):
-    """The files are the same, bit for bit if the GPU is pretended, also after the run was stopped and resumed."""
+    """The results are the same, even after the run was stopped and resumed. With a pretended GPU, every bit is."""
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
     settings = small | given | dict(max_completion_length=4, eval_prompts=2)
     run(settings, cpu, world=world)
+    watched = partial(conftest.replace, "train.pick_rows", print_devices)
     for steps in stops:
-        shown = run(settings | dict(steps=steps), out, partial(on_a_gpu, kind), look_at_devices, world=world)
+        shown = run(settings | dict(steps=steps), out, partial(on_a_gpu, kind), watched, world=world)
         assert {*re.findall(r"state on (\w+)", shown)} == {"cuda"}
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     if kind == "pretended":
@@ -117,38 +113,35 @@ def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, wo
     (assert_same_files if kind == "pretended" else assert_same_run)(out, cpu)
 
 
-def compare_gradients() -> None:
+def print_cosine(accumulate: Callable) -> Callable:
     """Compare the gradient of each update in bfloat16 with that of the same update in float32."""
 
-    def both(accumulate: Callable) -> Callable:
-        def accumulating(run, batch):
-            config, run.config = run.config, replace(run.config, dtype="float32")
-            accumulate(run, batch)
-            exact, run.config = flat_gradient(run.model), config
-            result = accumulate(run, batch)
-            cosine = cosine_similarity(flat_gradient(run.model), exact, dim=0)
-            print(f"cosine {float(cosine):.6f}")
-            return result
+    def accumulating(run, batch):
+        config, run.config = run.config, replace(run.config, dtype="float32")
+        accumulate(run, batch)
+        exact, run.config = flat_gradient(run.model), config
+        result = accumulate(run, batch)
+        print(f"cosine {float(cosine_similarity(flat_gradient(run.model), exact, dim=0)):.6f}")
+        return result
 
-        return accumulating
-
-    conftest.replace("train.accumulate", both)
+    return accumulating
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [{}, dict(shard=True)])
 def test_a_run_in_bfloat16(small, tmp_path, kind, given):
-    look = [] if given else [compare_gradients]  # gradients of shards cannot be made one vector
-    shown = run(small | given | dict(dtype="auto", steps=1), tmp_path / "out", partial(on_a_gpu, kind), *look)
+    # The gradients of shards cannot be made one vector.
+    watched = [] if given else [partial(conftest.replace, "train.accumulate", print_cosine)]
+    shown = run(small | given | dict(dtype="auto", steps=1), tmp_path / "out", partial(on_a_gpu, kind), *watched)
     assert '"bfloat16"' in (tmp_path / "out/config.json").read_text()
     assert '"peak_memory_reserved_gb": null' not in (tmp_path / "out/metrics.jsonl").read_text()
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])
     cosines = [float(x) for x in re.findall("cosine (.*)", shown)]
-    # bfloat16 rounds by up to 0.4 %, so a gradient differs by about 1 %, but it must differ
-    assert len(cosines) == 2 * len(look) and all(0.99 <= cosine < 1.0 for cosine in cosines)
+    # bfloat16 rounds by up to 0.4 %, so the gradient differs by about 1 %. If it did not, it would be in float32.
+    assert len(cosines) == 2 * len(watched) and all(0.99 <= cosine < 1.0 for cosine in cosines)
 
 
-@LACKING
+@needs_pretended_gpu
 def test_a_run_out_of_memory_continues_with_smaller_parts(small, tmp_path):
     """Memory runs out in an evaluation, which has more completions, and in an update. The files are those of a CPU."""
     settings = small | dict(eval_k=60, steps=1, minibatches=1, gradient_checkpointing=False)

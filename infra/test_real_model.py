@@ -1,4 +1,4 @@
-"""A real language model, from loading to evaluation. `pytest -m real` runs this if there is a models/smollm2."""
+"""A step of a real language model. `pytest -m real` runs this test if there is a models/smollm2."""
 
 import json
 import statistics
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from conftest import ROOT, distance, flat_gradient, lines
+from conftest import ROOT, distance, flat_gradient
 from infra.command_line import parse, ready
 
 MODEL = ROOT / "models" / "smollm2"
@@ -18,18 +18,14 @@ def varied(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-@pytest.fixture
-def words(tmp_path) -> list[str]:
+def test_a_step_has_the_gradient_of_a_plain_loop(tmp_path, monkeypatch):
     texts = "What is 7 + 5?", "Name a colour.", "Write a sentence about the sea.", "Say yes.", "Why?", "What is rain?"
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"""--model {MODEL} --data {tmp_path}/rows.jsonl --eval_prompts 1 --eval_k 4 --reward {__name__}:varied
-        --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --warmup_steps 0 --learning_rate 1e-5
-        --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
-
-
-def test_a_step_has_the_gradient_of_a_plain_loop(words, tmp_path, monkeypatch):
-    run, *_ = train.set_up(ready(parse([*words, "--out", str(tmp_path / "run")], False), False), torch.device("cpu"))
+    words = f"""--model {MODEL} --data {tmp_path}/rows.jsonl --out {tmp_path}/run --reward {__name__}:varied
+        --eval_prompts 1 --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --warmup_steps 0
+        --learning_rate 1e-5 --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
+    run, *_ = train.set_up(ready(parse(words, on_gpu=False), on_gpu=False), torch.device("cpu"))
     gradients = []
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(flat_gradient(run.model)))
     _, groups = train.training_step(run, 1)
@@ -43,14 +39,5 @@ def test_a_step_has_the_gradient_of_a_plain_loop(words, tmp_path, monkeypatch):
             # The rollout has a cache and other shapes of batches, so rounding errors of thirty layers differ.
             torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
             (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
-    # The gradient is off by as much as probabilities are, and these by as much as log-probs: 1e-4.
+    # An error of 1e-4 in a log-prob is a relative error of 1e-4 in the probability, and about that in the gradient.
     assert len(gradients) == 1 and distance(gradients[0], flat_gradient(run.model)) < 1e-4
-
-
-def test_a_saved_model_can_be_evaluated(words, tmp_path):
-    assert train.main([*words, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
-    words[1] = str(tmp_path / "run" / "model")
-    assert train.main([*words, "--steps", "0", "--out", str(tmp_path / "again")]) == 0
-    (again,), after = (lines(tmp_path / name / "metrics.jsonl") for name in ("again", "run"))
-    found = {name: value for name, value in again.items() if name.startswith("eval/")}
-    assert len(found) > 5 and found == {name: pytest.approx(after[-1][name]) for name in found}

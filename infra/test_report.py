@@ -1,4 +1,4 @@
-"""The metrics of a step and of an evaluation, and what is written and shown of them."""
+"""The metrics of a step and of an evaluation, the files they are written to, and what the screen shows."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def group(right: list[float], length: int, judged: bool = True) -> Group:
 
 
 def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_intervals():
-    """There are three prompts, of which 0, 1 and 5 of 5 samples are right. An interval is 1.96 standard errors to each
+    """Each of three prompts has 5 samples, of which 0, 1 and 5 are right. An interval is 1.96 standard errors to each
     side. Accuracy, rewards and lengths are those of the greedy completions, which differ from the samples."""
     greedy = [group([1], 1), group([0], 2), group([1], 5)]
     sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9)]
@@ -49,7 +49,7 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert alone["eval/accuracy"] is alone["eval/pass@1"] is alone["eval/accuracy_ci"] is None
 
 
-def test_a_spread_is_none_only_where_all_rewards_are_equal():
+def test_the_standard_deviation_is_zero_only_if_all_rewards_are_equal():
     assert report.std([0.5, 0.5]) == 0.0 and report.std([0.5, math.nan]) is None
     assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
 
@@ -112,7 +112,7 @@ def test_every_line_that_is_written_is_json():
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": 0.5, "columns": written}
 
 
-def test_the_texts_of_tokens_add_up_to_the_completion_and_the_last_token_of_a_character_has_it():
+def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_last_token():
     """Ids up to 255 are bytes, and the others are words. As in many tokenizers, the first space of a text is dropped.
     Bytes in a row are decoded together, so that an invalid one spoils its neighbours."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"_a": 256, "b_": 257, "_": 258}
@@ -131,19 +131,13 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_the_last_token_of_a_ch
         assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
-LINES = [  # the content of a file, and the steps whose lines stay
-    ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', [0, 1, 2]),  # step 3 will be run again
-    ('{"step": 1}\n{"step": 2}\n{"step": ', [1, 2]),
-]
-
-
-@pytest.mark.parametrize("text, steps", LINES)
-def test_lines_of_a_run_that_resumes_after_step_2(tmp_path, text, steps):
-    (tmp_path / "metrics.jsonl").write_text(text)
+def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path):
+    """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": ')
     (tmp_path / "samples.jsonl").write_text(samples := '{"step": 1, "completion": "inf"}\n')  # a word like any other
     RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
     assert (tmp_path / "samples.jsonl").read_text() == samples
-    assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == steps
+    assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

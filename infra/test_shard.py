@@ -1,4 +1,5 @@
-"""A run that is sharded over processes and machines equals the run of one process. How a rank starts; what travels."""
+"""A run that is sharded over processes and machines equals the run of one process. Also: how a rank
+starts, and what ranks send to each other."""
 
 import json
 import os
@@ -6,6 +7,7 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,16 +36,21 @@ def small(sorting) -> dict:
     )  # fmt: skip
 
 
+def save_model(folder: Path, family: str) -> Path:
+    """Save a tiny model with random weights that can read and write what the task sorting needs."""
+    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
+    tiny_model(family, torch.float32, spread=2.0, **own).save_pretrained(folder)
+    char_tokenizer(LETTERS + ">").save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """Save three models: one with an untied output head, one that caps its logits, so that each row is scored in a pass
     of its own, and one whose configuration says that its output head is tied although it is not."""
-    folder, tokenizer = tmp_path_factory.mktemp("models"), char_tokenizer(LETTERS + ">")
-    own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
-    for name, family in dict(untied="llama", capped="gemma2").items():
-        tiny_model(family, torch.float32, **own).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    file = shutil.copytree(folder / "untied", folder / "tied") / "config.json"
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "capped", "gemma2")
+    file = shutil.copytree(save_model(folder / "untied", "llama"), folder / "tied") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     return folder
 
@@ -66,10 +73,9 @@ CASES = {  # number of ranks; settings; more settings for the sharded run, which
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("world, given, sharded", CASES.values(), ids=CASES)
+def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypatch, world, given, sharded):
     monkeypatch.chdir(models)
-    world, given, sharded = CASES[name]
     one, out, settings = tmp_path / "one", tmp_path / "out", small | given
     run(settings, one)
     before = [machines_of_unequal_size, one_way_for_each_device] if world == 4 else []
@@ -96,7 +102,7 @@ def in_parts(step):
     return stepping
 
 
-def test_each_rank_holds_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
+def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
     """In bfloat16 the run is only close to the replicated one, which adds up activations in fp32 instead of bf16."""
     settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1, eval_every=1, eval_prompts=2)
     run(settings, tmp_path / "one")
@@ -159,13 +165,13 @@ def test_settings_of_pytorch_on_a_gpu(given, monkeypatch):
     assert ranks.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
 
-def test_no_contact_was_lost_if_nccl_runs_out_of_memory():
+def test_out_of_memory_in_nccl_is_not_a_lost_contact():
     with pytest.raises(RuntimeError) as raised:
         exec(compile('raise RuntimeError("NCCL error: out of memory")', torch.__file__, "exec"))  # as if raised there
     assert not faults.is_lost_contact(raised.value)
 
 
-class Handed(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """Count the bytes that are passed to collective calls, by the name of the call."""
 
     def __init__(self) -> None:
@@ -178,7 +184,7 @@ class Handed(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
+def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     """Check the table in docs/distributed.md: weights are gathered once for a rollout and twice for a micro-batch, and
     gradients are summed once. This process is one of four ranks with two copies of the model. The others are fake."""
     whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
@@ -186,22 +192,22 @@ def test_weights_travel_in_bf16_and_gradients_in_fp32(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [own] * 4))
     monkeypatch.setattr(shard, "set_model_state_dict", lambda *args, **settings: None)
-    timeouts, new_groups = [], dist.new_subgroups_by_enumeration
-    record = lambda *args, timeout: timeouts.append(timeout) or new_groups(*args, timeout=timeout)  # noqa: E731
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", record)
+    new_groups = Mock(wraps=dist.new_subgroups_by_enumeration)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new_groups)
     try:
         with torch.device("meta"):
             empty = type(whole)(whole.config)
         model = shard.shard(empty, whole, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
         model.train().activation_checkpointing_enable({"use_reentrant": False})
-        with Handed() as rollout, shard.unsharded(model):
+        with SentBytes() as rollout, shard.unsharded(model):
             pass
         for _ in range(2):  # the first pass also gathers what then stays gathered
-            with Handed() as update:
+            with SentBytes() as update:
                 token_logprobs(model, ids, torch.ones_like(ids), ids.cumsum(1) > 1)[0].sum().backward()
     finally:
         dist.destroy_process_group()
     P = sum(p.numel() for p in whole.parameters())
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
-    assert rollout.bytes == {gather: 2 * P} and timeouts == [ranks.TIMEOUT] * 2
+    assert [call.kwargs["timeout"] for call in new_groups.call_args_list] == [ranks.TIMEOUT] * 2
+    assert rollout.bytes == {gather: 2 * P}
     assert update.bytes == {gather: 2 * 2 * P, reduce: 4 * P, all_reduce: 4 * P // 2}

@@ -14,7 +14,7 @@ from rollout import Sampling, rollout
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
-REWARDS = [  # a reward, the right answer, the value of texts that end; and of those that do not, as a share of it
+REWARDS = [  # a reward, the right answer, the value of texts that end, and the share of it for texts that do not
     (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
     (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
@@ -29,7 +29,7 @@ DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting
 
 @pytest.mark.parametrize(("reward", "answer", "value", "texts", "cut"), REWARDS)
 def test_rewards(reward, answer, value, texts, cut):
-    """Each completion is judged by its own answer; the other answers are wrong. A sampled PAD is not in the text."""
+    """Each completion is compared with its own answer, and the other answers are wrong. No text contains a PAD."""
     for text, (end, share) in itertools.product(texts, [([EOS_ID], 1.0), ([], cut), ([PAD_ID, EOS_ID], cut)]):
         ids = [PAD_ID + 2] * len(text) + end
         columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[[EOS_ID], ids, ids])
@@ -43,7 +43,7 @@ def test_a_chain_can_be_short():
 
 
 @pytest.mark.parametrize(("file", "digest"), DIGESTS)
-def test_rows_are_those_that_kept_runs_were_made_with(file, digest):
+def test_rows_are_the_same_as_in_the_runs_in_results(file, digest):
     state = random.getstate()
     task = file.load(Config(seed=3))
     assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
@@ -66,7 +66,7 @@ def test_a_model_of_the_repository(file):
     assert 0.3 < sum(rewards) / 64 < 0.7
 
 
-def test_random_weights_depend_on_the_seed_alone():
+def test_random_weights_depend_only_on_the_seed():
     state = torch.random.get_rng_state()
     policies = [sorting.model(Config(seed=seed))[0] for seed in (0, 0, 1)]
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -74,8 +74,8 @@ def test_random_weights_depend_on_the_seed_alone():
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_a_tokenizer_of_characters_as_it_is_loaded(tmp_path):
-    """It is the same after it was saved. An unknown character is an error."""
+def test_a_saved_tokenizer_of_characters_is_loaded_as_the_same_one(tmp_path):
+    """A character that it does not know is an error."""
     made = char_tokenizer("abcdef>")
     for part in made, small_config(made, hidden_size=16, intermediate_size=16):
         part.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""The tasks for real models, countdown, gsm8k and tldr: rewards and rows; math has a file of its own."""
+"""The tasks for real models, countdown, gsm8k and tldr: rewards and rows. The task math is tested in
+test_math.py."""
 
 import sys
 import time
@@ -27,7 +28,7 @@ FORMS = [  # a completion, whether it is the solution of (2, 3, 4) -> 10, whethe
     ("<think>5 < 6, 2 * 3</think>\n<answer>2 * 3 + 4</answer>", 1, 1),
     ("\n<think>\n</think><answer> (2 * 3) + 4 </answer>\n", 1, 1),
     ("2 * 3</think> <answer>2 * 3 + 4</answer>", 1, 1),  # the template opened the thought
-    ("<think>a</think><answer>2 + 3 + 4</answer>", 0, 1),  # 9
+    ("<think>a</think><answer>2 + 3 + 4</answer>", 0, 1),  # the value is 9
     ("<answer>2 * 3 + 4</answer>", 1, 0),
     ("<think>a</think><answer>2 * 3 + 4</answer> and done", 1, 0),
     ("<think>a</think><answer>1</answer><answer>2 * 3 + 4</answer>", 1, 0),  # the last one counts
@@ -76,8 +77,8 @@ def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
         gsm8k.right_number(["why?", "how many?"], ["72", "72"], [[1], [1]], answer=[72, answer])
 
 
-def test_problems():
-    """No two are the same, each solution earns every reward, and every run holds out the same ones."""
+def test_problems_of_countdown():
+    """No two problems are the same, each solution earns every reward, and every run holds out the same problems."""
     task, again = (countdown.load(Config(eval_prompts=64, seed=seed)) for seed in (0, 1))
     rows = task.train + task.eval
     assert (len(task.train), len(task.eval)) == (8192, 64) and rows == again.train + again.eval
@@ -122,4 +123,4 @@ def test_long_completions_cost_little_time(text):
     for completion in (f"<answer>{long}</answer>", long + "e5"):
         for reward in (gsm8k.right_number, countdown.equation, countdown.well_formed):
             reward([""], [completion], [[1]], answer=[9], numbers=[[9]], target=[9])
-    assert time.process_time() - start < 5  # about 0.1 where time grows with the length, minutes where with its square
+    assert time.process_time() - start < 5  # 0.1 s if linear in the length, minutes if quadratic

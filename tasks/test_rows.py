@@ -40,7 +40,7 @@ ENCODED = [
     (WITH_TEMPLATE, "1+1=", "1+1="),
     (WITH_TEMPLATE, CHAT, "[1+1]:"),
     (ENDING, "1+1=", "1+1="),  # this tokenizer puts <eos> after every text
-    (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # the user wrote this one
+    (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # the user wrote this <eos>
 ]
 CANNOT = [  # a prompt, and the error
     ("", "a prompt has no tokens: ''"),
@@ -73,7 +73,7 @@ def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, mes
 
 
 @pytest.mark.parametrize(("source", "kind"), ASKED)
-def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
+def test_everything_else_is_read_by_the_package_datasets(tmp_path, monkeypatch, source, kind):
     found = {(kind, None if kind == source else source): ROWS}
     library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
     monkeypatch.setitem(sys.modules, "datasets", library)
@@ -89,11 +89,11 @@ def test_all_else_is_read_by_datasets(tmp_path, monkeypatch, source, kind):
         read_rows(source)
 
 
-def test_hold_out_depends_on_the_prompts_alone():
+def test_which_rows_are_held_out_depends_only_on_the_prompts():
     rows = [{"prompt": str(i % 30), "n": i} for i in range(60)]  # each prompt twice
     train, held = hold_out(rows, 6)
     prompts = {row["prompt"] for row in held}
-    assert prompts == {"8", "9", "10", "11", "20", "21"}, "the choice of the runs that are kept in results/"
+    assert prompts == {"8", "9", "10", "11", "20", "21"}, "the runs in results/ held these out"
     assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
     assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
     assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
@@ -106,7 +106,7 @@ def task_of(*prompts, held_out=()) -> Task:
 
 
 @pytest.mark.parametrize(("tokenizer", "prompt", "text"), ENCODED)
-def test_a_string_is_taken_as_it_is_and_messages_go_through_the_template(tokenizer, prompt, text):
+def test_a_string_is_not_changed_and_messages_go_through_the_template(tokenizer, prompt, text):
     rows = [{"prompt": each} for each in ("1", prompt, prompt, "2")]  # strings and messages in one data set
     encode_prompts(tokenizer, rows, at_once=2)
     assert [PLAIN.decode(row["prompt_ids"]) for row in rows] == ["1", text, text, "2"]
@@ -120,7 +120,7 @@ def test_prompts_that_cannot_be_used(prompt, message):
 
 
 def test_prompts_that_are_too_long_can_be_left_out():
-    """A note says so, and prompts must be left to train on and to evaluate."""
+    """A note reports it. There must still be prompts to train on and prompts to evaluate on."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
     task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
@@ -135,7 +135,7 @@ def test_prompts_that_are_too_long_can_be_left_out():
     assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, replace(config, eval_every=0)) == 1
 
 
-def test_a_task_for_its_own_small_model_takes_no_other():
+def test_a_task_with_its_own_small_model_refuses_other_models():
     task, config = task_of("1", held_out=["1+1"]), Config(max_completion_length=7, task="addition", model="mine")
     task.eos_id = EOS_ID
     assert check_prompts(task, PLAIN, 10, config) == 3, "the longest prompt may fill the context"

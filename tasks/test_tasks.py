@@ -24,13 +24,14 @@ DEFAULTS = dict(max_completion_length=20)
 def load(config):
     return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
 """
+SHORT = "mine.py:short"
 ROWS = [  # a task, settings, rows to train on, rows held out
     ("addition", {}, 16, 4),
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
+    ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
-SHORT = "mine.py:short"
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
     ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
@@ -49,7 +50,7 @@ def group_of(row: dict, *texts: str) -> Group:
     return Group([], row, [Completion(one_text, [0.0] * len(one_text), truncated=False) for one_text in ids])
 
 
-def test_the_tasks_that_are_there():
+def test_names_and_defaults_of_the_tasks():
     """The learning rate of a task's small model is too high for the user's own model."""
     assert task_names() == NAMES
     for name in task_names():
@@ -76,7 +77,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory, with files of rows and a file with a reward."""
-    monkeypatch.setitem(sys.modules, "datasets", None)  # nothing is asked of the hub
+    monkeypatch.setitem(sys.modules, "datasets", None)  # so that nothing can be downloaded
     for name, n in (("rows", 20), ("held", 3)):
         rows = [{"prompt": f"{name} {i}"} for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -85,24 +86,24 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "settings", "train", "held_out"), ROWS)
-def test_rows_of_ones_own_replace_the_tasks(folder, name, settings, train, held_out):
-    task = load_task(Config(task=name, data="rows.jsonl", **settings))
+def test_the_users_rows_replace_those_of_the_task(folder, name, settings, train, held_out):
+    task = load_task(Config(**{"task": name, "data": "rows.jsonl"} | settings))
     assert (len(task.train), len(task.eval), task.notes) == (train, held_out, [])
     assert all("eval_data" not in settings or row["prompt"].startswith("held") for row in task.eval)
 
 
 @pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)
-def test_rewards_of_the_task_stand_beside_those_of_files(folder, task, rewards, settings, expected):
+def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, settings, expected):
     """The task's rewards keep their weights, and its `correct` counts unless --correct names another reward."""
     given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
-    assert task.graded == (task.correct_at == 0.0), "tldr's own"
+    assert task.graded == (task.correct_at == 0.0), "only the reward of tldr is graded"
     with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
         load_task(Config(**given, correct="better"))
 
 
-def test_each_row_once_an_epoch_in_the_order_of_runs_that_were_made():
+def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
     task = Task([{"prompt": i} for i in range(50)], [], [], [])
     order = [i for epoch in range(4) for i in np.random.Generator(np.random.PCG64([3, epoch])).permutation(50)]
     for first, n in (0, 200), (120, 40), (49, 1), (50, 50):
@@ -146,7 +147,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": [*texts]}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
-    assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "nothing is called for nothing"
+    assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
 
 def test_a_log_of_the_wrong_length():

@@ -39,7 +39,6 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),
     ("gpt-oss", "user", [OUT], NO_END),
-    ("no tools", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("no history", "user", [OUT], NO_END),
     ("twice", "user", [OUT], NO_END),
@@ -47,7 +46,7 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
 
 
 @pytest.mark.parametrize("kind, role, ends, expected", TEMPLATES)
-def test_a_reply_is_what_the_template_puts_behind_a_turn(monkeypatch, kind, role, ends, expected):
+def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role, ends, expected):
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
     rows = [{"prompt": [{"role": "user", "content": "1"}]}]
     task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
@@ -96,24 +95,26 @@ def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wron
         replies_of(said, is_chat)([8, EOS_ID])
 
 
-@pytest.mark.parametrize("is_chat, said", [(False, "7"), (True, "7"), (True, USER_SAYS)])
-def test_what_a_reply_function_gets_and_what_becomes_of_what_it_says(monkeypatch, is_chat, said):
+SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
+    (False, "7", "7"),
+    (True, "7", "<in>user:7<out><in>assistant:"),
+    (True, MESSAGES, "<in>tool:7<out><in>tool:7<out><in>assistant:"),
+]
+
+
+@pytest.mark.parametrize("is_chat, said, text", SAID)
+def test_what_a_reply_function_gets_and_what_becomes_of_what_it_returns(monkeypatch, is_chat, said, text):
+    """The first turn ends with an end token. A stop string ends the second one, so the reply adds an end token."""
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
     made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
-    text = "<in>user:7<out><in>assistant:" if is_chat else "7"
-    assert [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4, EOS_ID])] == [text, text]
+    inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4])]
+    assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.replies == [USER_SAYS if is_chat else "7"] * 2 and limits == ["answer"] * 2
+    assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
     assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the function sees the last turn"
-
-
-def test_several_messages_after_an_end_token_and_after_a_stop_string(monkeypatch):
-    monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
-    made, text = replies_of(MESSAGES, True), "<in>tool:7<out>" * 2 + "<in>assistant:"
-    assert [CHAT.decode(made(ids)) for ids in ([2, OUT], [2])] == [text, "<out>" + text]
 
 
 def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
@@ -127,9 +128,10 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID]) is None
 
 
-def test_rewards_get_all_messages_and_the_turns_by_themselves():
+def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     ids, written = [2, EOS_ID, 30, 31, 3, EOS_ID], [True] * 2 + [False] * 2 + [True] * 2
-    completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])  # one was dropped
+    # The last reply found no room in the completion, so that its tokens are not there.
+    completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])
     (first, last) = ({"role": "assistant", "content": text} for text in "ab")
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -177,7 +179,7 @@ def test_a_game(guesses, replies, reward):
 
 
 def test_the_rows_of_games():
-    """A range is on one side only, whatever its number, and each number is in its range."""
+    """A range is either trained on or held out, with all its numbers. Each number is in its range."""
     task = guess.load(Config())
     assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
     assert len(task.train) > 8000 and len(task.eval) > 1000

@@ -5,6 +5,7 @@ import math
 import statistics
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_steps_of_a_figure():
 
 
 def rows(name: str, *values: list[float]) -> list[list[str]]:
-    """The rows of the table for one-step runs with these values: a list for each variant, a value for each seed."""
+    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed."""
     logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
     return ablate.paired(name, [{"beta": str(i)} for i in range(len(values))], logs)
 
@@ -87,15 +88,13 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    """A folder with two finished runs. Starting another run would raise a TypeError."""
+    """Make a folder with two finished runs. Starting another run would raise a TypeError."""
     monkeypatch.setattr(ablate, "run_one", None)
     for beta in ("0.0", "0.1"):
-        folder = tmp_path / f"{beta}-1"
-        folder.mkdir()
-        flags = f"--steps 1 --out {folder} --beta {beta} --seed 1 --learning_rate 1e-3"
-        settings = vars(ready(parse(flags.split(), on_gpu=False), on_gpu=False)) | {"dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps({"settings": settings, "code": run_folder.digest_of_code()}))
-        (folder / "metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
+        flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
+        given = parse(flags.split(), on_gpu=False)
+        run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
+        (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path
 
 
@@ -107,19 +106,17 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
 
 
 def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
-    """Only the files that decide what a run computes count as its code: not tests, pages and tools."""
-    words, of_file = f"--out {out} {GRID} -- --learning_rate 1e-3 --steps 1".split(), run_folder.sha256_of
+    """Only the files that decide what a run computes count as its code: not tests, pages and tools. The settings may
+    come from a file, and the dtype of the runs from a GPU."""
+    (out / "settings.json").write_text('{"learning_rate": 1e-3}')
+    words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
+    original = run_folder.sha256_of
     for name, is_other in (("loss.py", True), ("shard.py", True), ("ablate.py", False), ("test_loss.py", False)):
-        edited = lambda file, name=name: "edited" if Path(file).name == name else of_file(file)  # noqa: E731
+        edited = lambda file, name=name: "edited" if Path(file).name == name else original(file)  # noqa: E731
         monkeypatch.setattr(run_folder, "sha256_of", edited)
         with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code") if is_other else nullcontext():
             ablate.main(words)
         ablate.main(["--keep", *words])
-
-
-def test_settings_may_come_from_a_file_and_a_dtype_from_a_gpu(out, capsys):
-    (out / "settings.json").write_text('{"learning_rate": 1e-3}')
-    ablate.main(f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split())
     assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 

@@ -29,7 +29,7 @@ def processes(monkeypatch):
 
 @pytest.fixture
 def planned():
-    """A run of small steps, and its planned completions."""
+    """Return a run of small steps, and its planned completions."""
     args = bench.parse(STEP.format("out").split())
     config = bench.command_line.ready(bench.command_line.parse(args.flags, on_gpu=False), on_gpu=False)
     run, *_ = train.set_up(config, torch.device("cpu"))
@@ -59,7 +59,7 @@ def test_our_steps_have_the_planned_completions(planned):
         assert [len(group.row["prompt_ids"]) for group in groups] == [17] * 3
 
 
-def test_a_step_is_the_same_work_in_every_way(planned, tmp_path, capsys):
+def test_every_way_does_the_same_work_in_a_step(planned, tmp_path, capsys):
     """TRL's steps are compared only where TRL is installed."""
     words, ways = STEP.format(tmp_path).split(), bench.WAYS if find_spec("trl") else ["ours"]
     bench.main([*words[:1], "--ways", "; ".join(ways), *words[1:]])

@@ -21,7 +21,7 @@ LEARNING = "python -m tools.bench learn --out runs/learn_addition --ways 'ours; 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A root folder with small pages, and with some logs of this repository."""
+    """Make a root folder with small pages and with some logs of this repository."""
     for name in ("default", "clip_higher", "learn_addition"):
         shutil.copytree(evidence.ROOT / "results" / name, tmp_path / "results" / name)
     monkeypatch.setattr(evidence, "ROOT", tmp_path)

@@ -8,24 +8,23 @@ import pytest
 
 import conftest
 from conftest import ROOT
-from infra import pretend_gpu
+from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
 from tools import first_hour
 
 
 def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
     os.chdir(folder)
-    conftest.replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
     conftest.replace("tools.first_hour.KINDS", lambda found: {kind: (found[kind][0], 2) for kind in kinds})
     first_hour.main(words)
 
 
-@pytest.mark.skipif(bool(pretend_gpu.WHY_NOT), reason=str(pretend_gpu.WHY_NOT))
+@needs_pretended_gpu
 @pytest.mark.parametrize("flags, kinds", [("", [*first_hour.KINDS]), ("--lora_rank 16", ["plain"])])
 def test_the_first_hour(flags, kinds, tmp_path):
     """LoRA needs a model in a folder, because adapters are saved with the name of their base."""
     words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 {flags}"
-    pretend_gpu.on_pretended_gpu(first_hour_of, words.split(), kinds, tmp_path)
+    on_pretended_gpu(first_hour_of, words.split(), kinds, tmp_path)
     found = json.loads((tmp_path / "first_hour.json").read_text())
     assert found["hardware"]["gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == 1
     text = (tmp_path / "first_hour.txt").read_text()

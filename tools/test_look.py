@@ -34,7 +34,7 @@ document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 
 
 def sample(step: int, i: int, kind: str = "train") -> dict:
-    """Number i of four completions, two for each of two prompts."""
+    """Return the line of completion i of four, of which two belong to each of two prompts."""
     line = {"step": step, "kind": kind, "prompt": [EVIL, [{"role": "user", "content": EVIL}]][i // 2]}
     line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
     line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
@@ -47,7 +47,8 @@ def sample(step: int, i: int, kind: str = "train") -> dict:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run of three steps with evaluations before the first and after the others. Its files end in half a line."""
+    """Write the files of a run of three steps, with an evaluation before step 1 and after the steps 2 and 3. The last
+    line of each file is cut off."""
     metrics = [{"step": step, "reward": step / 2, f"reward/{EVIL}": -step, "kl": None, "beta": 1} for step in range(4)]
     samples = [sample(step, i) for step in (1, 2, 3) for i in range(4)]
     samples += [sample(step, i, "eval") for step in (0, 2, 3) for i in (0, 3)]
@@ -76,7 +77,7 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
 
 
 def seen_in_a_browser(run: Path, reader: str) -> str:
-    """What the page of this run is in the end, if it has this script added."""
+    """Add the script to the page of this run, and return the HTML that a browser has in the end."""
     if CHROMIUM is None:
         warnings.warn("NOT TESTED, because there is no Chromium here: that no text of a run is executed", stacklevel=1)
         pytest.skip("no Chromium here")
