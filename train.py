@@ -95,7 +95,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; give sampler")
     sampled = time.perf_counter()
 
-    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Only checkpointed layers need train mode.
+    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Checkpointed layers need train mode.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
