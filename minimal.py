@@ -3,8 +3,8 @@
     python minimal.py
 
 A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts and rewards the
-right ones. It then makes those completions more likely that did better than the others of the same prompt. `python
-train.py` does the same, and adds options, ranks, checkpoints, evaluation and logs.
+right ones. It then raises the probability of the completions that did better than the others of the same prompt.
+`python train.py` does the same, and adds options, ranks, checkpoints, evaluation and logs.
 """
 
 import torch
@@ -23,7 +23,7 @@ LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
 
 def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     groups = []
-    picked = task.draw((step - 1) * PROMPTS, PROMPTS, SEED)  # positions in task.train
+    picked = task.draw((step - 1) * PROMPTS, PROMPTS, SEED)  # the next positions in task.train
     for p, row in enumerate(task.train[i] for i in picked):
         # Sample the completions. Each of them has its own random numbers, so it does not depend on the others.
         prompt_ids = tokenizer(row["prompt"]).input_ids
@@ -56,7 +56,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
 
 
 if __name__ == "__main__":
-    folder, task = addition.model(None), addition.load(None)  # None stands for the settings, which addition ignores
+    folder, task = addition.model(None), addition.load(None)  # both would get the settings, which addition ignores
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):

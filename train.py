@@ -41,9 +41,9 @@ from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
-# Settings that are keyword arguments of policy_loss and are passed on to it. A new one needs no code in this file.
+# The settings that have the name of a keyword argument of policy_loss. They are passed on to it, and so is a new one.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens; null if missing
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
 
 
 @dataclass
@@ -84,18 +84,20 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        advantages = torch.zeros_like(advantages)  # those computed from the whole batch may not be 0 yet
+        # Nothing can be learned from the groups, but with a mean or std of the whole batch, advantages may not be 0.
+        advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    # `gather` also compares the checksums, and ends the run if ranks have other completions, rewards or advantages.
+    # `gather` also compares the checksums, and ends the run if the ranks differ in completions, rewards or advantages.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     # A changed `draw_groups` may replay groups of earlier steps.
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
-        raise UserError("--old_policy policy: another policy sampled the completions of earlier steps; give sampler")
+        raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
-    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Checkpointed layers need train mode.
+    # Compute log-probs in eval mode, as when sampling, so that dropout is off. The exception are layers with gradient
+    # checkpointing, which is off in eval mode.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
@@ -186,7 +188,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # a micro-batch that only fills up a rank repeats a row, with 0
+        logp[rows] += logprobs(run, part, model)[0]  # adds 0 for a fully masked copy (`same_count`)
     ranks.sum_(logp)
     return logp
 
@@ -209,7 +211,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Linear warm-up, and then the schedule, which would reach 0 one step after the last if it is not constant."""
+    """Linear warm-up, then the schedule. "linear" and "cosine" reach 0 only one step after the last."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -238,8 +240,8 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
-    """Choose the next n rows of the task, as positions in run.task.train. A curriculum goes here. Keep what it must
-    remember in run.state. After the step, group.index tells which row a group came from."""
+    """Choose the next n rows of the task, as positions in run.task.train. For a curriculum, change this function, and
+    store its state in run.state. After the step, group.index tells which row a group came from."""
     run.cursor += n
     return run.task.draw(run.cursor - n, n, run.config.seed)
 
@@ -248,13 +250,14 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the number of prompts that the step has drawn before, because random numbers depend on the position of a prompt."""
+    the number of prompts that this step has drawn before. The random numbers of a prompt depend on its position."""
     # Rows that your own code has added during the run are not encoded yet.
     encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
 
+    # If memory runs out, `until_it_fits` calls this again with a smaller run.sampling.tokens_at_once.
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
@@ -266,11 +269,12 @@ def generate_groups(
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
-    return [Group(prompts[p], rows[i], completions[p * n :][:n], index=i, step=step) for p, i in enumerate(picked)]
+    groups = [completions[start : start + n] for start in range(0, len(completions), n)]
+    return [Group(prompts[p], rows[i], groups[p], index=i, step=step) for p, i in enumerate(picked)]
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """Set the rewards of every group, after `done` steps. Each rank calls the rewards for a part of the groups."""
+    """Set the rewards of every group. Each rank scores a part of them. Rewards are told how many steps are `done`."""
     cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
@@ -320,7 +324,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # drop rows less often if every drop needs a new CUDA graph
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after each drop, a CUDA graph is captured again
         **{name: getattr(cfg, name) for name in same},
     )
     limits = memory.limits(cfg, model, longest_prompt)
