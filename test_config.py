@@ -13,14 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import LlamaForCausalLM
 
 import train
 from config import ALGORITHMS, Config, resolve
-from conftest import distance, metrics, samples
+from conftest import distance, metrics, samples, save_chat_model
 from infra import faults
 from loss import policy_loss
-from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
 GIVEN = dict(
@@ -114,14 +112,7 @@ DIFFERS = {
 def outcome(tmp_path_factory) -> Callable[..., dict]:
     """Return a function that makes a run with the given settings and returns its results. It makes no run twice."""
     folder, made = tmp_path_factory.mktemp("given"), {}
-    tokenizer = char_tokenizer("abcdef>")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
-    for weights in model.parameters():
-        weights.data *= 3 if weights.dim() > 1 else 1  # large enough for the prompt to matter
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model(folder / "model", "abcdef>", TEMPLATE)
     words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
     chats = [[{"role": "user", "content": word}] for word in words]
     files = {"rows": words, "one": words[:1], "held": [word[1] + word for word in words], "chat": chats}

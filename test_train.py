@@ -7,6 +7,7 @@ import json
 import math
 import random
 import statistics
+import string
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,18 +18,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train
 from advantage import on_high_entropy
 from batch import collate, minibatches
 from config import Config
-from conftest import ROOT, assert_same_run, distance, flags, lines, metrics, run, samples
+from conftest import ROOT, assert_same_run, distance, flags, gradient_of, lines, metrics, run, samples, save_chat_model
 from infra import faults
 from loss import policy_loss
 from tasks import Task
-from tasks._characters import EOS, EOS_ID, char_tokenizer, small_config
+from tasks._characters import EOS, EOS_ID
 from tasks.sorting import model as sorting_model
 
 G = 4
@@ -88,21 +88,6 @@ def go(sorting, tmp_path, monkeypatch):
         return tmp_path / name
 
     return run_here
-
-
-@pytest.fixture
-def updates():
-    """Record the gradient and the learning rates that the optimizer gets in each update."""
-    seen: list[tuple[Tensor, list[float]]] = []
-    hook = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
-    )
-    yield seen
-    hook.remove()
-
-
-def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]).double()
 
 
 @pytest.fixture
@@ -577,14 +562,9 @@ ENDS = [EOS_ID, 5, 9, 12]
 
 def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
     """The model has several end tokens, and generation settings that must change nothing and be saved again."""
-    tokenizer, data = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789<>;+ ?"), tmp_path / "chat.jsonl"
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
+    alphabet, data = string.ascii_lowercase + string.digits + "<>;+ ?", tmp_path / "chat.jsonl"
     generation = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
-    model.generation_config = GenerationConfig(**generation)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+    save_chat_model(tmp_path / "model", alphabet, TEMPLATE, **generation)
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
     rows = [{"prompt": messages, "answer": "2"}, {"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

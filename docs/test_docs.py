@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import conftest
 import train
@@ -38,7 +38,6 @@ from infra.command_line import flags, parse, ready
 from infra.run_folder import MAY_CHANGE
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout
-from tasks._characters import char_tokenizer, small_config
 from test_config import DIFFERS
 from tools import ablate, evidence
 
@@ -256,6 +255,12 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
     return files
 
 
+TEMPLATE = (
+    "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and apply all files and diffs of the page. Each program in PROGRAMS is a copy of train.py."""
@@ -264,7 +269,7 @@ def fork(tmp_path_factory) -> Path:
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
         (folder / name).write_text(text)
-    chat_model(folder / "chat")
+    conftest.save_chat_model(folder / "chat", string.printable, TEMPLATE)
     programs = PROGRAMS | {"replayed": PROGRAMS["recipes"].partition("**A curriculum.**")[0]}
     for name in programs:
         shutil.copy(folder / "train.py", folder / f"{name}.py")
@@ -298,16 +303,6 @@ class IncrementEnv:
         self.counter += step
         return self.counter
 '''
-
-
-def chat_model(folder: Path) -> None:
-    tokenizer = char_tokenizer(string.printable)
-    tokenizer.chat_template = "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>"
-    tokenizer.chat_template += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    config = small_config(tokenizer, 32, 32)
-    config.max_position_embeddings = 1024
-    tokenizer.save_pretrained(folder)
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
