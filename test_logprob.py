@@ -4,7 +4,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -110,22 +110,6 @@ def test_what_is_read_together_is_read_once():
 @pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
 def test_a_window_shorter_than_a_row_is_noticed_though_the_trial_is_shorter(size: int | None, together: bool):
     assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
-
-
-AS_TRAINED = {
-    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
-    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
-    "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
-}
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-@pytest.mark.parametrize("how", AS_TRAINED)
-def test_a_model_as_it_may_be_trained(name: str, how: str):
-    model = tiny_model(name)
-    AS_TRAINED[how](model)
-    assert_equals_reference(model)
-    assert model.training
 
 
 def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -242,32 +226,38 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
     assert distance(*grads) < rounding(torch.float64)
 
 
-# ---- Models that change what the head returns, and models that must stay as they were ----
+# ---- Models that somebody has changed, and models that must stay as they were ----
 
 
 class Scaled(transformers.GPT2LMHeadModel):
-    def forward(self, input_ids, use_cache=None):  # without logits_to_keep, and unknown to the configuration
+    def forward(self, input_ids, use_cache=None):  # it takes no logits_to_keep, and its configuration has no scale
         output = super().forward(input_ids=input_ids, use_cache=use_cache)
         output.logits.mul_(1.5)
         return output
 
 
-CHANGES = {
-    "in place, by the model's class": lambda model: setattr(model, "__class__", Scaled),
-    "by the head's own forward": lambda model: setattr(
+AS_TRAINED = {
+    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
+    "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
+}
+SCALED = {
+    "logits scaled in place, by the model's class": lambda model: setattr(model, "__class__", Scaled),
+    "logits scaled by the head's own forward": lambda model: setattr(
         model.lm_head, "forward", lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
     ),
-    "by a hook of the head": lambda model: model.lm_head.register_forward_hook(lambda _, args, out: 1.5 * out),
+    "logits scaled by a hook": lambda model: model.lm_head.register_forward_hook(lambda _, args, out: 1.5 * out),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_logits_are_noticed(name: str):
-    model = tiny_model("gpt2")
-    CHANGES[name](model)
+@pytest.mark.parametrize("name, how", [*product(("qwen2", "gemma2"), AS_TRAINED), *product(("gpt2",), SCALED)])
+def test_a_model_that_was_changed(name: str, how: str):
+    model = tiny_model(name)
+    (AS_TRAINED | SCALED)[how](model)
     forward = vars(model.lm_head).get("forward")
-    assert_equals_reference(model, torch.float64)
-    assert not head_returns_logits(model, IDS) and vars(model.lm_head).get("forward") is forward
+    assert_equals_reference(model, torch.float64 if name in ALL_IN_FLOAT64 else torch.float32)
+    assert head_returns_logits(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
+    assert vars(model.lm_head).get("forward") is forward and model.training
 
 
 def test_a_cap_is_noticed_even_while_the_head_is_zero():

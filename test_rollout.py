@@ -93,18 +93,29 @@ def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
     assert in_place == rollout(model, PROMPTS, u, sampling)
 
 
-@pytest.mark.parametrize("kind, pieces", [("qwen2", [4, 3]), ("gemma2", [4, 3]), ("mamba", [7])])
-def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
-    """There are 3 prompts of 7 tokens, with padding. Mamba cannot read a prompt in pieces."""
-    model, seen = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
-    whole = rollout(model, PROMPTS, streams(), SAMPLING)
-    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", 14)
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    in_pieces = rollout(model, PROMPTS, streams(), SAMPLING)
-    assert [width for _, width in seen if width > 1] == pieces
-    assert [c.ids for c in in_pieces] == [c.ids for c in whole]
-    for a, b in zip(in_pieces, whole):
-        close(torch.tensor(a.logp), torch.tensor(b.logp))
+# The kind of model, how many tokens of prompts it may read at once, and how many tokens of each prompt it then reads in
+# each call. Mamba cannot read a prompt in pieces.
+READING = [("qwen2", 1000, [7]), ("qwen2", 14, [4, 3]), ("gemma2", 14, [4, 3]), ("mamba", 14, [7])]
+
+
+@pytest.mark.parametrize("kind, at_once, pieces", READING)
+def test_each_prompt_is_read_once_possibly_in_pieces_and_finished_rows_leave_the_batch(
+    kind, at_once, pieces, monkeypatch
+):
+    """There are 6 completions of 3 prompts, which have up to 7 tokens and are padded to this length."""
+    model, shapes = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
+    expected = rollout(model, PROMPTS, streams(), SAMPLING)
+    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", at_once)
+    model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    completions = rollout(model, PROMPTS, streams(), SAMPLING)
+    reading, sampling = shapes[: len(pieces)], shapes[len(pieces) :]
+    assert reading == [(3, width) for width in pieces]
+    assert len(sampling) == max(len(c.ids) for c in completions) - 1 and {width for _, width in sampling} == {1}
+    rows = [rows for rows, _ in sampling]
+    assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.ids == theirs.ids
+        close(torch.tensor(ours.logp), torch.tensor(theirs.logp))
 
 
 def test_greedy_sampling_is_that_of_transformers():
@@ -272,14 +283,3 @@ def test_weights_that_are_not_finite_are_an_error():
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         rollout(model, PROMPTS, streams(), SAMPLING)
-
-
-def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
-    model, seen = build(), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
-    completions = rollout(model, PROMPTS, streams(), SAMPLING)
-    assert seen[0] == (len(DISTINCT), max(map(len, DISTINCT)))
-    assert [width for _, width in seen[1:]] == [1] * (len(seen) - 1)
-    assert len(seen) == max(len(c.ids) for c in completions)
-    rows = [rows for rows, _ in seen[1:]]
-    assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
