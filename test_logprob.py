@@ -84,8 +84,8 @@ def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
-    """If the output head returns the logits, the log-probs are computed in two ways: from the head, and from the model's
-    own logits. Both must be right."""
+    """If the output head returns the logits, the log-probs are computed in two ways: from the head, and from the logits
+    of the model. Both must be right."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, spread=2.0 if "tied" in name else 4.0)
     coarsest = torch.float64 if name in ALL_IN_FLOAT64 else torch.float32
@@ -105,8 +105,8 @@ def test_what_is_read_together_is_read_once():
     for together in (None, [2, 3], [1, 1, 3]):
         score(model, together=together)
     separately, two, three = read[-3:]
-    # The last token of a row predicts nothing, so the model need not read it. Without it, rows 0 and 1 have 8 tokens and
-    # 1, of which they share 1. Rows 2 to 4 have 6, 4 and 7, of which they share 4.
+    # The last token of a row predicts nothing, so the model need not read it. Without it, rows 0 and 1 have 8 and 1
+    # tokens, of which they share 1. Rows 2 to 4 have 6, 4 and 7, of which they share 4.
     assert separately == (5, max(lengths) - 1) and two == (2, max(8 + 1 - 1, 6 + 4 + 7 - 2 * 4)) and three == (3, 9)
 
 

@@ -163,8 +163,7 @@ def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, t
     assert {"settings", "commit", "hardware", "versions"} <= json.loads((one / "config.json").read_text()).keys()
     assert len({line["prompt"] for line in samples(one)}) == len(samples(one)) == 3, "one sample of each prompt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py"]
-    words = flags(sorting | settings, tmp_path / "two")
-    subprocess.check_call([*command, *words], cwd=tmp_path)
+    subprocess.check_call([*command, *flags(sorting | settings, tmp_path / "two")], cwd=tmp_path)
     assert_same_run(tmp_path / "two", one)
 
 
