@@ -1,4 +1,4 @@
-"""Helpers of several test files: tiny models, whole runs in forked processes, and faults that a test causes in a run.
+"""What several test files share: tiny models, whole runs in forked processes, and faults that a test causes in a run.
 
 Each process has one thread, because a test may start more processes than there are cores. No process sees a GPU,
 because all of them would share it."""
@@ -27,7 +27,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+
+from tasks._characters import char_tokenizer, small_config
 
 # ---- Models of every family, small enough to run in milliseconds; gradients as vectors ----
 
@@ -77,7 +80,24 @@ def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: 
     return model.train()
 
 
+def save_chat_model(folder: Path, alphabet: str, template: str, **generation) -> None:
+    """Save a small random Llama with a tokenizer of single characters, a chat template and generation settings."""
+    tokenizer = char_tokenizer(alphabet)
+    tokenizer.chat_template = template
+    config = small_config(tokenizer, hidden_size=32, intermediate_size=48)
+    config.max_position_embeddings = 1024
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for weights in model.parameters():
+        weights.data *= 3 if weights.dim() > 1 else 1  # large enough for the prompt to matter
+    if generation:
+        model.generation_config = GenerationConfig(**generation)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+
+
 def flat_gradient(model: nn.Module) -> Tensor:
+    """Return the gradients of all parameters as one vector. A parameter without a gradient counts as 0."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([gradient.flatten().double() for gradient in gradients])
 
@@ -115,92 +135,93 @@ def sorting(tmp_path_factory) -> dict:
 
 
 def flags(settings: dict, out: Path) -> list[str]:
-    words = []
-    unread = {"eval_k"} if settings.get("eval_every") == 0 else set()  # refused in a run that does not evaluate
-    for name, value in (settings | {"out": out}).items():
-        if name in unread:
-            continue
-        given = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, given)]
+    """Return the command line of a run with these settings."""
+    settings, words = settings | {"out": out}, []
+    if settings.get("eval_every") == 0:
+        settings.pop("eval_k", None)  # it is refused in a run that does not evaluate
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return words
 
 
 def work(before: tuple[Callable, ...], args: list[str]) -> None:
-    """Run one rank. The functions in `before` are called first, and may cause a fault."""
-    for arrange in before:
-        arrange()
+    """Run train.py with these arguments. The functions in `before` are called first. They may cause a fault."""
+    for prepare in before:
+        prepare()
     resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
 
 
 def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> None:
+    """Call do(*args) in a forked process. What it prints goes to the file `screen`."""
     os.environ.update(env)
     with screen.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # because a shell ignores it in background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell starts in the background ignore it
     do(*args)
 
 
-def screen(out: Path) -> Path:
+def screen_of(out: Path) -> Path:
+    """Return the file for everything that the run in the folder `out` prints."""
     return out.with_name(f"{out.name}.screen")
 
 
-def exit_codes(processes: list, seconds: float = 900.0) -> list[int]:
-    """Wait for all processes and return their exit codes. The limit is long enough for a busy machine."""
-    end = time.monotonic() + seconds
+def exit_codes(processes: list) -> list[int]:
+    """Wait for all processes and return their exit codes."""
+    end = time.monotonic() + 900  # seconds; long enough for a busy machine
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
     hanging = [process for process in processes if process.exitcode is None]
     for process in hanging:
         process.kill()
-    assert not hanging, f"{len(hanging)} of {len(processes)} processes did not end within {seconds} seconds"
+    assert not hanging, f"{len(hanging)} of {len(processes)} processes did not end in time"
     return [process.exitcode for process in processes]
 
 
 def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
-    """Make a whole run, with a process for each rank, and return what it printed. `code` is the exit code of every
-    rank, or a list with one code for each rank, or None if any code will do."""
-    screen(out).write_text("")
+    """Make a whole run, with a process for each rank, and return what it printed. `code` is the expected exit code of
+    every rank, or a list with one code for each rank, or None if any code will do."""
+    screen_of(out).write_text("")
     with socket.create_server(("127.0.0.1", 0)) as free:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
     args = work, before, flags(settings, out)
-    processes = [PROCESSES.Process(target=forked, args=(screen(out), rank_env, *args)) for rank_env in ranks]
+    processes = [PROCESSES.Process(target=forked, args=(screen_of(out), rank_env, *args)) for rank_env in ranks]
     for process in processes:
         process.start()
-    codes, shown = exit_codes(processes), screen(out).read_text()
+    codes, shown = exit_codes(processes), screen_of(out).read_text()
     assert code is None or codes == (code if isinstance(code, list) else [code] * world), (codes, shown)
     return shown
 
 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
-    """Run two ranks under the agent of torchrun. Wait until all processes have ended, which closes the pipe. Return the
-    exit code and what was printed."""
-    screen(out).write_text("")
-    gone, held = PROCESSES.Pipe(duplex=False)
-    args = screen(out), {}, supervise, before, flags(settings, out), restarts, held
+    """Run two ranks under the agent of torchrun. Return the exit code of the agent and what was printed."""
+    screen_of(out).write_text("")
+    # Agent and ranks keep one end of this pipe open. The other end reports when the last of these processes has ended.
+    all_ended, open_end = PROCESSES.Pipe(duplex=False)
+    args = screen_of(out), {}, supervise, before, flags(settings, out), restarts, open_end
     agent = PROCESSES.Process(target=forked, args=args)
     agent.start()
-    held.close()
+    open_end.close()
     try:
-        assert gone.poll(200), screen(out).read_text()
-        return exit_codes([agent])[0], screen(out).read_text()
+        assert all_ended.poll(200), screen_of(out).read_text()
+        return exit_codes([agent])[0], screen_of(out).read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
 
 
-def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, held: object) -> None:
-    """Start the agent of torchrun in this process. It forks its ranks, so that nothing is imported again."""
+def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, open_end: object) -> None:
+    """Be the agent of torchrun. It forks its ranks, so that nothing is imported again. `open_end` is only kept open."""
     launcher = resolve_name("torch.distributed.launcher.api")
-    os.setsid()
-    meeting = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
-    how = launcher.LaunchConfig(1, 1, 2, **meeting, max_restarts=restarts, start_method="fork")
-    launcher.elastic_launch(how, work)(before, args)
+    os.setsid()  # so that agent and ranks can be killed together
+    rendezvous = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+    config = launcher.LaunchConfig(1, 1, 2, **rendezvous, max_restarts=restarts, start_method="fork")
+    launcher.elastic_launch(config, work)(before, args)
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process use a copy of the code. `module` of the copy takes the place of `train`."""
+    """Make this process use the copy of the code in `folder`, and this module of the copy in the place of `train`."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -220,17 +241,17 @@ def replace(name: str, make: Callable[[Callable], Callable], rank: int | None = 
 
 
 def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
-    """Call `action` before (or after) the n-th call of this function. Only calls whose first argument ends with `of`
-    are counted."""
+    """Call `action` before (or after) the n-th call of the function with this name. Only calls whose first argument,
+    as a string, ends with `of` are counted."""
     calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            now = str(args[0] if args else "").endswith(of) and next(calls) == n
-            if now and not after:
+            is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
+            if is_the_nth and not after:
                 action()
             result = call(*args, **kwargs)
-            if now and after:
+            if is_the_nth and after:
                 action()
             return result
 
@@ -240,10 +261,26 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
 
 def die() -> None:
+    """Kill this process, which gets no chance to clean up."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---- What a run writes ----
+# ---- Updates of the weights, and what a run writes ----
+
+
+@pytest.fixture
+def updates():
+    """Record the gradient and the learning rates that the optimizer gets in each update."""
+    seen: list[tuple[Tensor, list[float]]] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append((gradient_of(optimizer), [group["lr"] for group in optimizer.param_groups]))
+    )
+    yield seen
+    hook.remove()
+
+
+def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]).double()
 
 
 def lines(path: Path) -> list[dict]:
@@ -260,6 +297,7 @@ def samples(out: Path, kind: str = "train") -> list[dict]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file in the folder, by its path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -276,14 +314,15 @@ def assert_same_files(out: Path, whole: Path) -> None:
 
 
 def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
-    """Compare two runs. Completions must be identical. Advantages, metrics and weights may differ by rounding in
-    float32, which Adam enlarges, because it divides each entry of a gradient by its size. Log-probs of tokens are
-    written with two digits."""
+    """Compare two runs. Their completions must be identical. Advantages, metrics and weights may differ by rounding in
+    float32, which Adam enlarges, because it divides each entry of a gradient by its size. The log-probs of tokens may
+    differ by 0.01 more, because samples.jsonl has only two digits of them."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
         for token, other in zip(ours.pop("tokens"), theirs.pop("tokens"), strict=True):
             assert token == [other[0], *(pytest.approx(x, abs=0.01 + tolerance) for x in other[1:])]
         assert ours == theirs | {"advantage": pytest.approx(theirs["advantage"], abs=tolerance)}
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
+        # The sampler and the trainer differ by nothing but rounding in float32.
         assert max(ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)) < 1e-5
         assert ours == {name: x if x is None else pytest.approx(x, tolerance, 1e-6) for name, x in theirs.items()}
     ours, theirs = (load_file(*folder.glob("model/*.safetensors")) for folder in (out, whole))

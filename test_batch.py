@@ -38,6 +38,7 @@ TOGETHER = partial(Limits, hidden_size=1000)  # so large that completions share 
 
 
 def test_collate():
+    """The first completion has kept sets, the second one is truncated, and the last one has no reward."""
     eos, nan = 2, math.nan
     long = Completion([7, 8, eos], [-0.1, -0.2, -0.3], False, [3.5, 4.0, 1.0], KeptSets())
     for ids in ([7, 9], [8], [1, eos]):
@@ -70,7 +71,8 @@ def test_collate():
 
 
 def test_tokens_that_the_model_did_not_write_are_not_trained_on():
-    """Tokens of replies are masked, and count neither in a length nor as a signal. Advantages may be of tokens."""
+    """Tokens of replies are masked. They add nothing to a length, and a completion that consists of them is no signal.
+    Some completions have an advantage for each token here."""
     turns = Completion([7, 8, 9, 5], [-0.1, 0.0, 0.0, -0.2], False, written=[True, False, False, True])
     reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
     advantages = [torch.tensor([0.0, 7.0, 7.0, 2.0]), 1.0]
@@ -87,7 +89,7 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
 
 
 def test_minibatches():
-    """Each row of a pass is in exactly one minibatch. Minibatches depend on nothing but seed, step and pass."""
+    """Each row is in exactly one minibatch of a pass. Minibatches depend on nothing but seed, step and pass."""
     for n, parts in ((12, 1), (12, 3), (11, 3), (12, 12), (12, 40)):
         updates = minibatches(n, parts, seed=(0, 1, 0))
         assert len(updates) == min(n, parts) and max(map(len, updates)) - min(map(len, updates)) <= 1
@@ -123,20 +125,22 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     everything = [*chain(*chain(*shares))]
     assert sorted(torch.cat(everything).tolist()) == list(range(n)), "every completion once"
-    most = max(map(len, everything))
-    assert most == 1 if hidden_size is None or rows == 1 or tokens == 1 else most <= math.ceil(n / world)
-    assert hidden_size != 1000 or (rows, tokens) != (None, None) or most == min(6, n, math.ceil(n / world))
+    most, fair_share = max(map(len, everything)), math.ceil(n / world)
+    if hidden_size is None or rows == 1 or tokens == 1:
+        assert most == 1, "no row is shared"
+    elif hidden_size == 1000 and limits.rows is limits.tokens is None:
+        assert most == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
+    assert most <= fair_share
     sizes = [[*map(read, chain(*share))] for share in shares]
     largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
-    work = [*map(sum, sizes)]
-    assert max(work) - min(work) <= largest, "similar work everywhere"
-    for share, of_share in zip(shares, sizes):
-        assert of_share == sorted(of_share, reverse=True)
-        assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "the limits are kept"
+    assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
+    for share, sizes_of_share in zip(shares, sizes):
+        assert sizes_of_share == sorted(sizes_of_share, reverse=True)
+        assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "no limit is exceeded"
         assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "and used"
 
     smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
-    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also with lower limits on one rank"
+    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also if one rank has lowered its limits"
     most = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
@@ -158,14 +162,14 @@ def test_rows_are_shared_by_the_number_of_completions_that_costs_least(completio
 
 # ---- The same step however it is split ----
 
-# These tests compute in float64, where a split changes a result by roundings of 1e-16. Where a gradient is nothing but
-# such a rounding, Adam divides it by about 1e-8.
+# These tests compute in float64, where a split changes a gradient by roundings of 1e-16. If an entry of the gradient is
+# nothing else, Adam divides it by its eps of 1e-8, and the learning rate of 1e-2 makes it a difference of 1e-10.
 same_up_to_rounding = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 @cache
 def sampled_groups() -> list[Group]:
-    """Sample 4 x 3 completions under top-p. One group has equal rewards, and one completion has none."""
+    """Sample 4 x 3 completions under top-p. One group has equal rewards, and one completion has no reward."""
     prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
     rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
     samples = [(p, i) for p in range(4) for i in range(3)]
@@ -207,9 +211,9 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         same_up_to_rounding(step, steps[0])
 
 
-# Whether tokens have their own advantages, settings, and how many of the 12 rows have a backward pass. Row 1 has none,
-# because its reward is the mean of its group; nor have rows 3 to 5 with equal rewards, and row 11 without a reward.
-# With shards every row has one, and so have the masked rows that are added.
+# Whether each token has its own advantage, settings, and how many of the 12 rows need a backward pass. Rows whose
+# advantage is 0 need none: row 1 has the mean reward of its group, rows 3 to 5 have equal rewards, and row 11 has none.
+# With shards, every row has a backward pass, even the masked rows that are added, so they are not counted here.
 LEARNING = [
     (False, {}, 7),
     (True, {}, 6),
@@ -226,15 +230,15 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if by_token:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
-        batch.advantages[2] = (1 - batch.mask[2]) * 1.0  # only on the prompt and on padding
+        batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
     learnt, logprobs = [], train.logprobs
 
     def noting(run: train.Run, part: Batch, *rest, **more) -> tuple:
-        learnt.append(len(part) * torch.is_grad_enabled())
+        learnt.append(len(part) if torch.is_grad_enabled() else 0)
         return logprobs(run, part, *rest, **more)
 
     def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Compute one rank after another. Return the gradient, the loss and the statistics of each."""
+        """Compute one rank after another. Return the gradient, the loss and the statistics of each rank."""
         run, parts = make_run(limits, **switches), []
         monkeypatch.setattr(ranks, "world", lambda: world)
         for rank in range(world):

@@ -1,4 +1,4 @@
-"""Settings: what a preset sets, which of several values wins, and that a setting reaches what it is for."""
+"""Settings: which of several values is used, and that each setting has the effect that it is for."""
 
 import json
 import sys
@@ -13,14 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import LlamaForCausalLM
 
 import train
 from config import ALGORITHMS, Config, resolve
-from conftest import distance, metrics, samples
+from conftest import distance, metrics, samples, save_chat_model
 from infra import faults
 from loss import policy_loss
-from tasks._characters import char_tokenizer, small_config
 
 TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
 GIVEN = dict(
@@ -29,20 +27,17 @@ GIVEN = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu):
+@pytest.mark.parametrize("on_gpu, machine", [(False, ("float32", 2048, 32768)), (True, ("bfloat16", None, None))])
+def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
+    """Values come from the preset of the algorithm, from the task, and from what the machine has."""
     config = Config(**GIVEN)
     once = resolve(config, TASK, on_gpu)
     assert vars(once) | ALGORITHMS["dapo"] | TASK | dict(task="addition") | GIVEN == vars(once)
     assert config == Config(**GIVEN) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
     with pytest.raises(FrozenInstanceError):
         config.beta = 0.1
-
-
-def test_what_the_machine_fills_in():
-    on_cpu, on_gpu = (resolve(Config(), TASK, on_gpu) for on_gpu in (False, True))
-    assert (on_cpu.dtype, on_cpu.micro_batch_tokens, on_cpu.rollout_tokens) == ("float32", 2048, 32768)
-    assert (on_gpu.dtype, on_gpu.micro_batch_tokens, on_gpu.rollout_tokens) == ("bfloat16", None, None)
+    filled = resolve(Config(), TASK, on_gpu)
+    assert (filled.dtype, filled.micro_batch_tokens, filled.rollout_tokens) == machine
 
 
 def test_the_loss_gets_every_setting_that_it_takes():
@@ -52,7 +47,7 @@ def test_the_loss_gets_every_setting_that_it_takes():
     assert all(settings[name] == switches[name] for name in train.LOSS_SWITCHES)
 
 
-# ---- A setting changes what it is for, and nothing else ----
+# ---- Each setting has the effect that it is for, and no other ----
 
 
 def letters(prompts, completions, **columns):
@@ -69,6 +64,7 @@ def again(row, turns):
 
 TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
+# This takes the place of the package wandb. It writes a file when metrics are logged.
 TRACKER = SimpleNamespace(__spec__="it is installed", login=lambda prompt: True)
 TRACKER.init = lambda **about: SimpleNamespace(log=lambda figures, step: Path("tracked").touch())
 
@@ -77,12 +73,11 @@ PLAIN = dict(
     max_completion_length=8, steps=2, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1e6, eval_every=0,
     eval_prompts=3, samples_per_step=-1, out="out",
 )  # fmt: skip
-OFF_POLICY = dict(num_iterations=2, learning_rate=0.02, beta=0.5)
 
-# A setting: another value for it, other settings that both runs have, and the aspects of `outcome` that must differ.
-# Settings are left out here if they are arguments of policy_loss (test_loss.py), if test_train.py, test_lora.py,
-# test_shard.py or test_checkpoint.py compare their effect with an equation or with another run, or if the runs of most
-# tests need them, such as --model, --task, --data and --out.
+# For each setting: another value, settings that both runs have in common, and the results that must differ between the
+# runs, as `run_in` names them. Three kinds of settings are left out: arguments of policy_loss (test_loss.py), settings
+# whose effect test_train.py, test_lora.py, test_shard.py or test_checkpoint.py compare with an equation or with another
+# run, and settings that most runs of tests need, such as --model, --task, --data and --out.
 DIFFERS = {
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
     "max_turns": (1, dict(reply=f"{__name__}:again"), "completions turns"),
@@ -91,9 +86,6 @@ DIFFERS = {
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
     "scale_rewards": ("none", {}, "advantages grad_norm weights"),
     "baseline": ("none", {}, "advantages loss weights"),
-    "objective": ("cispo", OFF_POLICY | dict(epsilon_high=5.0), "loss weights"),
-    "old_policy": ("sampler", dict(dtype="bfloat16"), "loss weights"),
-    "gate_high": (0.5, {}, "grad_norm gate_dropped"),
     "micro_batch_size": (1, {}, "update"),
     "micro_batch_tokens": (30, {}, "update"),
     "rollout_tokens": (60, {}, "rollout"),
@@ -103,7 +95,6 @@ DIFFERS = {
     "gradient_checkpointing": (True, {}, "update"),
     "gradient_checkpointing, sharded": (True, dict(shard=True), "update"),
     "eval_every": (1, {}, "eval"),
-    "samples_per_step": (1, {}, "prompts completions advantages"),
     "report_to": ("wandb", {}, "files"),
     "seed": (1, {}, "prompts completions"),
     "seed, of one prompt": (1, dict(data="one.jsonl"), "completions"),
@@ -112,32 +103,25 @@ DIFFERS = {
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> Callable[..., dict]:
-    """Return a function that makes a run with the given settings and returns its results. It makes no run twice."""
+    """Return a function that makes a run with these settings and returns its results. It makes no run twice."""
     folder, made = tmp_path_factory.mktemp("given"), {}
-    tokenizer = char_tokenizer("abcdef>")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(small_config(tokenizer, hidden_size=32, intermediate_size=48))
-    for weights in model.parameters():
-        weights.data *= 3 if weights.dim() > 1 else 1  # large enough for the prompt to matter
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model(folder / "model", "abcdef>", TEMPLATE)
     words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
     chats = [[{"role": "user", "content": word}] for word in words]
     files = {"rows": words, "one": words[:1], "held": [word[1] + word for word in words], "chat": chats}
     for name, prompts in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
-    def of(settings: dict) -> dict:
+    def results_of(settings: dict) -> dict:
         if str(settings) not in made:
             made[str(settings)] = run_in(tmp_path_factory.mktemp("run"), folder, PLAIN | settings)
         return made[str(settings)]
 
-    return of
+    return results_of
 
 
 def run_in(here: Path, folder: Path, settings: dict) -> dict:
-    """Make a run in the folder `here`, with models and data from `folder`, and return its results by aspect."""
+    """Make a run in the folder `here`, with the model and the data from `folder`, and return its results by name."""
     for name in ("model", "data", "eval_data"):
         settings[name] = str(folder / settings[name])
     settings["reward"] = [f"{__name__}:{name}" for name in settings["reward"]]
@@ -159,6 +143,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
                 dist.destroy_process_group()
     out, lines = here / "out", metrics(here / "out")
     steps, first = [line for line in lines if line["step"]], [line for line in samples(out) if line["step"] == 1]
+    # In float32, the sampler and the trainer differ by nothing but rounding.
     assert settings.get("dtype") == "bfloat16" or all(line["sampler_gap"] < 1e-5 for line in steps)
     weights = load_file(*out.glob("model/*.safetensors"))
     return {name: [line[name] for line in steps] for name in steps[-1] if not name.startswith("eval/")} | {
@@ -173,7 +158,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
 
 
 def same(ours: object, theirs: object) -> bool:
-    """Compare two results. Numbers may differ by rounding."""
+    """Compare two results. Numbers may differ by rounding in float32, which Adam enlarges."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.shape == theirs.shape and distance(ours, theirs) <= 1e-4
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -182,11 +167,11 @@ def same(ours: object, theirs: object) -> bool:
 
 
 @pytest.mark.parametrize("line", DIFFERS)
-def test_a_setting_changes_what_it_is_for(outcome, line):
-    value, others, aspects = DIFFERS[line]
+def test_a_setting_has_its_effect(outcome, line):
+    value, others, names = DIFFERS[line]
     setting = next(each for each in fields(Config) if each.name == line.partition(",")[0])
-    without, given, expected = outcome(others), outcome(others | {setting.name: value}), {*aspects.split()}
+    without, given, expected = outcome(others), outcome(others | {setting.name: value}), {*names.split()}
     changed = {name for name in without | given if not same(given.get(name), without.get(name))}
     assert expected <= changed
     if setting.metadata["may_change"]:
-        assert changed <= expected - {"weights"} | {"rollout", "update"}, "a run may be continued with another value"
+        assert changed <= expected - {"weights"} | {"rollout", "update"}, "a run may continue with another value"

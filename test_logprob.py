@@ -4,7 +4,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -42,6 +42,7 @@ def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
 
 
 def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = None) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropies from full logits, one row after another and without padding."""
     logp, entropy = (torch.zeros(IDS.shape, dtype=torch.float64) for _ in range(2))
     for b, attention in enumerate(ATTENTION):
         at = attention.nonzero()[:, 0]
@@ -65,7 +66,7 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
 
 def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, ways: Sequence = (None,)):
     """Compare log-probs, entropies and gradients, for every value of `together` in ways. They may differ by a hundred
-    roundings in dtype, the coarsest one that the model uses, because rounding depends on the CPU and on the batch."""
+    roundings in dtype, the coarsest one that the model uses, because the CPU and the batch decide what is rounded."""
     expected_logp, expected_entropy = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
     assert expected_logp.min() < -14 and expected_entropy.max() > 0.01
@@ -83,7 +84,8 @@ def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
-    """The log-probs must be right through the output head and, where that works, from the model's own logits."""
+    """If the output head returns the logits, the log-probs are computed in two ways: from the head, and from the logits
+    of the model. Both must be right."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, spread=2.0 if "tied" in name else 4.0)
     coarsest = torch.float64 if name in ALL_IN_FLOAT64 else torch.float32
@@ -103,29 +105,14 @@ def test_what_is_read_together_is_read_once():
     for together in (None, [2, 3], [1, 1, 3]):
         score(model, together=together)
     separately, two, three = read[-3:]
-    # The last token of a completion predicts nothing, so the model need not read it.
+    # The last token of a row predicts nothing, so the model need not read it. Without it, rows 0 and 1 have 8 and 1
+    # tokens, of which they share 1. Rows 2 to 4 have 6, 4 and 7, of which they share 4.
     assert separately == (5, max(lengths) - 1) and two == (2, max(8 + 1 - 1, 6 + 4 + 7 - 2 * 4)) and three == (3, 9)
 
 
 @pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
 def test_a_window_shorter_than_a_row_is_noticed_though_the_trial_is_shorter(size: int | None, together: bool):
     assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
-
-
-AS_TRAINED = {
-    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
-    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
-    "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
-}
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-@pytest.mark.parametrize("how", AS_TRAINED)
-def test_a_model_as_it_may_be_trained(name: str, how: str):
-    model = tiny_model(name)
-    AS_TRAINED[how](model)
-    assert_equals_reference(model)
-    assert model.training
 
 
 def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -235,39 +222,46 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: chunk)
     model, kept = tiny_model("gpt2"), some_sets()
     monkeypatch.setitem(output_head._returns_logits, model, returns_logits)
-    expected = reference(model, temperature=temperature, kept=kept)[: 1 + entropy_grad]
-    values = score(model, temperature=temperature, entropy_grad=entropy_grad, kept=kept)[: 1 + entropy_grad]
+    expected = reference(model, temperature=temperature, kept=kept)
+    if not entropy_grad:
+        expected = expected[0], None
+    values = score(model, temperature=temperature, entropy_grad=entropy_grad, kept=kept)
     torch.testing.assert_close(values, expected, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))
-    grads = [gradient(model, *each, *[None] * (not entropy_grad)) for each in (values, expected)]
-    assert distance(*grads) < rounding(torch.float64)
+    assert distance(gradient(model, *values), gradient(model, *expected)) < rounding(torch.float64)
 
 
-# ---- Models that change what the head returns, and models that must stay as they were ----
+# ---- Models that somebody has changed, and models that must stay as they were ----
 
 
 class Scaled(transformers.GPT2LMHeadModel):
-    def forward(self, input_ids, use_cache=None):  # without logits_to_keep, and unknown to the configuration
+    def forward(self, input_ids, use_cache=None):  # it takes no logits_to_keep, and its configuration has no scale
         output = super().forward(input_ids=input_ids, use_cache=use_cache)
         output.logits.mul_(1.5)
         return output
 
 
-CHANGES = {
-    "in place, by the model's class": lambda model: setattr(model, "__class__", Scaled),
-    "by the head's own forward": lambda model: setattr(
+AS_TRAINED = {
+    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
+    "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
+}
+SCALED = {
+    "logits scaled in place, by the model's class": lambda model: setattr(model, "__class__", Scaled),
+    "logits scaled by the head's own forward": lambda model: setattr(
         model.lm_head, "forward", lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
     ),
-    "by a hook of the head": lambda model: model.lm_head.register_forward_hook(lambda _, args, out: 1.5 * out),
+    "logits scaled by a hook": lambda model: model.lm_head.register_forward_hook(lambda _, args, out: 1.5 * out),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_logits_are_noticed(name: str):
-    model = tiny_model("gpt2")
-    CHANGES[name](model)
+@pytest.mark.parametrize("name, how", [*product(("qwen2", "gemma2"), AS_TRAINED), *product(("gpt2",), SCALED)])
+def test_a_model_that_was_changed(name: str, how: str):
+    model = tiny_model(name)
+    (AS_TRAINED | SCALED)[how](model)
     forward = vars(model.lm_head).get("forward")
-    assert_equals_reference(model, torch.float64)
-    assert not head_returns_logits(model, IDS) and vars(model.lm_head).get("forward") is forward
+    assert_equals_reference(model, torch.float64 if name in ALL_IN_FLOAT64 else torch.float32)
+    assert head_returns_logits(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
+    assert vars(model.lm_head).get("forward") is forward and model.training
 
 
 def test_a_cap_is_noticed_even_while_the_head_is_zero():

@@ -1,5 +1,7 @@
-"""Rollouts: a completion depends on nothing but its prompt and its stream, and training scores it as it was sampled."""
+"""Rollouts: a completion depends on nothing but the model, its prompt and its random numbers, and training scores it as
+it was sampled."""
 
+import math
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -60,7 +62,7 @@ def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
 
 
 def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """Return the ids that the cuts leave of a distribution (V,), adding up probabilities one by one."""
+    """Return the ids that remain of a distribution (V,) after the cuts. Probabilities are added up one by one."""
     ids = p.argsort(descending=True).tolist()[: top_k or None]
     mass, left = float(p[ids].sum()), []
     while not left or float(p[left].sum()) < top_p * mass:
@@ -70,12 +72,12 @@ def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 
 
 @pytest.mark.parametrize("budget, rows", [(1, 1), (38, 2), (80, 4), (10**6, 6)])
 def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows):
-    """A row may grow to 19 tokens: 7 of the longest prompt and 12 of the longest completion."""
+    """Every row counts as 19 tokens: 7 of the longest prompt and 12 of the longest completion."""
     model, seen = build(), []
     sampling = replace(SAMPLING, tokens_at_once=budget)
     rollout(model, PROMPTS, streams(), sampling, progress=lambda t, live: seen.append((t, live)))
     assert max(live for _, live in seen) <= rows
-    assert sum(t == 1 for t, _ in seen) == -(-len(PROMPTS) // rows)
+    assert sum(t == 1 for t, _ in seen) == math.ceil(len(PROMPTS) / rows), "the number of batches"
     assert rollout(model, [], streams([]), sampling) == []
 
 
@@ -83,7 +85,7 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
 def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
     """The growing cache gives the same completions, bit for bit, as the cache of transformers, which concatenates."""
     model = build(kind, sliding_window=5)
-    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # room grows by 64 tokens
+    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
     u = uniforms(0, 3, SAMPLES, 150)
     grown, move = [], GrowingLayer._move
     monkeypatch.setattr(GrowingLayer, "_move", lambda *args: (grown.append(1), move(*args)))
@@ -93,18 +95,27 @@ def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
     assert in_place == rollout(model, PROMPTS, u, sampling)
 
 
-@pytest.mark.parametrize("kind, pieces", [("qwen2", [4, 3]), ("gemma2", [4, 3]), ("mamba", [7])])
-def test_many_tokens_of_prompts_are_read_in_pieces(kind, pieces, monkeypatch):
-    """There are 3 prompts of 7 tokens, with padding. Mamba cannot read a prompt in pieces."""
-    model, seen = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
-    whole = rollout(model, PROMPTS, streams(), SAMPLING)
-    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", 14)
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    in_pieces = rollout(model, PROMPTS, streams(), SAMPLING)
-    assert [width for _, width in seen if width > 1] == pieces
-    assert [c.ids for c in in_pieces] == [c.ids for c in whole]
-    for a, b in zip(in_pieces, whole):
-        close(torch.tensor(a.logp), torch.tensor(b.logp))
+# The kind of model, how many tokens of prompts it may read at once, and how many tokens of each prompt it then reads in
+# each call. Mamba cannot read a prompt in pieces.
+READING = [("qwen2", 1000, [7]), ("qwen2", 14, [4, 3]), ("gemma2", 14, [4, 3]), ("mamba", 14, [7])]
+
+
+@pytest.mark.parametrize("kind, at_once, pieces", READING)
+def test_each_prompt_is_read_once_and_finished_rows_leave_the_batch(kind, at_once, pieces, monkeypatch):
+    """There are 6 completions of 3 prompts, which have up to 7 tokens and are padded to this length."""
+    model, shapes = build(kind, sliding_window=5) if kind == "gemma2" else build(kind), []
+    expected = rollout(model, PROMPTS, streams(), SAMPLING)
+    monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", at_once)
+    model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    completions = rollout(model, PROMPTS, streams(), SAMPLING)
+    reading, sampling = shapes[: len(pieces)], shapes[len(pieces) :]
+    assert reading == [(3, width) for width in pieces]
+    assert len(sampling) == max(len(c.ids) for c in completions) - 1 and {width for _, width in sampling} == {1}
+    rows = [rows for rows, _ in sampling]
+    assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.ids == theirs.ids
+        close(torch.tensor(ours.logp), torch.tensor(theirs.logp))
 
 
 def test_greedy_sampling_is_that_of_transformers():
@@ -118,7 +129,7 @@ def test_greedy_sampling_is_that_of_transformers():
 
 
 def replied(turn: list[int]) -> list[int] | None:
-    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. Id 2 ends a turn, but not in a reply."""
+    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. Id 2 ends turns, but no reply."""
     return None if sum(turn) % 3 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
 
 
@@ -126,7 +137,7 @@ PIECES = ["x>y", "</", " ", "a", "\ufffd", "  ", "\ufffd", "bc"]  # the text of 
 
 
 def text_of(ids: list[int]) -> str:
-    """Decode as tokenizers do: the first space is dropped, and two broken halves make one character."""
+    """Decode as tokenizers do: drop the first space, and join two halves of a character."""
     return "".join(PIECES[i % 8] for i in ids).removeprefix(" ").replace("\ufffd\ufffd", "é")
 
 
@@ -135,9 +146,9 @@ def is_over(turn: list[int], sampling: Sampling) -> bool:
 
 
 def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut: dict) -> tuple:
-    """Sample a completion by itself, in a loop without cache or padding. Of the ids that are left, pick the first whose
-    cumulative probability exceeds the number. Return the ids, which of them the model wrote, whether the completion is
-    truncated, its turns, and the ids that were left for each token."""
+    """Sample one completion in a loop without cache or padding. Each token is the first of the ids that the cuts leave
+    whose cumulative probability exceeds the random number. Return the ids, which of them the model wrote, whether the
+    completion is truncated, its turns, and the ids that the cuts left for each token."""
     ids, written, turns, sets = [], [], [[]], []
     for t in range(sampling.max_completion_length):
         if t < len(ids):  # in a reply
@@ -164,9 +175,9 @@ CONVERSATIONS = [*zip(KINDS, CUTS, [[]] * 6), ("qwen2", CUTS[5], STOPS[0]), ("qw
 @pytest.mark.parametrize("kind, cut, stop", CONVERSATIONS, ids=str)
 @torch.no_grad()
 def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop):
-    """A completion is the same in a batch as when it is sampled by itself in a loop. Neither the division of rows into
+    """A completion is the same in a batch as when the loop of `talk` samples it. Neither the division of rows into
     batches nor the moment when finished rows are dropped makes a difference. A stop string ends a turn with the token
-    that completes it, if the whole string is in that turn."""
+    that completes the string, if the whole string is in that turn."""
     model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
     samples = [(p, i) for p in range(3) for i in range(3)]
     prompts, u = [DISTINCT[p] for p, _ in samples], uniforms(0, 3, samples, 20)
@@ -241,7 +252,7 @@ def test_a_sampled_pad_token_is_a_token_like_any_other():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_models_own_settings_change_nothing_and_are_restored(training):
-    """They are also restored after an exception."""
+    """The model's mode and generation settings are also restored after an exception."""
     model, modes = build().train(training), []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -255,7 +266,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored(training):
     model.register_forward_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rollout(model, PROMPTS, streams(), SAMPLING)
-    assert len(modes) >= 3 and not any(modes), "it samples in eval mode"
+    assert len(modes) >= 3 and not any(modes), "the model must sample in eval mode"
     assert model.training == training and model.generation_config is own and own.to_dict() == settings
 
 
@@ -272,14 +283,3 @@ def test_weights_that_are_not_finite_are_an_error():
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         rollout(model, PROMPTS, streams(), SAMPLING)
-
-
-def test_equal_prompts_are_prefilled_once_and_finished_rows_leave_the_batch():
-    model, seen = build(), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
-    completions = rollout(model, PROMPTS, streams(), SAMPLING)
-    assert seen[0] == (len(DISTINCT), max(map(len, DISTINCT)))
-    assert [width for _, width in seen[1:]] == [1] * (len(seen) - 1)
-    assert len(seen) == max(len(c.ids) for c in completions)
-    rows = [rows for rows, _ in seen[1:]]
-    assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
