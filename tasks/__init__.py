@@ -13,8 +13,9 @@ string or a list of chat messages, and its other columns are for the rewards. A 
 
 It returns a list with one value for each completion; None means that it does not judge that completion. `columns` are
 the other columns of the rows, repeated for each completion. `completion_ids` are the sampled ids with their
-end-of-sequence token. A completion is a string, or a list of messages if its prompt is a chat. Each call gets whole
-groups, but which ones depends on the number of ranks, so a reward must not compare completions of different prompts. A
+end-of-sequence token. A completion is a string, or a list of messages if its prompt is a chat. A call gets all the
+completions of some prompts. Which prompts share a call depends on the number of ranks, so a reward must not compare
+completions of different prompts. A
 task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
 model wrote. Left out: prompts with images.
 """
@@ -25,7 +26,6 @@ import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,7 +58,7 @@ class Task:
     to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
-    max_steps: int | None = None  # the steps of the run; 0 if it only evaluates
+    max_steps: int | None = None  # the --steps of the run, set by load_task; 0 if it only evaluates
     reply: Callable | None = None  # (row, turns) -> the reply to the model's last turn (_turns.py); None: only one turn
 
     @property
@@ -90,11 +90,11 @@ def task_names() -> list[str]:
 
 def task_file(name: str) -> ModuleType:
     """Import the file of a task and return the module. It has load, and perhaps DEFAULTS and model."""
-    name, colon, _ = name.partition(":")  # gym:NAME
+    name, colon, _ = name.partition(":")  # only gym:NAME has a colon
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    # A task may set what has no default in Config, but not the objective, which --algorithm decides.
+    # A task may set what is None in Config, except the settings of the objective, which --algorithm decides.
     allowed = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
     if forbidden := getattr(file, "DEFAULTS", {}).keys() - allowed:
         raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(forbidden))}; delete it from DEFAULTS")
@@ -170,9 +170,9 @@ def score(
     """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
     call of each reward.
 
-    Return two lists. The first has a pair for each group: the values of the K rewards (G, K), with NaN where a reward
-    gave none, and for each completion a dictionary of what log_extra got. The second has a pair of a name and a value
-    for each call of log_metric."""
+    Return two lists. The first has a pair for each group: a list of K rewards for each completion, NaN where a reward
+    gave none; and a dictionary for each completion, of what log_extra got for it. The second list has a pair of a name
+    and a value for each call of log_metric."""
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
@@ -189,13 +189,15 @@ def score(
 
     def log_extra(name: str, values: Any) -> None:
         for extra, value in zip(extras, as_list(values), strict=True):
-            extra[name] = json.loads(json.dumps(value, default=str))  # as it will be written
+            extra[name] = json.loads(json.dumps(value, default=str))  # what samples.jsonl can have
 
     state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: a user's reward may divide by it
     run_arguments = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
     values = call_rewards(task.rewards, columns, run_arguments, time_limit)  # K lists, with a value for each completion
-    parts = map(list, zip(*values, strict=True))  # transposed: for each completion, a list of K values
-    logged = iter(extras)
-    sizes = [len(group.completions) for group in groups]
-    # islice takes the next items, those of the next group.
-    return [(list(islice(parts, size)), list(islice(logged, size))) for size in sizes], metrics
+    parts = [list(of_completion) for of_completion in zip(*values, strict=True)]  # for each completion, K values
+    scored, start = [], 0
+    for group in groups:
+        end = start + len(group.completions)
+        scored.append((parts[start:end], extras[start:end]))
+        start = end
+    return scored, metrics

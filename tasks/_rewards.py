@@ -27,7 +27,7 @@ from config import UserError
 
 event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that an HTTP client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
-# For each set of folders, the modules that rewards imported from there. While no reward runs, they are only kept here.
+# For each set of folders, the modules that rewards imported from there. `surroundings` puts them into sys.modules.
 modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}
 PROGRAM = str(Path(__file__).resolve().parent.parent)  # the folder of this program
 LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
@@ -42,7 +42,7 @@ def load_function(name: str, own: dict[str, Callable], setting: str = "--reward"
         raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
     module, folders = import_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
     found = getattr(module, function)
-    # The attributes are set on a copy, because a built-in function takes none.
+    # A partial works like the function, and takes attributes, which a built-in function does not.
     reward = functools.update_wrapper(functools.partial(found), found)
     reward.__name__, reward.folders = getattr(found, "__name__", function), folders
     return reward
@@ -67,8 +67,8 @@ def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
 def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
     """Isolate a reward from this program while the reward is imported or called. A module in the reward's folders then
     comes before a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global
-    settings are what they were, and the random generators are seeded with a number that was drawn before the reward
-    ran, so that no later draw depends on it."""
+    settings are what they were, and the random generators are seeded with a number that was drawn before. So whatever
+    the reward draws, the program's later random numbers are the same."""
     dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
     names = own_names(folders)
     modules_outside = swap_modules(names, modules_of.get(folders, {}))

@@ -5,9 +5,9 @@ far. `row` is a copy for this completion only, so the function can keep the stat
 None to end the completion. Otherwise it returns a text, which becomes a message from the user if the prompt is a chat.
 For a chat, it can also return a list of messages.
 
-In a chat, the tokens of a reply are those that the template puts between one turn and the next. What the model has
-sampled is never encoded again. Left out: tools as a setting (docs/extending.md has them in a few lines), asynchronous
-replies.
+In a chat, a reply is encoded with all that the template puts between the end of one turn and the start of the next.
+What the model has sampled is never encoded again. Left out: tools as a setting (docs/extending.md has them in a few
+lines), asynchronous replies.
 """
 
 import copy
@@ -45,7 +45,8 @@ class Replies:
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
             answer = self.reply(self.row, [*self.turns])
-        if answer is None or len(self.turns) == self.max_turns:  # the function also gets the last turn
+        # The function has seen the last turn, too, but its answer to that turn is not used.
+        if answer is None or len(self.turns) == self.max_turns:
             return None
         self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
         try:
@@ -77,19 +78,19 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        # A template that leaves out messages of this role gives the same text for a changed reply.
+        # Some templates leave out messages of certain roles. Then the text stays the same if the reply is changed.
         changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *messages], **how) for messages in (reply, changed))
         if text == changed_text:
-            raise UserError("the model's chat template does not show it")
+            raise UserError("the model's chat template does not show the reply")
         after = text.partition(MARK)[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"] if text.count(MARK) == 1 else []
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if ended else ids
     if not ids:
-        raise UserError("it has no tokens")
+        raise UserError("the reply has no tokens")
     return ids
 
 

@@ -7,7 +7,7 @@ Install it first: `pip install reasoning-gym`. The answer is the text between th
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
 of the questions are held out. A second data set with another seed would not do for evaluation: row i is drawn from the
 data set's seed plus i, so the two could share rows. Some data sets take seconds for each row; give them a smaller
-"size". Columns: prompt, number.
+"size". Columns: prompt, number (of the question in the data set).
 """
 
 import json

@@ -31,7 +31,7 @@ def template(kind: str) -> str:
 
 
 NO_END = "the model's chat template puts no end token after a turn"
-NOT_SHOWN = "the model's chat template does not show it"
+NOT_SHOWN = "the model's chat template does not show the reply"
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
@@ -81,7 +81,7 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
 
 
 WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
-    (False, "", "it has no tokens"),
+    (False, "", "the reply has no tokens"),
     (False, USER_SAYS, "a text was expected"),
     (False, "?", "UNK"),
     (True, 7, "a text or messages was expected"),

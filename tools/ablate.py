@@ -33,7 +33,7 @@ from infra import command_line, run_folder
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
-Run = namedtuple("Run", "folder words config")  # all of config is resolved except dtype, which depends on the machine
+Run = namedtuple("Run", "folder words config")  # config has all defaults filled in, except dtype
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
@@ -55,7 +55,7 @@ def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
     too_long = ["steps"] if made.steps > run.config.steps else []
     for name in run_folder.other_settings(made, run.config) + too_long:
-        if (wanted := getattr(run.config, name)) != "auto":  # with "auto", the machine chooses the dtype
+        if (wanted := getattr(run.config, name)) != "auto":  # "auto" is a dtype that the machine chose
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 
 
@@ -108,7 +108,7 @@ def figure(lines: Lines, name: str) -> float:
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown. Every run must be finished."""
     logs = [finished(run) for run in runs_of(args)]
-    # For each seed, runs_of goes through all variants, so the runs of a variant are that many places apart.
+    # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
@@ -152,7 +152,7 @@ def with_interval(differences: list[float], digits: int) -> str:
 
 
 def decimals(value: float) -> int:
-    """Return the number of decimals that shows three significant digits, but at least two."""
+    """Return how many decimals show three significant digits, but at least 2."""
     return max(2, 2 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 2
 
 
@@ -178,13 +178,14 @@ def parse(words: list[str]) -> argparse.Namespace:
         steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
         if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
             parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
-    names, _, values = zip(*(switch.partition("=") for switch in args.vary))
-    args.variants = [dict(zip(names, chosen)) for chosen in itertools.product(*(text.split(",") for text in values))]
+    grid = {name: values.split(",") for name, _, values in (switch.partition("=") for switch in args.vary)}
+    args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
 
 
 def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Parse the words before "--", with the options that tools/bench.py has too. The words after it are `flags`."""
+    """Add the options that this tool shares with tools/bench.py, and parse the words before "--". The words after it
+    become `flags`."""
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, required=True)
     own = list(itertools.takewhile(lambda word: word != "--", words))

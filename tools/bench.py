@@ -15,10 +15,10 @@ In `step`, the completions are drawn in advance. Both samplers do their usual wo
 the probability. So lengths, rewards and gradients are the same here and in TRL, and the gradient norms are compared to
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
 
-`long` takes one step of this codebase for each limit of the length of completions, and shows what each part of the step
-costs for each token: CPU-microseconds / bytes. The bytes are the size of what the part sends or writes or, if it does
-neither, the additional memory that it needs. These completions are drawn in advance, too. The model is tiny, so most of
-the cost is that of lists, tensors and files. This works on Linux only.
+`long` takes one step of this codebase for each limit of the length of completions, and shows two costs for each token
+of each part of the step, as CPU-microseconds / bytes. The bytes are the size of what the part sends or writes or, if it
+does neither, the additional memory that it needs. These completions are drawn in advance, too. The model is tiny, so
+most of the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
-LIMITS = ["256", "1024", "4096", "16384"]  # of the length of completions; these are the ways of `long`
+LIMITS = ["256", "1024", "4096", "16384"]  # of --max_completion_length; `long` compares these as `step` compares ways
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
@@ -110,7 +110,7 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
     shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
     shape.max_position_embeddings = 2 * int(limit)
-    wrap(sorting, "small_config", lambda *_, **sizes: shape)
+    sorting.small_config = lambda *_, **sizes: shape  # of the model that the task makes
     out, costs = folder / "run", {}
     config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(out)], on_gpu=False)
     run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
