@@ -9,7 +9,7 @@ The G completions of one prompt are a group. The papers choose b and s like this
     RLOO         2402.14740   b = mean of the other rewards   s = 1
     OPO          2505.23585   b = mean weighted by length      s = 1
     MaxRL        2602.02710   b = mean of the group            s = mean of the group
-    GDPO         2601.05242   each reward function normalized in its group, then b = mean and s = std of the batch + eps
+    GDPO         2601.05242   rewards normalized in their group, then added; b = mean and s = std of the batch + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
 The batch is all rewards of a step, over all ranks. Left out: running means over steps, value functions.
@@ -50,7 +50,8 @@ def group_advantages(
     of tokens of each completion that are trained on. Without it, every completion with a reward counts as one token.
 
     NaN is a missing reward. Its advantage is 0, and it is left out of every mean and std. A completion of length 0 is
-    not trained on. Its reward still counts in the group, as in DAPO, but not in means over tokens.
+    not trained on. Its reward still counts in the group's mean and std, as in DAPO, but not in "length" and "whiten",
+    which weight rewards by tokens.
 
     If the baseline or the scale comes from the group, a group in which nothing can be compared (all rewards are equal,
     or fewer than two completions are trained on) has advantages of exactly 0. If the baseline or the scale comes from
@@ -123,7 +124,7 @@ def all_equal(rewards: Tensor) -> Tensor:
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
     """Subtract the mean of the batch and divide by its std. In both, a completion counts once for each of its
     tokens."""
-    total = tokens.sum().clamp(min=2)
+    total = tokens.sum().clamp(min=2)  # a batch of one token has no signal, but must not divide by 0
     centred = x - (tokens * x).sum() / total
     return centred / (((tokens * centred.square()).sum() / (total - 1)).sqrt() + eps)
 

@@ -1,7 +1,7 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
 One optimizer update is computed from one minibatch. Which completions are in it depends only on the seed, the step and
-the number of the pass over the completions. A micro-batch is the part of a minibatch that goes through the model at
+the iteration over the step's completions. A micro-batch is the part of a minibatch that goes through the model at
 once. How large it is depends on the ranks and the memory, but the result does not: the weight of every token is fixed
 before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same sum.
 """
@@ -50,7 +50,7 @@ class Batch:
     attention: Tensor  # (N, T), 0 for padding
     mask: Tensor  # (N, T), 1 for the tokens that are trained on
     advantages: Tensor  # (N,) or (N, T)
-    prompts: Tensor  # (N,), the number of the prompt that each row answers
+    prompts: Tensor  # (N,), the position in the step of the prompt of each row
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     sampler_entropy: Tensor  # (N, T), 0 if it was not recorded
@@ -60,7 +60,7 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # for each row of the model, how many consecutive completions it has
+    together: list[int] | None = None  # how many completions are in each row of the model, if they share rows
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -141,7 +141,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         if completion.entropy is not None:
             sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
         kept.append(completion.kept.padded(start, T - end) if completion.kept else [None] * T)
-    something_cut = any(completion.kept for _, _, completion, _ in completions)
+    has_kept_sets = any(completion.kept for _, _, completion, _ in completions)
     return Batch(
         ids=ids.to(device),
         attention=attention.to(device),
@@ -153,7 +153,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         sampler_entropy=sampler_entropy.to(device),
         steps=torch.tensor([group.step for _, group, *_ in completions], device=device),
         samples=torch.tensor([i for group in groups for i in range(len(group.completions))], device=device),
-        kept=kept if something_cut else None,
+        kept=kept if has_kept_sets else None,
     )
 
 
@@ -181,9 +181,9 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # First, all ranks compute in the same way which rank gets which rows. They must not use `limits`, because a rank
-    # that runs out of memory lowers its own. No row of the model has more completions than the fair share of a rank, or
-    # other ranks would have nothing to do.
+    # First, all ranks compute in the same way which rank gets which rows. They must not use the limits of rows and
+    # tokens, because a rank that runs out of memory lowers its own. No row of the model has more completions than the
+    # fair share of a rank, or other ranks would have nothing to do.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
@@ -204,7 +204,8 @@ def micro_batches(
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
-    """Cut these shared rows, which are sorted from long to short, into micro-batches that the limits allow."""
+    """Cut these shared rows into micro-batches that the limits allow. Rows with a gradient come first, and within both
+    kinds the longest rows do."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]  # the first row is the longest

@@ -57,7 +57,7 @@ def token_logprobs(
     T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
     inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # The place of token t - 1 for each scored token t, (n,). A row of a single token has no scored token.
+    # (n,), the place in the output of token t - 1 for each scored token t. In a row of a single token, none is scored.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]
 
     chunk, sets = chunk_tokens(ids.is_cuda), None

@@ -45,7 +45,7 @@ def token_weights(
     """Return the weights (N, T) of all tokens in float64, 0 where the mask is 0. The mask (N, T) must be that of a
     whole optimizer update, over all ranks.
 
-    prompts (N,) is the number of the prompt of each completion. Completions that are fully masked are not counted.
+    prompts (N,) gives the prompt of each completion, as a number. Fully masked completions are not counted.
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
@@ -70,7 +70,7 @@ def token_weights(
         w = one / trained
     else:
         raise _unknown("normalization", normalization, NORMALIZATIONS)
-    return w.masked_fill(~mask, 0.0)
+    return w.masked_fill(~mask, 0.0)  # a fully masked completion may have 0 / 0
 
 
 def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
@@ -150,9 +150,9 @@ def policy_loss(
     log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, after each token was clipped by the sign of A
+    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, of log-ratios that are clipped before
         if delta is not None:
-            raise ValueError("delta bounds a ratio, and ratio='geometric' clips its logarithm: leave delta out")
+            raise ValueError("ratio='geometric' clips log-ratios, so it cannot be used with delta")
         too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
         log_rho = torch.where(too_low, -epsilon_low, torch.where(too_high, epsilon_high, log_rho))
         log_rho = _mean_over_tokens(log_rho, mask)
@@ -247,10 +247,11 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-    """Return phi(w) = exp(lambda - lambda w) w^k, where w is the product, over the tokens of a completion, of their
-    ratios to the policy that sampled them. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are
+    """Return phi(w) = exp(lambda - lambda w) w^k, where w is the ratio of a whole completion, policy to sampler: the
+    product over its tokens. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are
     clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
+    # The log of the ratio of policy to old policy, and of the correction, which is the ratio of old policy to sampler.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
     k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)

@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # limit of the cache, as if every row were as long as it may become
+    tokens_at_once: int = 1 << 19  # limit of the cache; every row counts with its longest possible length
     drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` gives a field no default value:
-    it stores the field as an array, and reading the field gives a list."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `CompactList` is not a default value: it stores
+    the list that a field is set to as an array, and reading the field returns a list."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -199,7 +199,7 @@ def _decode(
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
 
     # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples. With
-    # --decode graph, `forward` is an attribute of this model, set by infra/decoding.py, and takes the prompts whole.
+    # --decode graph, infra/decoding.py has replaced this model's `forward` by one that takes prompts whole.
     past, is_graph = kwargs.get("past_key_values"), "forward" in vars(model)
     if past is not None and not is_graph and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
@@ -211,7 +211,7 @@ def _decode(
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
-    live = torch.arange(N, device=rows.device)  # the number of the completion in each row of the batch
+    live = torch.arange(N, device=rows.device)  # for each row of the batch, the number of its completion
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
         token, logp, in_set = sample(logits, None if uniform is None else uniform[live, t], sampling)
@@ -226,10 +226,11 @@ def _decode(
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
-        # So far, `ended` says whether a turn of the model has ended. The loop clears it where a reply follows. What is
-        # left are the completions that have ended.
+        # `ended` is now True where a turn of the model has ended. The loop sets it to False where a reply follows.
+        # After the loop, it is True where a completion has ended.
         ended = ended & ~in_reply & ~done
-        for b in ended.nonzero().squeeze(1).tolist() if replies is not None else ():
+        turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
+        for b in turn_ends:
             n = int(live[b])  # the number of the completion
             reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
             if reply:

@@ -167,7 +167,8 @@ def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. Return the planned
     completions (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
-    words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))  # a token each
+    # These words stay one token each when they are joined.
+    words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
     run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
@@ -186,8 +187,8 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
 
 
 def force_ours(tokens: Tensor) -> None:
-    """Make our sampler pick the planned tokens. In place of the random number for each token, it gets the id of the
-    planned token plus 0.5, so that it knows which token to pick."""
+    """Make our sampler pick the planned tokens. Each random number becomes the id of the planned token plus 0.5:
+    `forced` raises the logit of this id, and passes on 0.5 as the random number."""
 
     def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
         return sample(logits.scatter_(1, u.long()[:, None], LIKELY), u % 1, *args)
@@ -207,7 +208,7 @@ def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
         log = log_of(args, way, seed)
         if not log.exists():
-            with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # a new process, not a copy of this one
+            with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # not a fork of this one
                 call = measure_long if args.what == "long" else measure
                 process.submit(call, args, way, log.parent, [*args.flags, "--seed", seed]).result()
 
