@@ -318,14 +318,14 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
-    same = vars(cfg).keys() & Sampling.__dataclass_fields__.keys()  # settings that have the same name as a field
     sampling = Sampling(
         eos_ids=eos_ids,
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after each drop, a CUDA graph is captured again
-        **{name: getattr(cfg, name) for name in same},
+        # The settings that have the same name as a field of Sampling:
+        **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )
     limits = memory.limits(cfg, model, longest_prompt)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
