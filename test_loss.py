@@ -381,7 +381,7 @@ SAMPLER_CORRECTIONS = {  # mode: cap, floor; with these data some ratios are bey
     "sequence_truncate": (1.5, 0.5),
     "sequence_mask": (2.5, 0.3),
 }
-GATES = [None, None], [0.9, 1.15], [None, 1.0], [1.0, None]  # the last three drop some completions and not all
+GATES = [None, None], [0.8, 1.18], [None, 1.0], [1.0, None]  # the last three drop some completions and not all
 
 
 def correction(b, mode, cap, floor, gate=(None, None)):
