@@ -2,7 +2,7 @@
 with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
 
     python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
-    python results/guess/guess.py table                prints the table of docs/findings.md and what halving would find
+    python results/guess/guess.py table                prints the tables of docs/findings.md and what halving would find
 """
 
 import json
@@ -82,8 +82,12 @@ def line(name: str) -> str:
     games = read_games(name)
     found = [statistics.fmean(game["found"] for game in games[i : i + SAMPLES]) for i in range(0, len(games), SAMPLES)]
     half = 1.96 * statistics.stdev(found) / len(found) ** 0.5
-    middle = [[made[k] for made in map(near_middle, games) if len(made) > k] for k in (0, guess.GUESSES - 1)]
-    cells = [f"{statistics.fmean(found):.3f} ± {half:.3f}", *(f"{statistics.fmean(of_turn):.2f}" for of_turn in middle)]
+    middle = [[made[k] for made in map(near_middle, games) if len(made) > k] for k in range(guess.GUESSES)]
+    cells = [
+        f"{statistics.fmean(found):.3f} ± {half:.3f}",
+        f"{statistics.fmean(len(game['turns']) for game in games):.2f}",
+    ]
+    cells += [f"{statistics.fmean(of_turn):.2f}" for of_turn in middle]
     label = "before training" if name == "before" else name.replace("-", " ")
     return f"| {label} | {' | '.join(cells)} |"
 
@@ -92,9 +96,21 @@ def table() -> str:
     names = ["before", *sorted(path.stem for path in HERE.glob("seed-*.jsonl"))]
     sizes = [size_of(game) for game in read_games("before")]
     chance, best = (statistics.fmean(map(of, sizes)) for of in (random_player, bisection))
-    head = ["| | found, 95 % interval | near the middle, first guess | last guess |", "|---|---|---|---|"]
-    rows = [f"| random player | {chance:.3f} | | |", *map(line, names)]
-    return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}."])
+    head = [
+        "| | found, 95 % interval | mean turns | near the middle, by guess: 1 | 2 | 3 | 4 | 5 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = [f"| random player | {chance:.3f} | | | | | | |", *map(line, names)]
+    return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}.", "", *games_of("before", "seed-4")])
+
+
+def games_of(*names: str, count: int = 5) -> list[str]:
+    """Return a table of the first game of each of the first held-out rows, as each of these models played it."""
+    rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
+    for games in list(zip(*(read_games(name)[::SAMPLES] for name in names)))[:count]:
+        said = [" ".join(game["turns"]) for game in games]
+        rows.append(f"| {games[0]['prompt'].rstrip(':')} | {games[0]['number']} | {' | '.join(said)} |")
+    return rows
 
 
 if __name__ == "__main__":
