@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.integrations import sdpa_attention
 
 from config import Config, UserError
-from fast.output_head import forward_replaced
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
 from infra.lora import add_adapters, read_adapters, set_adapters
@@ -132,8 +131,7 @@ def load(
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
-            model = opened.load()
-        model = model.to(device)
+            model = opened.load().to(device)
         checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
         ranks.gather([], {"the weights": checksums})
         reference = copy.deepcopy(model) if has_reference else None
@@ -156,16 +154,10 @@ def load(
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
+    # Where weights are missing or have another shape, transformers puts random ones. So ask it what it has loaded.
+    options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
     with _named(name, "weights"):
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=model_config,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **loading_options(config),
-        )
-    # Where weights are missing or have another shape, transformers has put random ones.
+        model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
     wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
     if wrong:
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
@@ -217,8 +209,7 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:
-        # With its output head replaced, the model returns the last hidden states instead of logits.
-        with torch.no_grad(), forward_replaced(model.get_output_embeddings(), lambda hidden: hidden):
+        with torch.no_grad():
             separate = model(input_ids=ids, use_cache=False).logits
             together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model does not take such a mask
