@@ -80,18 +80,19 @@ class Steps:
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
-        self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
+        self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions))
         self.tokens += 1
         if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
             make_static(layers, min(self.most, 2 * self.tokens))
         return self.out
 
-    def _step(self, call: Callable, layers: list[StaticLayer]) -> None:
+    def _step(self, call: Callable) -> None:
+        """Compute the next token and leave the output in `self.out`."""
         # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
-        # GPU, which a graph cannot do.
+        # GPU, which it cannot do in a graph.
         if self.out is None or not self.ids.is_cuda:
             try:
-                sync_debug_mode(2)  # if the host waits, this raises an error
+                sync_debug_mode(2)  # from now on, waiting raises an error
                 self.out = call()
             finally:
                 sync_debug_mode(0)
