@@ -80,14 +80,7 @@ class Steps:
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
-        self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions))
-        self.tokens += 1
-        if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
-            make_static(layers, min(self.most, 2 * self.tokens))
-        return self.out
-
-    def _step(self, call: Callable) -> None:
-        """Compute the next token and leave the output in `self.out`."""
+        call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
         # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
         # GPU, which it cannot do in a graph.
         if self.out is None or not self.ids.is_cuda:
@@ -96,12 +89,16 @@ class Steps:
                 self.out = call()
             finally:
                 sync_debug_mode(0)
-            return
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
-                self.out = call()  # records the kernels without running them
-        self.graph.replay()
+        else:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
+                    self.out = call()  # records the kernels without running them
+            self.graph.replay()
+        self.tokens += 1
+        if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
+            make_static(layers, min(self.most, 2 * self.tokens))
+        return self.out
 
 
 def make_static(layers: list[CacheLayerMixin], length: int) -> None:
