@@ -158,8 +158,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
     with _named(name, "weights"):
         model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
-    wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
-    if wrong:
+    if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:

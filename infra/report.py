@@ -99,15 +99,14 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     completions, and pass@k comes from the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
     counts = [int(group.right.sum()) for group in sampled if group.right is not None]  # of right answers
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, count, k) for count in counts] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
         "turns": [len(group.completions[0].turns) for group in greedy if group.completions[0].written is not None],
-        "reward": torch.cat([group.rewards for group in greedy]).tolist(),
-        **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
+        "reward": [float(group.rewards[0]) for group in greedy],
+        **{f"reward/{name}": [float(group.reward_parts[0, i]) for group in greedy] for i, name in enumerate(names)},
     }
     metrics = {}
     for name, values in prompt_values.items():
