@@ -70,11 +70,11 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
         empty.set_reduce_scatter_unused_params(True)
-    # `fully_shard` has made a subclass of FSDPModule and the original class. Give it the name of the original, which is
-    # saved with the model.
+    # `fully_shard` has replaced the class of the model by a subclass of FSDPModule and the original class. Give it the
+    # name of the original class, which is saved with the model.
     sharded, original = type(empty), type(empty).__bases__[1]
     sharded.__name__, sharded.__module__ = original.__name__, original.__module__
-    # The files of the saved model must have the names for weights that the original files have.
+    # With this, the saved model has the same names for its weights as the files that were loaded.
     empty._weight_conversions = getattr(whole, "_weight_conversions", None)
     empty.to_empty(device=device)
     empty.tie_weights()
