@@ -200,9 +200,9 @@ class RunLog:
         """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
         completion = group.completions[i]
         A = None if group.advantages is None else group.advantages[i]
-        columns = [completion.logp, completion.entropy]
+        recorded = [completion.logp, completion.entropy]
         if completion.written is not None:
-            columns = [x and [n if own else None for n, own in zip(x, completion.written)] for x in columns]
+            recorded = [x and [n if own else None for n, own in zip(x, completion.written)] for x in recorded]
         return {
             "step": step,
             "kind": kind,
@@ -215,7 +215,7 @@ class RunLog:
             "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, *columns),
+            "tokens": self.tokens(completion.ids, *recorded),
         }
 
     def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
