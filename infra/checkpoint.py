@@ -16,7 +16,6 @@ import warnings
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,13 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # PyTorch wa
 FILE_BYTES = 2**28  # the size of a file of weights, per rank
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 RECORDS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}  # dataclasses that Run.state may contain
-ARRAYS = {  # class name -> how an object of this class is made from a tensor
-    "Tensor": lambda x: x,
-    "ndarray": Tensor.numpy,
-    "array": lambda x: array("i" if x.dtype == torch.int32 else "q", x.tolist()),
-}
+
+
+def as_array(x: Tensor) -> array:
+    return array("i" if x.dtype == torch.int32 else "q", x.tolist())
+
+
+ARRAYS = {"Tensor": lambda x: x, "ndarray": Tensor.numpy, "array": as_array}  # how each is made from a tensor
 
 
 def save(
@@ -58,7 +59,8 @@ def save(
     """Save everything that step + 1 needs. `cursor` is the number of prompts that the run has drawn, and `state` is
     Run.state. All ranks must call this, because each of them writes a part of the weights: its own shard, if the model
     is sharded. Only the newest `keep` checkpoints stay."""
-    folder, first, tensors_of_state = checkpoint_of(out, step), ranks.rank() == 0, {}
+    first = ranks.rank() == 0
+    tensors_of_state: dict[str, Tensor] = {}
     parts = {part: trained(model) for part, model in models.items()}
     if optimizer.state:  # without state, PyTorch would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
@@ -69,12 +71,13 @@ def save(
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
         about = {"cursor": cursor, "state": state}
         loaded = None
-        with suppress(KeyError, RuntimeError, TypeError, ValueError):  # another class, a sparse tensor, a key, a cycle
-            text = json.dumps(about, indent=2, default=partial(_as_json, tensors=tensors_of_state))
+        # Load what would be written, and compare. What JSON or `_as_json` cannot write raises an error and stays None.
+        with suppress(KeyError, RuntimeError, TypeError, ValueError):
+            text = json.dumps(about, indent=2, default=lambda x: _as_json(x, tensors_of_state))
             loaded = _from_text(text, tensors_of_state)
         if repr(loaded) != repr(about):  # JSON turns a tuple into a list, for instance
             raise UserError("run.state would be loaded differently: use only JSON, tensors, arrays and Groups in it")
-    with whole_folder(folder) as partial_folder:
+    with whole_folder(checkpoint_of(out, step)) as partial_folder:
         if first:
             save_file(tensors_of_state, partial_folder / "state.safetensors")
             write_text(partial_folder / "state.json", text)
@@ -85,10 +88,9 @@ def save(
         sums = ranks.gather(checksums(partial_folder, f"shard-{ranks.rank() + 1:05}-*", rest=first))
         if first:
             write_text(partial_folder / "SHA256SUMS", "\n".join([*sums, ""]))
-            for lines in out.glob("*.jsonl"):  # the lines up to this step must survive a crash as well
-                flush(lines)
+            for path in [*out.glob("*.jsonl"), out]:  # the lines up to this step must survive a crash as well
+                flush(path)
     if first:
-        flush(out)
         for saved in saved_steps(out)[:-keep]:
             old = checkpoint_of(out, saved)
             # If the process is killed here, what is left must not look like a checkpoint, so it is renamed first.

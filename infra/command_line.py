@@ -11,7 +11,6 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import Field
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -31,19 +30,21 @@ BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "
 
 
 def parse(words: list[str], on_gpu: bool) -> Config:
-    """Return the settings that the user gave; all others stay as they are in Config. A mistake ends the process with
-    exit code 2."""
-    words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
+    """Return the settings that the user gave. The others come from the run that is resumed, or else from Config, where
+    many are None. A mistake ends the process with exit code 2."""
+    # A flag may be written with hyphens, as in --learning-rate.
+    words = [re.sub(r"(?<=^--)[^=]+", lambda flag: flag[0].replace("-", "_"), word) for word in words]
     parser = flags()
     try:
         if file := parser.parse_args(words).config:
             words = [*words_of(run_folder.given_in(Path(file))), *words]
         given = {name: x for name, x in vars(parser.parse_args(words)).items() if name != "config"}
-        out, there = Path(given.get("out", "")).expanduser(), Config()
+        out = Path(given.get("out", "")).expanduser()
+        others = Config()
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
-            there = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # resume it, do not start over
-        config = dataclasses.replace(there, **given)
-        ready(config, on_gpu)
+            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # resume it, do not start over
+        config = dataclasses.replace(others, **given)
+        ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     except (UserError, OSError, ValueError) as error:
         parser.error(str(error))
     return config
@@ -71,26 +72,26 @@ def flags() -> argparse.ArgumentParser:
             kind = kind_of(setting)
             how = {"nargs": "?", "const": True, "type": string_to_bool} if kind is bool else {"type": kind}
             how |= {"nargs": "+"} if is_list(setting) else {"choices": setting.metadata["names"]}
-            default = getattr(Config(), setting.name)
-            text = f"{setting.metadata['text']} ({allowed(setting)}; default {default})".replace("%", "%%")
-            group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text, **how)
+            text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
+            group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
     return parser
 
 
-def kind_of(setting: Field) -> type:
+def kind_of(setting: dataclasses.Field) -> type:
     """Return the type of a setting's value: str, int, float or bool. For a list, it is the type of each element, and
     for a setting that may be None, the type of any other value."""
     return (get_args(setting.type) or (setting.type,))[0]
 
 
-def is_list(setting: Field) -> bool:
+def is_list(setting: dataclasses.Field) -> bool:
     return get_origin(setting.type) is list
 
 
-def allowed(setting: Field) -> str:
+def allowed(setting: dataclasses.Field) -> str:
     """Describe the values that a setting may have, for instance "float at least 0 and below 1"."""
     # Tasks are files, so config.py does not list their names.
-    if names := task_names() if setting.name == "task" else setting.metadata["names"]:
+    names = task_names() if setting.name == "task" else setting.metadata["names"]
+    if names:
         return f"one of {', '.join(names)}"
     bounds = [f"{name.replace('_', ' ')} {x:g}" for name, x in setting.metadata["bounds"].items() if math.isfinite(x)]
     each = f"{kind_of(setting).__name__} {' and '.join(bounds)}".rstrip()
@@ -112,32 +113,35 @@ def wrong_values(config: Config) -> Iterator[str]:
     """Yield a line for each value that is wrong whatever the other settings are."""
     for name, setting in SETTINGS.items():
         value = getattr(config, name)
-        if not all(is_allowed(setting, x) for x in (value if isinstance(value, list) else [value]) if x is not None):
+        values = value if isinstance(value, list) else [value]
+        if not all(is_allowed(setting, x) for x in values):
             yield f"--{name} {value}: must be {allowed(setting)}"
 
 
-def is_allowed(setting: Field, value: Any) -> bool:
-    if kind_of(setting) in (str, bool):
+def is_allowed(setting: dataclasses.Field, value: Any) -> bool:
+    if value is None or kind_of(setting) in (str, bool):
         return value != ""  # an empty value comes from a shell variable that is not set
     bounds = setting.metadata["bounds"]
-    is_finite = abs(value) < math.inf or value == bounds.get("at_most")
-    return is_finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+    # Infinity is allowed only where it is the upper bound. NaN is never allowed.
+    is_number = abs(value) < math.inf or value == bounds.get("at_most")
+    return is_number and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit the others, or that nothing would read."""
     # What is trained, and on what.
     needed = [] if hasattr(task_file(config.task), "model") else ["model"]
-    rows = "data" if config.steps or not config.eval_data else "eval_data"  # an evaluation needs no training prompts
-    needed += [rows, "reward"] if config.task == "data" else []
+    if config.task == "data":
+        # A run that only evaluates on --eval_data needs no prompts to train on.
+        needed += ["reward"] if config.steps == 0 and config.eval_data else ["data", "reward"]
     yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective.
-    preset, read = vars(Config()) | ALGORITHMS[config.algorithm], SWITCHES_READ[config.objective]
-    for name in sorted({name for names in SWITCHES_READ.values() for name in names} - {*read}):
-        if getattr(config, name) not in (preset[name], getattr(Config, name)):
+    # The objective. Switches that it does not read must have their defaults or the values of the preset.
+    unread = set().union(*SWITCHES_READ.values()) - set(SWITCHES_READ[config.objective])
+    for name in sorted(unread):
+        if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
             yield f"--{name} {getattr(config, name)}: has no effect with --objective {config.objective}; leave it out"
     if config.objective == "reinforce" and config.num_iterations * config.minibatches > 1:
         yield "--objective reinforce: has no ratio, so use --num_iterations 1 --minibatches 1, one update per rollout"
@@ -145,20 +149,20 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
-    lowest = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # delta must be above this
-    if config.delta is not None and config.objective == "clip" and config.delta <= lowest:
+    above = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # delta must be above this
+    if config.delta is not None and config.objective == "clip" and config.delta <= above:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and cannot be used with --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
-    given = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
-    bounded = config.tis_cap is not None or config.tis_floor is not None
-    if config.tis_mode != Config.tis_mode and not bounded:
+    bounds = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
+    has_tis = config.tis_cap is not None or config.tis_floor is not None
+    if config.tis_mode != Config.tis_mode and not has_tis:
         yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
-    if bounded and config.objective == "vespo" and not config.tis_mode.startswith("token"):
+    if has_tis and config.objective == "vespo" and not config.tis_mode.startswith("token"):
         yield f"--tis_mode {config.tis_mode}: vespo multiplies the ratios of a completion itself; use a token mode"
-    if given and config.old_policy == "sampler":
-        yield f"--{given[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
-    corrected = given or config.off_policy_mask is not None or config.sampler_coef
+    if bounds and config.old_policy == "sampler":
+        yield f"--{bounds[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
+    corrected = bounds or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
         yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask and sampler_coef need it to be true"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":

@@ -80,27 +80,25 @@ class Steps:
             self.keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
-        self._step(partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions), layers)
+        call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
+        # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
+        # GPU, which it cannot do in a graph.
+        if self.out is None or not self.ids.is_cuda:
+            try:
+                sync_debug_mode(2)  # from now on, waiting raises an error
+                self.out = call()
+            finally:
+                sync_debug_mode(0)
+        else:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
+                    self.out = call()  # records the kernels without running them
+            self.graph.replay()
         self.tokens += 1
         if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
             make_static(layers, min(self.most, 2 * self.tokens))
         return self.out
-
-    def _step(self, call: Callable, layers: list[StaticLayer]) -> None:
-        # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
-        # GPU, which a graph cannot do.
-        if self.out is None or not self.ids.is_cuda:
-            try:
-                sync_debug_mode(2)  # if the host waits, this raises an error
-                self.out = call()
-            finally:
-                sync_debug_mode(0)
-            return
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
-                self.out = call()  # records the kernels without running them
-        self.graph.replay()
 
 
 def make_static(layers: list[CacheLayerMixin], length: int) -> None:

@@ -62,8 +62,8 @@ def report_failure(error: BaseException, code: int, message: str) -> int:
 
 
 def stand_by(code: int) -> int:
-    """Return the exit code, but only after the rank that failed has had time to exit first, because torchrun shows the
-    rank that exited first as the cause."""
+    """Wait, so that the rank that failed exits first, and return the exit code. torchrun shows the rank that exited
+    first as the cause."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(5)
     return code
@@ -120,7 +120,7 @@ def time_limit(seconds: float, name: str, what: str = "reward function") -> Iter
 
 
 def warn(message: str) -> None:
-    """Print a note together with the number of this rank. Unlike most output it may come from any rank."""
+    """Print a note with the number of this rank. Unlike most output, it may come from any rank."""
     say(f"note: rank {os.environ.get('RANK', 0)}: {message}")
 
 

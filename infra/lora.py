@@ -23,7 +23,7 @@ from transformers import Conv1D, PreTrainedModel
 from config import UserError
 from infra.seeds import generator
 
-# What adapter_config.json says of plain LoRA. A setting that is not here must be false or empty ...
+# The settings of plain LoRA in adapter_config.json. A setting that is not here must be false or empty ...
 PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
 # ... except for these, which may have any value: they are read, or they have no effect on plain LoRA.
 ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
@@ -34,14 +34,14 @@ ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return all linear layers except the output head. Conv1D is that of GPT-2, whose weight is transposed."""
+    """Return all linear layers except the output head. Those of GPT-2 are Conv1D, whose weight is transposed."""
     head = model.get_output_embeddings()
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
 
 
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
-    """Freeze the model and add the same adapters on every rank. If its weights are sharded, they stay so, and every
-    rank has all of the adapters."""
+    """Freeze the model and add the same adapters on every rank. Sharded weights stay sharded, but every rank has all of
+    the adapters."""
     layers, numbers = linear_layers(model.requires_grad_(False)), generator("lora", seed)
     if not layers:
         raise UserError(f"--lora_rank: {type(model).__name__} has no linear layers except its output head")
@@ -56,8 +56,8 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    """Add what the adapter computes to the output y (..., out) of its layer. One operation does it, so that no other
-    tensor of that size is made."""
+    """Add what the adapter computes to the output y (..., out) of its layer. `addmm` multiplies and adds in one
+    operation, so that no second tensor of that size is made."""
     if not layer.lora_on:
         return y
     low = nn.functional.linear(inputs[0], layer.lora_A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
@@ -133,8 +133,8 @@ def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     """Load saved adapters into a model that has adapters in all the same layers."""
     saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
-    there, ours = ({(name, x.shape) for name, x in part.items()} for part in (saved, trained(model)))
-    if wrong := there ^ ours:
+    there = {(name, x.shape) for name, x in saved.items()}
+    if wrong := there ^ {(name, x.shape) for name, x in trained(model).items()}:
         raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)[0]} differs")
     model.load_state_dict(saved, strict=False)
     return model

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micr
 
 @dataclass
 class Costs:
-    """What needs how many bytes on each rank, and the sizes to multiply these by. `needed` adds them up."""
+    """How many bytes each thing needs on a rank, and how many of these things there are. `needed` adds them up."""
 
     stays: dict[str, float]  # what stays in memory from step to step: weights, Adam, reference
     rollout: float  # a rollout, without its completions
@@ -104,7 +105,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
     # The sampler has the logits, the same in fp32, the probabilities, and these in blocks. To cut the distribution it
     # also sorts them (values and places), sums them up, cuts them, undoes the sorting, and records which ids were left.
-    distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + 30 * config.truncates)  # bytes
+    distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
     gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
@@ -143,7 +144,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         # they are added.
         layer=layer + (compute_bytes * i if adapters else 0),
         # The part of a rank may begin and end in the middle of a prompt's completions.
-        prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (world > 1),
+        prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (1 if world > 1 else 0),
         length=length,
         sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
         trained=math.ceil(trained / world),
@@ -168,7 +169,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
 
 def needed(config: Config, cost: Costs) -> dict[str, float]:
-    """Return how many bytes are needed for what."""
+    """Return how many bytes each part of a run needs: what stays in memory, a rollout, and an update."""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     prompts, prompt_length = min(cost.prompts, rows), cost.length - config.max_completion_length
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
@@ -178,7 +179,7 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
     rollout = cost.rollout + max(rows * cost.row, reading)
-    return cost.stays | {"rollout": rollout, "update": update * (config.steps != 0)}
+    return cost.stays | {"rollout": rollout, "update": update if config.steps != 0 else 0}
 
 
 def peak(config: Config, cost: Costs) -> float:
@@ -196,9 +197,9 @@ def plan_line(config: Config, cost: Costs, free: float) -> str:
     parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
     line = f"memory on each rank: {parts}; at most {readable(most)} at once, of {readable(free)}"
     if config.steps != 0:
-        # The folder of the run or, if there is none yet, the nearest parent that exists. The parents of a made-up file
-        # "_" in the folder begin with the folder itself.
-        disk = shutil.disk_usage(next(path for path in Path(config.out, "_").parents if path.exists())).free
+        # The folder of the run may not exist yet. Then its nearest parent that exists is on the same disk.
+        out = Path(config.out)
+        disk = shutil.disk_usage(next(path for path in (out, *out.parents) if path.exists())).free
         line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
         raise UserError(f"{line}. It needs at least {readable(least)}: {SMALLER}")
@@ -222,10 +223,8 @@ def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: An
     """Return compute(run, *work). Whenever memory runs out, let `make_smaller` halve a budget of the run, and start the
     work again. The result stays the same, because no budget changes what is computed."""
     while True:
-        try:
+        with suppress(torch.OutOfMemoryError):  # the tensors of the failed attempt are free only after this block
             return compute(run, *work)
-        except torch.OutOfMemoryError:
-            pass  # the error refers to the tensors of the failed attempt, which are free only after this block
         torch.cuda.empty_cache()
         make_smaller(run, *work)
 

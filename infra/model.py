@@ -4,29 +4,32 @@
 """
 
 import copy
-import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
 from config import Config, UserError
-from fast.output_head import forward_replaced
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
 from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
 
-NO_BASE = "can only be evaluated; training starts from whole weights, so merge adapters into their base model first"
+EVAL_ONLY = "can only be evaluated; training starts from whole weights, so merge adapters into their base model first"
+
+# Under autocast, compute the products of experts in bf16, as a rollout does. PyTorch has no such rule of its own, so an
+# update would compute them in fp32, which is slow.
+for device_type in ("cpu", "cuda"):
+    torch.library.register_autocast("aten::_grouped_mm", device_type, torch.bfloat16)
 
 
 @dataclass
@@ -64,14 +67,14 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         given = dict(json.loads(config.chat_template_kwargs))
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
-    # Eval mode would switch dropout off, but with gradient checkpointing the layers are in train mode.
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
+    # Set all dropout to 0. Eval mode is not enough, because layers with gradient checkpointing are in train mode.
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
-    load = functools.partial(_load_weights, source, model_config, tokenizer, config)
-    adapt = functools.partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
-    return Opened(model_config, tokenizer, load, adapt if config.lora_rank else None)
+    load_weights = partial(_load_weights, source, model_config, tokenizer, config)
+    adapt = partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
+    return Opened(model_config, tokenizer, load_weights, adapt if config.lora_rank else None)
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
@@ -80,7 +83,7 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     if settings is None:
         raise UserError(f"--model {folder}: this checkpoint is not in the folder of its run, which has a config.json")
     if config.steps and (settings.lora_rank or config.lora_rank):
-        raise UserError(f"--model {folder}: {NO_BASE}")
+        raise UserError(f"--model {folder}: {EVAL_ONLY}")
     of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
     opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
     if opened.adapt is not None:
@@ -91,12 +94,12 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
 def _open_adapters(folder: Path, config: Config) -> Opened:
     """Open the base model of saved adapters, and these adapters."""
     if config.steps:
-        raise UserError(f"--model {folder}: {NO_BASE}")
+        raise UserError(f"--model {folder}: {EVAL_ONLY}")
     with _named(str(folder), "adapters"):
         about, tensors = read_adapters(folder)
-        lora = dict(lora_rank=int(about["r"]), lora_alpha=float(about["lora_alpha"]))
         base = about["base_model_name_or_path"]
-    opened = open_model(base, replace(config, **lora))
+        config = replace(config, lora_rank=int(about["r"]), lora_alpha=float(about["lora_alpha"]))
+    opened = open_model(base, config)
     return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
 
 
@@ -106,28 +109,32 @@ def weights_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
 
 
+def loading_options(config: Config) -> dict[str, Any]:
+    """Return the arguments with which transformers makes a model, with or without weights."""
+    options = dict(attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code)
+    return options | dict(dtype=weights_dtype(config))
+
+
 def load(
     opened: Opened, config: Config, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
     """Load the weights; with --shard, the first rank loads them for all ranks. Return the model, the reference (None
     unless the KL term needs a second model), and the ids that end a completion."""
-    has_copy = config.beta != 0.0 and opened.adapt is None
+    has_reference = config.beta != 0.0 and opened.adapt is None
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
             whole = opened.load() if ranks.rank() == 0 else None
-        model, *reference = [
-            shard(empty_model(opened.config, config), whole, mesh, dtype, device) for _ in range(1 + has_copy)
-        ]
+        model = shard(empty_model(opened.config, config), whole, mesh, dtype, device)
+        reference = shard(empty_model(opened.config, config), whole, mesh, dtype, device) if has_reference else None
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
     else:
         with ranks.fail_together():
-            model = opened.load()
-        model = model.to(device)
+            model = opened.load().to(device)
         checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
         ranks.gather([], {"the weights": checksums})
-        reference = [copy.deepcopy(model)] if has_copy else []
+        reference = copy.deepcopy(model) if has_reference else None
     with ranks.fail_together():
         if opened.adapt is not None:
             opened.adapt(model)
@@ -136,29 +143,22 @@ def load(
     if on_gpu and config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         faults.warn("this GPU emulates bfloat16, which is slow; --dtype float32 is faster but needs more memory")
     if on_gpu and config.dtype == "float32":
-        # Repeat key heads that several query heads share. Only one fp32 kernel does without that, and it needs memory
-        # for (T x T) scores.
+        # PyTorch's attention can share a key head between query heads, but in fp32 its only kernel that does so needs
+        # memory for (T x T) scores. So let transformers repeat the key heads instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return model, reference[0].requires_grad_(False).eval() if reference else None, ends
+    if reference is not None:
+        reference.requires_grad_(False).eval()
+    return model, reference, ends
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
+    # Where weights are missing or have another shape, transformers puts random ones. So ask it what it has loaded.
+    options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
     with _named(name, "weights"):
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=model_config,
-            dtype=weights_dtype(config),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    # transformers would put random weights in the place of missing ones.
-    wrong = sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])])
-    if wrong:
+        model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
+    if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
@@ -171,23 +171,19 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
     """Make a model without weights, on the meta device."""
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config,
-            dtype=weights_dtype(config),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = AutoModelForCausalLM.from_config(model_config, **loading_options(config))
     return model.requires_grad_(True)  # as after `from_pretrained`
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """Return all ids that end a completion. Chat models have one for a turn and another for the whole text."""
-    ids, tokens = [], model.config.get_text_config().vocab_size
+    ids, vocab_size = [], model.config.get_text_config().vocab_size
     for source in (model.generation_config, model.config, tokenizer):
         given = getattr(source, "eos_token_id", None)
-        ids += given if isinstance(given, list) else [] if given is None else [given]
-    if not ids or any(type(token) is not int or not 0 <= token < tokens for token in ids):
-        raise UserError(f"eos_token_id {ids} of model and tokenizer: must be token ids from 0 to {tokens - 1}")
+        if given is not None:
+            ids += given if isinstance(given, list) else [given]
+    if not ids or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
+        raise UserError(f"eos_token_id {ids} of model and tokenizer: must be token ids from 0 to {vocab_size - 1}")
     return sorted(set(ids))
 
 
@@ -200,30 +196,23 @@ def _named(name: str, part: str) -> Iterator[None]:
         raise UserError(f"--model {name}: its {part} cannot be loaded: {error!r:.600}") from error
 
 
-@torch.library.impl("aten::_grouped_mm", ("AutocastCPU", "AutocastCUDA"))
-def grouped_mm_under_autocast(x: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-    """Compute the products of a model's experts in the dtype of autocast, as a rollout does. PyTorch has no such rule,
-    so an update would compute them in fp32, which is slow."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    with torch.autocast(x.device.type, enabled=False):
-        return torch.ops.aten._grouped_mm(x.to(dtype), weight.to(dtype), *args, **settings)
-
-
 def reads_together(model: PreTrainedModel, length: int) -> bool:
     """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py), if none of
-    them is longer than `length` tokens with its prompt. This is tried on a short input. Such an input cannot reveal a
-    sliding window that is longer than itself, so the configuration is searched for windows."""
+    them is longer than `length` tokens with its prompt. This is tried on two short completions. They cannot reveal a
+    sliding window that is longer than they are, so the configuration is searched for windows."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
         return False
+    # Two completions of 2 tokens after the same prompt of 3 tokens: first in a row each, then both in one row.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:
-        with torch.no_grad(), forward_replaced(model.get_output_embeddings(), lambda hidden: hidden):
-            alone = model(input_ids=ids, use_cache=False).logits
+        with torch.no_grad():
+            separate = model(input_ids=ids, use_cache=False).logits
             together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model does not take such a mask
         return False
-    tolerance = torch.finfo(alone.dtype).eps ** 0.5  # far above rounding errors, far below the effect of a wrong token
-    return bool((together - alone).abs().max() <= tolerance * alone.abs().max())
+    # This tolerance is far above rounding errors, and far below the effect of a wrong token.
+    tolerance = torch.finfo(separate.dtype).eps ** 0.5
+    return bool((together - separate).abs().max() <= tolerance * separate.abs().max())

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from config import UserError
@@ -46,13 +45,13 @@ def start(shard: bool = False) -> torch.device:
             socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would retry for half an hour
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
-        # All ranks start at about the same time, so the default timeout of half an hour is enough to find each other.
+        # To find each other, the ranks have PyTorch's half an hour, which is enough as they start at the same time.
         store, number, count = next(dist.rendezvous("env://"))
         store.set_timeout(TIMEOUT)
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
-        # PyTorch connects the ranks in the first collective call. If that fails or needs memory, it should be now.
+        # PyTorch connects the ranks in the first collective call. If this fails or needs memory, it should do so now.
         dist.all_reduce(torch.zeros(1, device=device))
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -101,8 +100,8 @@ def on_first(call: Callable, *args: Any) -> Any:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If any rank raises a UserError in this block, end all ranks at the end of the block. The first rank that raised
-    one reports it. The block must not contain communication between ranks."""
+    """If any rank raises a UserError in this block, make all ranks fail at its end. The first of the ranks that raised
+    one reports it. A rank that has raised an error skips the rest of the block, so ranks must not communicate there."""
     own = None
     try:
         yield
@@ -120,16 +119,16 @@ def sum_(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Sum the gradients over the ranks. A parameter may have no gradient, because this rank had no micro-batch or
-    because the loss does not depend on the parameter. Such a gradient counts as zero."""
+def sum_gradients(model: torch.nn.Module) -> None:
+    """Sum the gradients over the ranks. A missing gradient counts as zero: this rank may have had no micro-batch, or
+    the loss does not depend on the parameter."""
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
             sum_(p.grad)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients to this norm. Return the norm that the gradients of the whole model had before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

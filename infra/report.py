@@ -36,7 +36,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.length for completion in completions]
-    several = [completion for completion in completions if completion.written is not None]  # may have several turns
+    in_turns = [completion for completion in completions if completion.written is not None]  # of a task with replies
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
@@ -47,11 +47,11 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(completion.truncated for completion in completions),
-        "turns": mean(len(completion.turns) for completion in several),
-        "reply_length": mean(len(completion.ids) - completion.length for completion in several),
-        "dead_groups": mean(not spread for spread in spreads),
-        "rejected_groups": mean(not group.has_signal for group in groups),  # whether or not dynamic sampling is on
-        "groups_replaced": sum(group.advantages is None for group in groups),
+        "turns": mean(len(completion.turns) for completion in in_turns),
+        "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
+        "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
+        "rejected_groups": mean(not group.has_signal for group in groups),  # dynamic sampling rejects them if it is on
+        "groups_replaced": sum(group.advantages is None for group in groups),  # dynamic sampling has replaced them
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
@@ -67,15 +67,16 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
     (sum, count) for each other metric. The loss and the gradient norm are averaged over the updates. The other metrics
     are means over all tokens or completions that the updates trained on, or maxima."""
     losses, grad_norms, totals = zip(*updates, strict=True)
-    metrics, sums = {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))}, {}
+    sums: dict[str, Tensor] = {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
         sums[name] = together(name, sums.get(name, torch.zeros_like(pair)), pair)
-    return metrics | {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+    means = {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+    return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
 
 
 def together(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """Combine the (sum, count) of a metric in one part of a step with that in another part. A metric whose name ends in
-    _max has a maximum in the place of the sum."""
+    """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
+    in _max has a maximum instead of the sum."""
     return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
@@ -83,31 +84,29 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
     """Compute the metrics of time and memory. All ranks must call this."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, these functions return 0
-    reserved = max(ranks.gather([torch.cuda.max_memory_reserved()])) / 1e9
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
         "tokens_per_second": tokens / (seconds_rollout + seconds_update),
         "peak_memory_gb": max(ranks.gather([peak])) / 1e9,
-        "peak_memory_reserved_gb": reserved or None,
+        "peak_memory_reserved_gb": max(ranks.gather([torch.cuda.max_memory_reserved()])) / 1e9 or None,
     }
 
 
 def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
-    """Compute the metrics of an evaluation, as means over prompts. Those that end in _ci are half the width of a 95 %
-    confidence interval, by the normal approximation. Accuracy, rewards and lengths are those of the greedy completions,
-    and pass@k is that of the sampled ones."""
+    """Compute the metrics of an evaluation, as means over prompts. A metric that ends in _ci is half the width of a
+    95 % confidence interval, by the normal approximation. Accuracy, rewards and lengths come from the greedy
+    completions, and pass@k comes from the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    parts = torch.cat([group.reward_parts for group in greedy])  # (P, K)
-    correct = [int(group.right.sum()) for group in sampled if group.right is not None]
+    counts = [int(group.right.sum()) for group in sampled if group.right is not None]  # of right answers
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
-        **{f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in ks},
+        **{f"pass@{k}": [pass_at_k(n, count, k) for count in counts] for k in ks},
         "completion_length": [group.completions[0].length for group in greedy],
         "turns": [len(group.completions[0].turns) for group in greedy if group.completions[0].written is not None],
-        "reward": torch.cat([group.rewards for group in greedy]).tolist(),
-        **{f"reward/{name}": parts[:, i].tolist() for i, name in enumerate(names)},
+        "reward": [float(group.rewards[0]) for group in greedy],
+        **{f"reward/{name}": [float(group.reward_parts[0, i]) for group in greedy] for i, name in enumerate(names)},
     }
     metrics = {}
     for name, values in prompt_values.items():
@@ -118,16 +117,16 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """Compute what `ranks.gather` compares between the ranks, which must all train on the same values. The values of a
-    fork may differ if it draws its own random numbers, reads a clock, or keeps in `run.state` what depends on the rank.
-    """
-    given = {"completions": completions, "rewards": rewards, "advantages": advantages}
-    return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in given.items()}
+    """Compute what `ranks.gather` compares between the ranks, which must all train on the same values. In a modified
+    copy of this code the values may differ, if it draws random numbers, reads a clock, or puts something into
+    `run.state` that depends on the rank."""
+    tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}
+    return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in tensors.items()}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the probability that k of these n samples, drawn without replacement, include a correct one. It is an
-    unbiased estimate of the probability for k new samples. 2107.03374"""
+    """Return the probability that k of these n samples, drawn without replacement, include a correct one. This is an
+    unbiased estimate of the probability that k new samples include one. 2107.03374"""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -150,15 +149,13 @@ class RunLog:
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names = config, decode, reward_names
         self.quiet, self.out = ranks.rank() > 0, Path(config.out)
-        self.in_terminal = sys.stdout.isatty()
-        self.say_once = functools.cache(self.say)
+        self.say_once = functools.cache(self.say)  # says a line only the first time
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
-        """Print what is about to start. `rows` counts the prompts to train on and the held-out ones."""
+        """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
         cfg, defaults = self.config, vars(Config())
-        size = sum(p.numel() for p in model.parameters())
         self.say(f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}")
-        self.say(f"{size:,} parameters; {ranks.world()} rank(s) ({device.type})")
+        self.say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
         self.say(", ".join(f"{name} {x}" for name, x in vars(cfg).items() if x != defaults[name]))
         for note in notes:
             self.say(f"note: {note}")
@@ -188,7 +185,7 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # Say what may keep the run from learning, the first time that it happens.
+            # The first time that something happens which may keep the run from learning, print a note.
             trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
             if 2 * trained_on < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
@@ -201,10 +198,11 @@ class RunLog:
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
-        completion, A = group.completions[i], None if group.advantages is None else group.advantages[i]
-        written = completion.written or [True] * len(completion.ids)
-        recorded = completion.logp, completion.entropy
-        values = [x and [value if own else None for own, value in zip(written, x)] for x in recorded]
+        completion = group.completions[i]
+        A = None if group.advantages is None else group.advantages[i]
+        recorded = [completion.logp, completion.entropy]
+        if completion.written is not None:
+            recorded = [x and [n if own else None for n, own in zip(x, completion.written)] for x in recorded]
         return {
             "step": step,
             "kind": kind,
@@ -217,23 +215,30 @@ class RunLog:
             "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, *values),
+            "tokens": self.tokens(completion.ids, *recorded),
         }
 
     def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
-        text, ends, before, done = self.decode(ids), [0], 0, 0  # the first `done` tokens are whole characters
+        ends = [0]  # where the text of each token ends
+        before, done = 0, 0  # ids[:done] have their text, and ids[before:done] are the last of them
         for t in range(1, len(ids) + 1):
+            # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
-            before, done, grown = (before, done, 0) if new.endswith("\ufffd") and t - done < 8 else (done, t, len(new))
-            ends.append(ends[-1] + grown)
-        columns = ends, [*ends[1:-1], None], *(column for column in values if column is not None)
-        return [[text[a:b], *(None if x is None else round(x, 2) for x in row)] for a, b, *row in zip(*columns)]
+            # Wait for the last token of a character, but not for ever if the bytes are invalid.
+            is_complete = not new.endswith("\ufffd") or t - done == 8
+            ends.append(ends[-1] + len(new) if is_complete else ends[-1])
+            if is_complete:
+                before, done = done, t
+        text = self.decode(ids)
+        ends[-1] = len(text)
+        columns = [[None if x is None else round(x, 2) for x in column] for column in values if column is not None]
+        return [[text[start:end], *numbers] for start, end, *numbers in zip(ends, ends[1:], *columns)]
 
     def generating(self, tokens: int, rows: int) -> None:
         """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
-        if self.in_terminal and tokens % 16 == 0:
+        if tokens % 16 == 0 and sys.stdout.isatty():
             self.say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 
     def stopped(self, signal_number: int, step: int) -> int:
@@ -270,14 +275,16 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
 
 
 def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
-    """Stop the run, and name the first token with a value that is not finite, or so large that a product with it may
-    not be. All ranks call this, and one of them reports it."""
+    """Stop the run, because the loss or the gradient is not finite. Name the first token with a value that is not
+    finite, or so large that a product with it may not be. All ranks call this, and one of them reports it."""
     old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
     ratio = (logp - (logp if old_logp is None else old_logp)).exp()
     kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
     values = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
     cause = "no advantage, log-prob, ratio or KL is out of range; lower --learning_rate, or try --dtype float32"
-    for i, n, t in (~(values.abs() < 1e30) & batch.mask.bool()).nonzero()[:1].tolist():
+    bad = (~(values.abs() < 1e30) & batch.mask.bool()).nonzero()  # NaN is not below 1e30 either
+    if len(bad):
+        i, n, t = bad[0].tolist()
         name, token = ("advantage", "log-prob", "ratio", "KL")[i], t - batch.prompt_lengths[n]
         where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
         cause = f"the {name} is {values[i, n, t]:g} at token {token} of the completion of {where}"
@@ -286,8 +293,8 @@ def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: B
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
-    """Print the result of a run from its files: the metrics of the first and of the last evaluation. `notes` are given
-    if the run was finished before. Return the exit code."""
+    """Print the result of a run from its files: the metrics of the first and of the last evaluation. `notes` is None if
+    this process has just finished the run; if the run was finished already, they are printed. Return the exit code."""
     lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
     if ranks.rank() > 0:
         return 0
@@ -295,10 +302,10 @@ def finished(out: Path, notes: Iterable[str] | None = None) -> int:
         if notes is not None:
             print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
         if lines:
-            ends = lines[:1] + lines[1:][-1:]
-            print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in ends))
-            for name in held_out(ends[-1]):
-                cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in ends)
+            shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
+            print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in shown))
+            for name in held_out(shown[-1]):
+                cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in shown)
                 print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
         print(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
     return 0

@@ -14,7 +14,6 @@ results of a finished run are only printed again. --overwrite renames the folder
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -34,7 +33,6 @@ import transformers
 from config import Config, UserError, resolve
 
 MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is resumed
-locks = []  # open files; closing one would release its lock
 
 
 # ---- What is in a folder ----
@@ -97,7 +95,7 @@ def checkpoint_of(out: Path, step: int) -> Path:
 
 
 def saved_steps(out: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, in ascending order."""
+    """Return the steps after which a complete checkpoint was saved, in ascending order."""
     return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
 
 
@@ -108,7 +106,7 @@ def settings_of(out: Path) -> Config | None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
         raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
-    settings = {name: math.inf if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
+    settings = {name: float("inf") if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
     return resolve(Config(**settings), {}, on_gpu=False)
 
 
@@ -161,7 +159,7 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
+    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")  # `settings_of` reads it
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
@@ -194,14 +192,13 @@ def equal_on_all_ranks(config: Config, rows: list[dict]) -> dict:
 def provenance() -> dict:
     """Return the commit and the digest of the code, the versions of the libraries, and the hardware."""
     command = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
-    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
-    commit = (git and git.stdout.strip()) or None
-    return {"commit": commit, "code": digest_of_code(), "versions": versions, "hardware": hardware}
+    return {"commit": commit or None, "code": digest_of_code(), "versions": versions, "hardware": hardware}
 
 
 def digest_of_code() -> str:
@@ -212,8 +209,8 @@ def digest_of_code() -> str:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each file, and of all files in each folder, that the run reads."""
-    # In the place of a file, `glob` finds nothing.
-    return {f"digest of {path}": digest_of(sorted(path.glob("*")) or [path]) for path in inputs(config)}
+    # Only one of the two gives files: the path itself if it is a file, and `glob` if it is a folder.
+    return {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
 
 
 def digest_of(paths: Iterable[Path]) -> str:
@@ -231,11 +228,10 @@ def sha256_of(file: Path) -> str:
 def lock(out: Path) -> None:
     """Make sure that only one process writes to a folder. The lock is released when that process ends, which may take a
     moment. Child processes that it leaves behind, such as those of a reward function, do not keep the lock."""
-    handle = open(out / ".lock", "w")
-    locks.append(handle)
+    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed, which would release the lock
     for _ in range(10):
         with suppress(BlockingIOError, PermissionError):
-            return fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(1)
     raise UserError(f"another process is writing to {out}: wait for it, or give another --out")
 

@@ -44,12 +44,11 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     if len(set(sizes)) > 1 or world % sizes[0]:
         found = f"{world} ranks cannot be split into copies of {sorted(set(sizes))} ranks"
         raise UserError(f"--shard: {found}; give a --shard_size that divides the number of ranks on every machine")
-    size = sizes[0]
-    if size == world:
+    if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
-    mesh = torch.arange(world).view(-1, size)
+    mesh = torch.arange(world).view(-1, sizes[0])
     groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=ranks.TIMEOUT)[0] for peers in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
 
@@ -71,11 +70,11 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
         empty.set_reduce_scatter_unused_params(True)
-    # `fully_shard` has made a subclass of FSDPModule and the original class. Give it the name of the original, which is
-    # saved with the model.
+    # `fully_shard` has replaced the class of the model by a subclass of FSDPModule and the original class. Give it the
+    # name of the original class, which is saved with the model.
     sharded, original = type(empty), type(empty).__bases__[1]
     sharded.__name__, sharded.__module__ = original.__name__, original.__module__
-    # The files of the saved model must have the names for weights that the original files have.
+    # With this, the saved model has the same names for its weights as the files that were loaded.
     empty._weight_conversions = getattr(whole, "_weight_conversions", None)
     empty.to_empty(device=device)
     empty.tie_weights()
@@ -109,7 +108,6 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the whole model, on the CPU of rank 0 and without duplicates of tied weights. All ranks
     must call this; the others get an empty dict. One tensor is gathered at a time."""
-    once = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {name: x for name, x in weights.items() if name not in tied}
+    once = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # the first name of each tensor
+    return {name: x for name, x in weights.items() if name in once}
