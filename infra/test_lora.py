@@ -110,7 +110,7 @@ def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_a
 @pytest.fixture(scope="module")
 def small(sorting, tmp_path_factory) -> dict:
     """Return the settings of a run that uses a whole checkpoint, a reference, kept sets and shared prompts."""
-    base = save_model(tmp_path_factory.mktemp("base"), "llama")
+    base = save_model(tmp_path_factory.mktemp("base"), "llama", spread=2.0)
     return sorting | dict(
         model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
         learning_rate=1e-2, max_completion_length=6, save_every=1, eval_every=3, eval_prompts=5, eval_k=2,

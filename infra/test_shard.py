@@ -36,10 +36,10 @@ def small(sorting) -> dict:
     )  # fmt: skip
 
 
-def save_model(folder: Path, family: str) -> Path:
+def save_model(folder: Path, family: str, **how) -> Path:
     """Save a tiny model with random weights that can read and write what the task sorting needs."""
     own = dict(vocab_size=15, eos_token_id=EOS_ID, bos_token_id=None, pad_token_id=0)
-    tiny_model(family, torch.float32, spread=2.0, **own).save_pretrained(folder)
+    tiny_model(family, torch.float32, **own, **how).save_pretrained(folder)
     char_tokenizer(LETTERS + ">").save_pretrained(folder)
     return folder
 
