@@ -132,8 +132,9 @@ def load(
     else:
         with ranks.fail_together():
             model = opened.load().to(device)
-        checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
-        ranks.gather([], {"the weights": checksums})
+        if ranks.world() > 1:
+            checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
+            ranks.gather([], {"the weights": checksums})
         reference = copy.deepcopy(model) if has_reference else None
     with ranks.fail_together():
         if opened.adapt is not None:
