@@ -42,8 +42,8 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     batch = collate(groups, mask_truncated=False, device=model.device)
     batch.weights = token_weights(batch.mask, "sequence")
     for _, part in micro_batches(batch, Limits(rows=MICRO_BATCH, tokens=None)):
-        # One update per rollout, so the old policy is the current one.
         logp, _ = token_logprobs(model, part.ids, part.attention, part.mask)
+        # With one update per rollout, the old policy is the current one.
         loss, _ = policy_loss(logp, logp.detach(), part.advantages, part.weights, part.mask)
         loss.backward()
 

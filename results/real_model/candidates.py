@@ -179,19 +179,31 @@ def named(folder: Path) -> str:
 
 
 def carries(folder: Path) -> str:
-    """Of the answers to "sum" in samples.jsonl that came to an end in the last ten steps."""
-    made = ["| sums | ended | right | 10 too high | otherwise wrong |", "|---|---|---|---|---|"]
-    lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
-    ended = [line for line in lines if line["kind"] == "train" and line["step"] > 30 and not line["truncated"]]
-    for name in ("with a carry", "without"):
-        off = []  # how much the last number is above the sum; None where there is no number
-        for line in ended:
-            a, b = map(int, re.findall(r"\d+", line["prompt"][-1]["content"]))
-            if (a % 10 + b % 10 >= 10) == (name == "with a carry"):
-                off.append(next((int(said) - a - b for said in re.findall(r"-?\d+", line["completion"])[-1:]), None))
-        right, high = off.count(0), off.count(10)
-        made.append(f"| {name} | {len(off)} | {right} | {high} | {len(off) - right - high} |")
-    return "\n".join(made)
+    """Of the answers to "sum" in samples.jsonl that came to an end in the last ten steps, for each seed."""
+    made = [
+        "| seed | with a carry: ended | right | without: ended | right | 10 too high | without minus with |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    differences = []
+    for file in sorted(folder.glob("*/samples.jsonl")):
+        off = {True: [], False: []}  # with and without a carry: how much each answer is above the sum, or None
+        for line in map(json.loads, file.open()):
+            if line["kind"] == "train" and line["step"] > 30 and not line["truncated"]:
+                a, b = map(int, re.findall(r"\d+", line["prompt"][-1]["content"]))
+                said = re.findall(r"-?\d+", line["completion"])[-1:]
+                off[a % 10 + b % 10 >= 10].append(int(said[0]) - a - b if said else None)
+        right = {carry: each.count(0) / len(each) for carry, each in off.items()}
+        differences.append(right[False] - right[True])
+        wrong = len(off[False]) - off[False].count(0)
+        cells = [file.parent.name.rpartition("-")[2]]
+        for carry in (True, False):
+            cells += [f"{len(off[carry])}", f"{right[carry]:.3f}"]
+        cells += [f"{off[False].count(10)} of {wrong} wrong", f"{differences[-1]:+.3f}"]
+        made.append(f"| {' | '.join(cells)} |")
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tools import ablate
+
+    return "\n".join([*made, "", f"Mean of the differences: {ablate.with_interval(differences, 3)}"])
 
 
 TABLES = {"--table": table, "--named": named, "--carries": carries}
