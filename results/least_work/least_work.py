@@ -1,19 +1,22 @@
-"""The least CPU time that the steps of `tools.bench step` could take on this machine.
+"""The least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that they took.
 
     OMP_NUM_THREADS=1 python results/least_work/least_work.py 8,40,32 6,90,48 3,12,96 > results/least_work/least_work.md
 
 Each shape is given as prompts, tokens of a prompt, limit of a completion. There are 8 completions for each prompt, and
 their lengths are those of `tools.bench step`. The least work of an update is the arithmetic of its matrix products and
 of attention, at the rate that this core reaches for products of the model's shapes, and the bytes that the optimizer
-must read and write, at this core's memory bandwidth. Every prompt and every token is read once. The least work of a
-rollout is reading the prompts, and for each token the longer of two times: the arithmetic of all unfinished rows, or
-reading all weights once. Everything else counts as 0: softmax, norms, activations, the cache, sampling, Python.
+must read and write, at this core's memory bandwidth. The times that the steps took are those in results/step_NxG/.
+Every prompt and every token is read once. The least work of a rollout is reading the prompts, and for each token the
+longer of two times: the arithmetic of all unfinished rows, or reading all weights once. Everything else counts as 0:
+softmax, norms, activations, the cache, sampling, Python.
 """
 
 import json
+import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -75,19 +78,30 @@ def least_work(shape: str) -> list[str]:
     for t in range(1, int(limit)):
         rows = int((lengths > t).sum())
         rollout += max(4 * (W + H) / bytes_per_second, 2 * rows * (W + H) / rate) if rows else 0.0
-    measured = [f"{rate / 1e9:.0f}", f"{head_rate / 1e9:.0f}", f"{bytes_per_second / 1e9:.1f}"]
-    return [f"{P} x 8, {p}, {limit}", str(n), *measured, f"{rollout:.2f}", f"{update:.2f}"]
+    speed = f"{rate / 1e9:.0f}, {head_rate / 1e9:.0f} GFLOP/s (layers, head), {bytes_per_second / 1e9:.1f} GB/s"
+    print(f"{shape}: {n} tokens; {speed}", file=sys.stderr)
+    cells = [f"{P} × 8, {p}, {limit}"]
+    for part, least in (("rollout", rollout), ("update", update)):
+        cells += [f"{seconds(P, way, part):.1f}" for way in ("ours", "TRL-plain-head")] + [f"{least:.1f}"]
+    return [*cells, f"{seconds(P, 'ours', 'step') / seconds(P, 'TRL-plain-head', 'step'):.2f}"]
+
+
+def seconds(prompts: int, way: str, part: str) -> float:
+    """Return the mean CPU-seconds of a part of a step, without the first step, which only warms up."""
+    logs = Path(f"results/step_{prompts}x8").glob(f"{way}-*/metrics.jsonl")
+    return statistics.fmean(line[f"seconds_{part}"] for log in logs for line in run_folder.read_lines(log)[1:])
 
 
 if __name__ == "__main__":
     titles = [
-        "prompts x completions, prompt, limit",
-        "tokens",
-        "GFLOP/s",
-        "of the head",
-        "GB/s",
-        "least rollout",
-        "update",
+        "prompts, prompt, limit",
+        "rollout: ours",
+        "TRL",
+        "least",
+        "update: ours",
+        "TRL",
+        "least",
+        "step: ours / TRL",
     ]
     print(ablate.markdown(titles, *map(least_work, sys.argv[1:])))
     print(f"\n{json.dumps(run_folder.provenance())}")
