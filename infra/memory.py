@@ -181,7 +181,7 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     prompts, prompt_length = min(cost.prompts, rows), cost.length - config.max_completion_length
     # With --decode graph, all prompts are read in one call. Otherwise they are read in pieces of PROMPT_TOKENS tokens,
-    # but count at least one whole prompt.
+    # and at least one whole prompt is counted.
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
     reading = min(prompts * prompt_length, at_once) * cost.read
     reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read
