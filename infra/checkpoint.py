@@ -1,6 +1,11 @@
 """Save a run so that it can be resumed, and save the trained model.
 
-    out/checkpoint/000040/    weights of the model and the reference, optimizer, Run.state, state.json; SHA256SUMS
+    out/checkpoint/000040/    all that is needed to resume after step 40:
+        model/, reference/    the weights of the model and of the reference, if there is one
+        optimizer/            the state of the optimizer
+        state.json            how many prompts were drawn, and Run.state, in which user code keeps its own values
+        state.safetensors     the tensors of Run.state
+        SHA256SUMS            the checksums of all these files
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
 A checkpoint is either complete or absent: it is written under a temporary name, flushed to disk, and then renamed. It
@@ -60,7 +65,7 @@ def save(
     Run.state. All ranks must call this, because each of them writes a part of the weights: its own shard, if the model
     is sharded. Only the newest `keep` checkpoints stay."""
     first = ranks.rank() == 0
-    tensors_of_state: dict[str, Tensor] = {}
+    tensors_of_state: dict[str, Tensor] = {}  # `_as_json` adds the tensors to it
     parts = {part: trained(model) for part, model in models.items()}
     if optimizer.state:  # without state, PyTorch would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
@@ -71,7 +76,8 @@ def save(
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
         about = {"cursor": cursor, "state": state}
         loaded = None
-        # Load what would be written, and compare. What JSON or `_as_json` cannot write raises an error and stays None.
+        # Load what would be written, and compare. If a value cannot be written as JSON, the error is ignored here, and
+        # `loaded` stays None, which differs from `about`.
         with suppress(KeyError, RuntimeError, TypeError, ValueError):
             text = json.dumps(about, indent=2, default=lambda x: _as_json(x, tensors_of_state))
             loaded = _from_text(text, tensors_of_state)
@@ -159,7 +165,7 @@ def checksums(folder: Path, shards: str = "shard-*", rest: bool = True) -> list[
 def check(folder: Path) -> None:
     """Raise a UserError if any file of the checkpoint is missing, or is not as it was written."""
     written = (folder / "SHA256SUMS").read_text(errors="replace").split("\n")
-    # The file ends with the end of a line, so the last element of `written` is empty.
+    # The file ends with a newline, so `written` also has an empty string, which is added to the other set.
     if differing := {*written} ^ {*checksums(folder), ""}:
         raise UserError(f"the checkpoint {folder} is damaged ({min(differing)}): restore it, or move it away")
 
@@ -176,7 +182,7 @@ def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
 
 
 def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
-    """Return what `_as_json` has turned into text and tensors."""
+    """Rebuild the object that was turned into this text and these tensors with the help of `_as_json`."""
 
     def make(x: dict) -> Any:
         kind = x.pop("<class>", None)

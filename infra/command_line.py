@@ -32,8 +32,8 @@ BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "
 def parse(words: list[str], on_gpu: bool) -> Config:
     """Return the settings that the user gave. The others come from the run that is resumed, or else from Config, where
     many are None. A mistake ends the process with exit code 2."""
-    # A flag may be written with hyphens, as in --learning-rate.
-    words = [re.sub(r"(?<=^--)[^=]+", lambda flag: flag[0].replace("-", "_"), word) for word in words]
+    # A flag may be written with hyphens: --learning-rate=1e-6 becomes --learning_rate=1e-6. What follows "=" stays.
+    words = [re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word) for word in words]
     parser = flags()
     try:
         if file := parser.parse_args(words).config:
@@ -63,15 +63,16 @@ def words_of(settings: dict) -> list[str]:
 
 def flags() -> argparse.ArgumentParser:
     """Return a parser with a flag for each setting."""
-    about = "GRPO of a language model. A default of None is chosen by the task, the algorithm or the machine."
+    about = "GRPO of a language model. Where a default is None, the task, the algorithm or the machine decides."
     parser = argparse.ArgumentParser("train.py", "train.py [--setting value ...]", about, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="read settings from here, e.g. from a run's config.json")
     for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"nargs": "?", "const": True, "type": string_to_bool} if kind is bool else {"type": kind}
-            how |= {"nargs": "+"} if is_list(setting) else {"choices": setting.metadata["names"]}
+            how = {"type": kind, "choices": setting.metadata["names"], "nargs": "+" if is_list(setting) else None}
+            if kind is bool:
+                how |= {"type": string_to_bool, "nargs": "?", "const": True}
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
             group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
     return parser
@@ -149,8 +150,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
-    above = math.inf if config.ratio == "geometric" else 1 + config.epsilon_high  # delta must be above this
-    if config.delta is not None and config.objective == "clip" and config.delta <= above:
+    has_delta = config.delta is not None and config.objective == "clip"
+    if has_delta and (config.ratio == "geometric" or config.delta <= 1 + config.epsilon_high):
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and cannot be used with --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
@@ -179,8 +180,8 @@ def contradictions(config: Config) -> Iterator[str]:
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: has no effect without --{other}"
-    if not (config.keep_set or config.truncates):
-        yield "--keep_set: has no effect without --top_p, --top_k or --min_p"
+    if not config.keep_set and not config.truncates:
+        yield "--keep_set: false has no effect without --top_p, --top_k or --min_p; leave it out"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:

@@ -26,8 +26,8 @@ sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: No
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
-        steps = forward_replaced(model, Steps(model.forward, max_tokens))
-        with steps if decode == "graph" and can_be_graphs(model, dtype) else nullcontext():
+        is_graph = decode == "graph" and can_be_graphs(model, dtype)
+        with forward_replaced(model, Steps(model.forward, max_tokens)) if is_graph else nullcontext():
             yield
 
 
@@ -109,8 +109,9 @@ def make_static(layers: list[CacheLayerMixin], length: int) -> None:
 
 
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether the model gives the same log-probs this way. Each model is tried once, on two short prompts."""
+    """Return whether the model gives the same log-probs with `Steps` as without. Each model is tried once."""
     if not hasattr(model, "can_be_graphs"):
+        # Pick three greedy tokens after each of two prompts of different length. No id is -1, so neither ends early.
         sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
         try:
             plain = [completion.logp for completion in sample()]

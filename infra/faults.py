@@ -42,7 +42,7 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     except FailedElsewhere:
         return stand_by(2)
     except (UserError, torch.OutOfMemoryError) as error:
-        error.with_traceback(None).__cause__ = None  # torchrun would show where in this code it was raised
+        error.__traceback__ = error.__cause__ = None  # otherwise torchrun would show where in this code it was raised
         return report_failure(error, 2, f"error: {error}")
     except BaseException as error:
         if is_lost_contact(error):
@@ -80,7 +80,8 @@ def leave(code: int) -> None:
 
 def is_lost_contact(error: BaseException) -> bool:
     """Return whether a collective call failed because another rank is gone. Only errors raised inside PyTorch count,
-    because a user's own network code may fail with a similar message. NCCL may also run out of memory on this rank."""
+    because a user's own network code may fail with a similar message. An NCCL error that says "out of memory" does not
+    count, because then it is this rank that failed."""
     message, raised_in = str(error).lower(), traceback.extract_tb(error.__traceback__)[-1].filename
     matches = any(word in message for word in ("gloo", "nccl", "connection")) and "out of memory" not in message
     return isinstance(error, RuntimeError) and matches and raised_in.startswith(os.path.dirname(torch.__file__))

@@ -42,12 +42,13 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
     """Freeze the model and add the same adapters on every rank. Sharded weights stay sharded, but every rank has all of
     the adapters."""
-    layers, numbers = linear_layers(model.requires_grad_(False)), generator("lora", seed)
+    model.requires_grad_(False)
+    layers, random_numbers = linear_layers(model), generator("lora", seed)
     if not layers:
         raise UserError(f"--lora_rank: {type(model).__name__} has no linear layers except its output head")
     for layer in layers.values():
         n_out, n_in = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
-        A = torch.from_numpy(numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
+        A = torch.from_numpy(random_numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
         like = dict(dtype=torch.promote_types(layer.weight.dtype, torch.float32), device=layer.weight.device)
         layer.lora_A, layer.lora_B = nn.Parameter(A.to(**like)), nn.Parameter(torch.zeros(n_out, rank, **like))
         layer.lora_scale, layer.lora_on = alpha / rank, True
@@ -89,13 +90,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
     """Yield a note on what is not trained: weights with more than two dimensions, which get no adapters, and layers
-    whose weights the model uses without calling them. All ranks must call this."""
+    that the model does not call, because it uses their weights directly. All ranks must call this."""
     if not (layers := adapted_layers(model)):
         return
     linear = sum(layer.weight.numel() for layer in layers.values())
     if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
         reached = linear / (linear + others)
-        yield f"adapters reach {reached:.0%} of the weights; experts that are one tensor and convolutions get none"
+        yield f"adapters reach {reached:.0%} of the weights; convolutions, and experts stored as one tensor, get none"
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=ids, use_cache=False).logits.sum().backward()
     if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:

@@ -63,8 +63,9 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, sa
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """Return the limits of a micro-batch. If the log-probs of a sharded model come from its logits, the model is called
-    once for each row. All ranks must call it equally often, so a micro-batch is then one row."""
+    """Return the limits of a micro-batch. If the model changes the output of its head, log-probs are computed from the
+    model's logits, and the model is called once for each row (fast/output_head.py). All ranks must call a sharded model
+    equally often, so each of its micro-batches is then a single row."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     can_share_rows = reads_together(model, longest_prompt + config.max_completion_length)
@@ -103,8 +104,10 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
     head_bytes = 2 * head_size * compute_bytes  # the key and the value of a token, in one head
     cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
-    # The sampler has the logits, the same in fp32, the probabilities, and these in blocks. To cut the distribution it
-    # also sorts them (values and places), sums them up, cuts them, undoes the sorting, and records which ids were left.
+    # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of that in the blocks among
+    # which a GPU searches. To cut the distribution, it also has the sorted probability (4 bytes) and its id (8), the
+    # cumulative sum (4), what the cut leaves (4), and the same in the order of the ids (4). The remaining 6 bytes are
+    # for other cuts, and for the record of which ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
@@ -117,28 +120,33 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     between_bytes = compute_bytes if config.shard else weight_bytes  # of the activations between layers
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # There is a mask if completions of a prompt share a row, or if a layer has a sliding window. For each token of a
-    # row it has an entry for all tokens of the row. A shared row has p + k c tokens, with k = sqrt(p (p + 6 h)) / c
-    # (fast/shared_prompts.py).
+    # row it has an entry for all tokens of the row. A shared row has a prompt of p tokens and k completions of c tokens
+    # each, where k = sqrt(p (p + 6 h)) / c (fast/shared_prompts.py), so it has p + sqrt(p (p + 6 h)) tokens.
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
-    # Bytes that a layer saves for its backward pass, for each token: first the inputs of norms, as they are and in
-    # fp32, and the inputs of products with weights.
+    # Bytes that a layer saves for its backward pass, for each token. First come the inputs of norms, as they are and in
+    # fp32, and the inputs of the products with weights, which are one vector of attention and one of the feed-forward
+    # part. They count as 2.5 vectors, because these amounts must be upper bounds.
     layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
     # Then query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
     layer += compute_bytes * (4 * all_heads * head_size + 4 * i + mask)
-    saved = h * between_bytes if config.gradient_checkpointing else layer  # bytes, by a layer until its backward pass
+    # Bytes that a layer keeps for each token until its backward pass. With gradient checkpointing, that is its input.
+    saved = h * between_bytes if config.gradient_checkpointing else layer
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
         # While a token is computed, one layer's keys and values are copied. With padded prompts they are also repeated
         # for the query heads that share them. After that its distribution is needed.
         row=cache + max(head_bytes * all_heads * length + 4 * vocabulary, distribution),
-        # The feed-forward part; what it is added to; keys and values for all heads; the mask.
+        # Three vectors of the feed-forward part; three of the size that layers pass on; four of the size of all heads,
+        # for which keys and values are repeated; a row of the mask, as truth values and as numbers.
         read=compute_bytes * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute_bytes),
+        # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, its gradient from one
+        # micro-batch, before that is added to the others.
         update=4 * trained_parameters + (gathered if config.shard else copy) + batch + gradient_bytes * h * vocabulary,
         # What all layers save; embeddings, last norm, input of the head and its gradient; the mask as truth values.
         token=layers * saved + 2 * h * (between_bytes + compute_bytes) + mask,
-        # The logits and log-probs of a chunk; or its log-probs, their gradient, and that of the head's weights.
+        # The logits and log-probs of a chunk; or its log-probs, their gradient, and the chunk's gradient of the head.
         head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
         # With adapters, the input of a layer gets two gradients, one of them from the adapter. Both are in memory until
         # they are added.
@@ -172,6 +180,8 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     """Return how many bytes each part of a run needs: what stays in memory, a rollout, and an update."""
     rows = min(cost.sampled, max(1, config.rollout_tokens // cost.length))
     prompts, prompt_length = min(cost.prompts, rows), cost.length - config.max_completion_length
+    # With --decode graph, all prompts are read in one call. Otherwise they are read in pieces of PROMPT_TOKENS tokens,
+    # and at least one whole prompt is counted.
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
     reading = min(prompts * prompt_length, at_once) * cost.read
     reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read
@@ -191,7 +201,8 @@ def peak(config: Config, cost: Costs) -> float:
 def plan_line(config: Config, cost: Costs, free: float) -> str:
     """Return a line for the screen. Raise UserError if the run cannot fit even when it is computed in smaller parts."""
     need, most = needed(config, cost), peak(config, cost)
-    # Sharded updates must fit as they are, because one rank cannot start again by itself. All else can be made smaller.
+    # With --shard, an update must fit as it is: a rank that runs out of memory cannot start the update again in smaller
+    # parts (`until_it_fits`), because the other ranks have to take part. All else can be computed in smaller parts.
     smallest = replace(config, rollout_tokens=1, micro_batch_tokens=config.micro_batch_tokens if config.shard else 1)
     least = peak(smallest, cost)
     parts = ", ".join(f"{name} {readable(amount)}" for name, amount in need.items() if amount)
@@ -244,6 +255,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
-    # The limit counts padding. It becomes half of the tokens without padding, so what was tried is not tried again.
+    # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so take
+    # half of the tokens in that micro-batch, without its padding.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

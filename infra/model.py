@@ -86,6 +86,7 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
     opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
+    # With LoRA, a checkpoint contains only the adapters, so it is loaded after they have been added to the base model.
     if opened.adapt is not None:
         return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
@@ -162,6 +163,8 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    # With --shard, these weights go into an empty model that is made from the config. If the config ties the head to
+    # the embeddings, that model has one weight for both, and a second one in the files would be lost.
     if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
         raise UserError(f"--model {name}: its head is not tied; set tie_word_embeddings to false in its config.json")
     if len(tokenizer) > embeddings.num_embeddings:
@@ -172,16 +175,15 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
     """Make a model without weights, on the meta device."""
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, **loading_options(config))
-    return model.requires_grad_(True)  # as after `from_pretrained`
+        # `requires_grad_` makes it as trainable as after `from_pretrained`.
+        return AutoModelForCausalLM.from_config(model_config, **loading_options(config)).requires_grad_(True)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """Return all ids that end a completion. Chat models have one for a turn and another for the whole text."""
     ids, vocab_size = [], model.config.get_text_config().vocab_size
     for source in (model.generation_config, model.config, tokenizer):
-        given = getattr(source, "eos_token_id", None)
-        if given is not None:
+        if (given := getattr(source, "eos_token_id", None)) is not None:
             ids += given if isinstance(given, list) else [given]
     if not ids or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
         raise UserError(f"eos_token_id {ids} of model and tokenizer: must be token ids from 0 to {vocab_size - 1}")
@@ -205,15 +207,16 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
         return False
-    # Two completions of 2 tokens after the same prompt of 3 tokens: first in a row each, then both in one row.
+    # Two completions of 2 tokens after the same prompt of 3 tokens: first in a row each, then both in one row. `places`
+    # says where in that row the model reads each token of `ids`.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:
         with torch.no_grad():
             separate = model(input_ids=ids, use_cache=False).logits
-            together = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
+            in_one_row = model(**inputs, use_cache=False).logits.flatten(0, 1)[places]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model does not take such a mask
         return False
     # This tolerance is far above rounding errors, and far below the effect of a wrong token.
     tolerance = torch.finfo(separate.dtype).eps ** 0.5
-    return bool((together - separate).abs().max() <= tolerance * separate.abs().max())
+    return bool((in_one_row - separate).abs().max() <= tolerance * separate.abs().max())

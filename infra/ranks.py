@@ -1,8 +1,8 @@
 """The functions through which ranks communicate. With a single process they do nothing.
 
 Every rank samples a part of a step's completions and trains on a part of them. Gradients are summed, never averaged,
-because the token weights already contain the totals of the step. With --shard, each rank also has only a part of the
-model (shard.py).
+because the weight of each token in the loss is already divided by a total of the whole step, over all ranks. With
+--shard, each rank also has only a part of the model (shard.py).
 """
 
 import os
@@ -48,7 +48,10 @@ def start(shard: bool = False) -> torch.device:
         # To find each other, the ranks have PyTorch's half an hour, which is enough as they start at the same time.
         store, number, count = next(dist.rendezvous("env://"))
         store.set_timeout(TIMEOUT)
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun keeps one store for all restarts, with old addresses
+        # torchrun uses the same store for all its restarts, so the store still has the addresses of processes that have
+        # ended. A new prefix for each restart hides them. On several machines there is no such prefix, because each
+        # machine counts its own restarts, and the ranks would not agree on the number.
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
         # PyTorch connects the ranks in the first collective call. If this fails or needs memory, it should do so now.
@@ -92,7 +95,8 @@ def gather(own: list, same: dict[str, Any] | None = None) -> list:
 
 
 def on_first(call: Callable, *args: Any) -> Any:
-    """Call a function on the first rank only. Every rank returns its result or, if it raised a UserError, fails."""
+    """Call a function on the first rank only, and return the function's result on every rank. If the function raises a
+    UserError, every rank fails."""
     with fail_together():
         made = call(*args) if rank() == 0 else None
     return gather([made])[0]

@@ -36,7 +36,8 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.length for completion in completions]
-    in_turns = [completion for completion in completions if completion.written is not None]  # of a task with replies
+    # `written` says which tokens the model wrote. It is None unless the task replies to the model.
+    in_turns = [completion for completion in completions if completion.written is not None]
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
@@ -50,8 +51,10 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
         "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        "rejected_groups": mean(not group.has_signal for group in groups),  # dynamic sampling rejects them if it is on
-        "groups_replaced": sum(group.advantages is None for group in groups),  # dynamic sampling has replaced them
+        # The share of groups without a signal, which dynamic sampling leaves out if it is on, and the number of groups
+        # that it has left out.
+        "rejected_groups": mean(not group.has_signal for group in groups),
+        "groups_replaced": sum(group.advantages is None for group in groups),
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
@@ -76,7 +79,7 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
 
 def together(name: str, one: Tensor, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
-    in _max has a maximum instead of the sum."""
+    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted, so both numbers are combined by maximum."""
     return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
@@ -186,8 +189,9 @@ class RunLog:
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
             # The first time that something happens which may keep the run from learning, print a note.
-            trained_on = sum(any(torch.as_tensor(A).any() for A in group.advantages) for group in groups)
-            if 2 * trained_on < self.config.prompts_per_step:
+            # The advantage of a completion is a number, or a tensor with a number for each token.
+            trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
+            if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
             if metrics["truncated"] >= 0.9:
                 self.say_once("note: nine of ten completions are cut off at the limit; see --max_completion_length")
@@ -200,9 +204,10 @@ class RunLog:
         """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
         completion = group.completions[i]
         A = None if group.advantages is None else group.advantages[i]
-        recorded = [completion.logp, completion.entropy]
+        logp, entropy = completion.logp, completion.entropy
         if completion.written is not None:
-            recorded = [x and [n if own else None for n, own in zip(x, completion.written)] for x in recorded]
+            logp = [x if by_model else None for x, by_model in zip(logp, completion.written)]
+            entropy = entropy and [x if by_model else None for x, by_model in zip(entropy, completion.written)]
         return {
             "step": step,
             "kind": kind,
@@ -215,14 +220,16 @@ class RunLog:
             "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, *recorded),
+            "tokens": self.tokens(completion.ids, logp, entropy),
         }
 
     def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
         ends = [0]  # where the text of each token ends
-        before, done = 0, 0  # ids[:done] have their text, and ids[before:done] are the last of them
+        # ids[:done] have their text. The tokens of the last piece of text are ids[before:done], and those that still
+        # wait for their text are ids[done:t].
+        before, done = 0, 0
         for t in range(1, len(ids) + 1):
             # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
@@ -276,7 +283,7 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
 
 def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
     """Stop the run, because the loss or the gradient is not finite. Name the first token with a value that is not
-    finite, or so large that a product with it may not be. All ranks call this, and one of them reports it."""
+    finite, or so large that multiplying it could overflow. All ranks call this, and one of them reports it."""
     old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
     ratio = (logp - (logp if old_logp is None else old_logp)).exp()
     kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
@@ -293,14 +300,15 @@ def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: B
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
-    """Print the result of a run from its files: the metrics of the first and of the last evaluation. `notes` is None if
-    this process has just finished the run; if the run was finished already, they are printed. Return the exit code."""
+    """Print the result of a run from its files: the metrics of the first and of the last evaluation. Return the exit
+    code. If the run was already finished when this process started, `notes` says what has changed since, and is printed
+    first. If this process has finished the run, `notes` is None."""
     lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
     if ranks.rank() > 0:
         return 0
     with suppress(OSError):
         if notes is not None:
-            print(f"the run in {out}/ is finished; only --overwrite starts it over", *notes, sep="\nnote: ")
+            print("\nnote: ".join([f"the run in {out}/ is finished; only --overwrite starts it over", *notes]))
         if lines:
             shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
             print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in shown))

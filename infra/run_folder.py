@@ -43,7 +43,7 @@ def step_to_continue_after(config: Config) -> int | None:
     finished. Raise a UserError if this run must not write there. Nothing is written."""
     out = Path(config.out)
     if (out / ".lock").exists():
-        lock(out)  # wait for a process that is still writing; without the file there was none
+        lock(out)  # wait for a process that is still writing; every process that writes here makes this file first
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
@@ -65,22 +65,24 @@ def step_to_continue_after(config: Config) -> int | None:
 
 
 def made_steps(out: Path) -> int | None:
-    """Return how many steps the run in this folder has made: all of them if it is finished, otherwise up to its newest
-    checkpoint. Return None if there is nothing to lose, because there is no run or it has not made a step."""
+    """Return how many steps the run in this folder has made that can be kept: all of them if it is finished, otherwise
+    those up to its newest checkpoint, or 0 if it has made steps but no checkpoint. Return None if there is no run, or
+    if it has not made a step yet, because then nothing is lost by starting over."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
         return saved[-1]
     if (out / "model").exists():
         return there.steps
-    # The line with step 0 is the first evaluation. It is worth keeping only if --steps is 0, so that nothing follows.
-    return 0 if any(line["step"] >= min(1, there.steps) for line in read_lines(out / "metrics.jsonl")) else None
+    # A line with step 0 is the first evaluation. It is worth keeping only if the run was to do nothing else.
+    return 0 if any(line["step"] > 0 or there.steps == 0 for line in read_lines(out / "metrics.jsonl")) else None
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a resumed run must keep them."""
-    trains = there.steps and here.steps  # otherwise one of the runs is only an evaluation
-    may_change = MAY_CHANGE - (set() if trains else {"steps", "eval_prompts", "eval_k"})
+    # If one of the runs is only an evaluation, its result also depends on settings that a training run may change.
+    both_train = there.steps != 0 and here.steps != 0
+    may_change = MAY_CHANGE if both_train else MAY_CHANGE - {"steps", "eval_prompts", "eval_k"}
     return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
@@ -101,8 +103,7 @@ def saved_steps(out: Path) -> list[int]:
 
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
-    settings = content_of(out / "config.json").get("settings")
-    if settings is None:
+    if (settings := content_of(out / "config.json").get("settings")) is None:
         return None
     if unknown := settings.keys() - vars(Config()).keys():
         raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
@@ -159,7 +160,8 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")  # `settings_of` reads it
+    # JSON has no infinity, so write it as the string "inf", which `settings_of` turns back into a number.
+    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes
 
@@ -177,6 +179,8 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
     about = content_of(Path(config.out) / "config.json")
     before, after = ({"commit": x["commit"]} | x["versions"] | x["digests"] for x in (about, now))
     before |= vars(settings_of(Path(config.out)))
+    # A setting that is still None, such as a budget that depends on the free memory, cannot be compared yet. And
+    # --overwrite is not a setting of the run itself.
     after |= {name: x for name, x in vars(config).items() if x is not None and name != "overwrite"}
     return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
 
@@ -184,6 +188,8 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
 def equal_on_all_ranks(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
     own = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
+    # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. Of an
+    # object that JSON does not have, it contains only the type, because its repr may differ between processes.
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
     return settings | {"the code": [digest_of_code(), *own], "the rows": sum(zlib.crc32(x.encode()) for x in texts)}

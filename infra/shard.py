@@ -49,7 +49,9 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     mesh = torch.arange(world).view(-1, sizes[0])
-    groups = [dist.new_subgroups_by_enumeration(peers.tolist(), timeout=ranks.TIMEOUT)[0] for peers in (mesh.T, mesh)]
+    # The ranks in a row of `mesh` share one copy of the model. The ranks in a column, which is a row of `mesh.T`, have
+    # the same shard. Each row becomes a group.
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=ranks.TIMEOUT)[0] for rows in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
 
 
