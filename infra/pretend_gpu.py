@@ -202,8 +202,8 @@ def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Compute the shape of a result that depends on tensors without numbers. Integers in the result are 0, and booleans
-    are true. If the host asks for a number it gets 1.0, and if it asks whether two tensors are equal they are."""
+    """Compute the shape of a result that depends on tensors without numbers. Integers that are made from these
+    tensors are 0, and booleans are true. If the host reads a number it gets 1.0, and two such tensors are equal."""
     if name in ("_local_scalar_dense", "equal"):
         return 1.0
     if name == "copy_":
@@ -265,8 +265,8 @@ class Graph:
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             again = compute(func, func._schema.name.partition("::")[2], args, kwargs)
-            outs, agains = (x if isinstance(x, list | tuple) else [x] for x in (out, again))
-            for old, new in zip(outs, agains, strict=True):
+            old_tensors, new_tensors = (x if isinstance(x, list | tuple) else [x] for x in (out, again))
+            for old, new in zip(old_tensors, new_tensors, strict=True):
                 if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
 
