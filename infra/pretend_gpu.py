@@ -57,7 +57,8 @@ gpu = SimpleNamespace(
 
 # ---- Memory ----
 
-_blocks: dict[int, tuple[int, weakref.ref]] = {}  # address of a storage -> its bytes, and a reference that frees them
+# The address of a storage -> its size in bytes, and a weak reference that calls release() when the storage is freed.
+_blocks: dict[int, tuple[int, weakref.ref]] = {}
 
 
 def count(storage: torch.UntypedStorage) -> None:
@@ -96,8 +97,9 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        if gpu.shapes_only:  # integers and booleans keep their numbers
-            inner = inner.to("meta") if inner.is_floating_point() else numbers_of(inner)
+        # Integers and booleans keep their numbers. If they have none, with_numbers makes some up.
+        if gpu.shapes_only:
+            inner = inner.to("meta") if inner.is_floating_point() else with_numbers(inner)
         count(inner.untyped_storage())
         outer = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
@@ -110,7 +112,8 @@ class Pretended(torch.Tensor):
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
 
-    def __repr__(self, **_: Any) -> str:  # checkpoints compare it
+    # checkpoint.save compares tensors by their repr, so the repr must show the numbers and the device.
+    def __repr__(self, **_: Any) -> str:
         return f"{self.inner!r} on {DEVICE}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -131,6 +134,7 @@ class Pretended(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        # `x.data = y` changes only the tensor in C++, so x must also get the inner tensor of y.
         if func == torch.Tensor.data.__set__:
             args[0].inner = args[1].inner
         return result
@@ -153,7 +157,7 @@ class Pretended(torch.Tensor):
         raise_on_two_devices(func, tensors)
         target = torch.device(kwargs.pop("device", None) or DEVICE).type
         name = func._schema.name.partition("::")[2]
-        if waits(name, args, target, all(isinstance(x, Pretended) for x in tensors)):
+        if host_must_wait(name, args, target, all_on_gpu=all(isinstance(x, Pretended) for x in tensors)):
             gpu.waits[name] += 1
             if gpu.captured is not None:
                 raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} (pretended)")
@@ -164,10 +168,11 @@ class Pretended(torch.Tensor):
         if gpu.captured is not None:
             gpu.captured.append((func, args, kwargs, out))
         if target == "cpu":
-            return each(numbers_of, out)
+            return each(with_numbers, out)
         if func._schema.is_mutable:
             for x in outer.values():
-                if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):  # the operation resized it
+                if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):
+                    # The operation has resized the inner tensor, so the wrapper gets the new shape too.
                     torch.Tensor.data.__set__(x, Pretended(x.inner))
         return each(wrap, out)
 
@@ -183,10 +188,10 @@ def raise_on_two_devices(func: Any, tensors: list[torch.Tensor]) -> None:
         raise RuntimeError(f"Expected all tensors to be on the same device, found cuda:0 and cpu: {func} (pretended)")
 
 
-def waits(name: str, args: tuple, target: str, all_ours: bool) -> bool:
+def host_must_wait(name: str, args: tuple, target: str, all_on_gpu: bool) -> bool:
     """Return whether the host must wait for the result of a computation on the GPU."""
     by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
-    return name in WAITS or by_mask or target == "cpu" or (name == "copy_" and not all_ours)
+    return name in WAITS or by_mask or target == "cpu" or (name == "copy_" and not all_on_gpu)
 
 
 def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -197,38 +202,42 @@ def compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Compute the shape of a result that depends on tensors without numbers. Integers made from these are 0, and
-    booleans are true."""
+    """Compute the shape of a result that depends on tensors without numbers. Integers that are made from these
+    tensors are 0, and booleans are true. If the host reads a number it gets 1.0, and two such tensors are equal."""
     if name in ("_local_scalar_dense", "equal"):
         return 1.0
     if name == "copy_":
         return args[0] if args[0].is_meta else args[0].zero_()
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # the shape depends on a mask's numbers
-        places = [i.nonzero().unbind(1) if i is not None and i.dtype == torch.bool else [i] for i in args[1]]
-        args = (args[0], list(itertools.chain(*places)), *args[2:])
-    real = {}
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        # Replace each mask by the positions where it is true, because the shape of the result depends on them.
+        positions = [i.nonzero().unbind(1) if i is not None and i.dtype == torch.bool else [i] for i in args[1]]
+        args = (args[0], list(itertools.chain(*positions)), *args[2:])
+    originals = {}
 
     def to_shape(x: torch.Tensor) -> torch.Tensor:
         shape = x.to("meta")
-        real[id(shape)] = x, shape  # keep the shape alive, so that no other tensor gets its id
+        originals[id(shape)] = x, shape  # keep the shape alive, so that no other tensor gets its id
         return shape
 
-    def back(x: torch.Tensor) -> torch.Tensor:
-        if id(x) in real:
-            return real[id(x)][0]
-        return x if x.is_floating_point() else numbers_of(x)
+    def from_shape(x: torch.Tensor) -> torch.Tensor:
+        # An operation in place returns its argument, so return the original of this argument.
+        if id(x) in originals:
+            return originals[id(x)][0]
+        return x if x.is_floating_point() else with_numbers(x)
 
-    return each(back, func(*each(to_shape, args), **{name: each(to_shape, x) for name, x in kwargs.items()}))
+    return each(from_shape, func(*each(to_shape, args), **{name: each(to_shape, x) for name, x in kwargs.items()}))
 
 
-def numbers_of(x: torch.Tensor) -> torch.Tensor:
-    return torch.full(x.size(), x.dtype == torch.bool, dtype=x.dtype, device="cpu") if x.is_meta else x
+def with_numbers(x: torch.Tensor) -> torch.Tensor:
+    """Return x. If it has only a shape, return made-up numbers of this shape: 0, or true for booleans."""
+    return torch.full(x.size(), 1 if x.dtype == torch.bool else 0, dtype=x.dtype, device="cpu") if x.is_meta else x
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """With numbers, call the CPU's kernel, so that a run in fp32 gives the same numbers as on a CPU. With shapes, call
-    the kernel that CUDA would choose: flash attention in bf16 without a mask, otherwise memory-efficient attention. In
-    torch 2.13 the latter does not support shared key heads, and then plain attention is computed."""
+    """If tensors have numbers, call the CPU's kernel, so that a run in fp32 gives the same numbers as on a CPU. If they
+    have only shapes, call the kernel that CUDA would choose: flash attention in bf16 without a mask, otherwise
+    memory-efficient attention. In torch 2.13 memory-efficient attention does not support key heads that several query
+    heads share. Then plain attention is computed."""
     if q.is_cuda and torch.is_autocast_enabled("cuda"):  # autocast includes attention
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     settings = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale)
@@ -238,8 +247,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     if q.is_cuda and gpu.shapes_only and not enable_gqa:
         if attn_mask is not None:
             attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=DEVICE).expand(*q.shape[:3], k.shape[2])
-        kept = torch.is_grad_enabled() and q.requires_grad
-        return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, kept, **settings)[0]
+        compute_log_sumexp = torch.is_grad_enabled() and q.requires_grad  # for the backward pass
+        return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, compute_log_sumexp, **settings)[0]
     if q.is_cuda and not gpu.shapes_only and dropout_p == 0.0:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
@@ -256,7 +265,8 @@ class Graph:
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             again = compute(func, func._schema.name.partition("::")[2], args, kwargs)
-            for old, new in zip(*(x if isinstance(x, list | tuple) else [x] for x in (out, again)), strict=True):
+            old_tensors, new_tensors = (x if isinstance(x, list | tuple) else [x] for x in (out, again))
+            for old, new in zip(old_tensors, new_tensors, strict=True):
                 if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
 
@@ -296,6 +306,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     CUDA, XLA, PRIVATE_USE = 1, 9, 20
+    # PyTorch lets Python register a guard only for the device type PrivateUse1. Give this guard to CUDA and XLA, and
+    # leave none for PrivateUse1, so that there seems to be no such device.
     guards[CUDA] = guards[XLA] = guards[PRIVATE_USE]
     guards[PRIVATE_USE] = None
     for key in ("CUDA", "XLA"):

@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped at any moment are compared with a run that was not. Checkpoints; a run's folder."""
+"""Checkpoints and a run's folder: a run that was killed or stopped at any moment ends like an uninterrupted run."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def noisy(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def quiet(sorting) -> dict:
+def without_noise(sorting) -> dict:
     """Return the settings of a small run that needs everything that a checkpoint contains."""
     return sorting | dict(
         prompts_per_step=2, num_generations=3, dynamic_sampling=2, max_completion_length=6, steps=7, num_iterations=2,
@@ -48,8 +48,8 @@ def quiet(sorting) -> dict:
 
 
 @pytest.fixture(scope="module")
-def small(quiet) -> dict:
-    return quiet | dict(reward=f"{__name__}:noisy", correct="noisy")
+def small(without_noise) -> dict:
+    return without_noise | dict(reward=f"{__name__}:noisy", correct="noisy")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,9 @@ def whole(small, tmp_path_factory) -> Path:
 
 STOP = partial(signal.raise_signal, signal.SIGTERM)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-ENDS = {  # one run is ended at each of these moments in turn: what ends it, and its exit code
+# One run is ended at each of these moments in turn: what ends it, and its exit code. With `of`, only calls whose first
+# argument ends with this text are counted.
+ENDS = {
     "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, "infra.test_faults.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
@@ -85,7 +87,7 @@ def test_killed_at_chosen_moments(small, whole, tmp_path):
     for end, code in ENDS.values():
         newest = saved_steps(out)[-1:]
         run(small, out, end, code=code)
-        assert saved_steps(out)[-1:] >= newest
+        assert saved_steps(out)[-1:] >= newest  # lists of at most one step, because at first nothing is saved
     run(small, out)
     assert_same_files(out, whole)
 
@@ -125,19 +127,20 @@ KINDS = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (Adafactor, dict(relati
 @pytest.mark.parametrize("kind, how", KINDS)
 def test_a_loaded_checkpoint_restores_everything(tmp_path, monkeypatch, kind, how):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
-    (models, optimizer), (others, again) = a_model(kind, updates=3, **how), a_model(kind, updates=0, **how)
-    model, other = models["model"], others["model"]
+    models, optimizer = a_model(kind, updates=3, **how)
+    other_models, other_optimizer = a_model(kind, updates=0, **how)
+    model, other_model = models["model"], other_models["model"]
     checkpoint.save(tmp_path, 7, models, optimizer, 5, STATE)
     assert len([*tmp_path.glob("checkpoint/*/model/*.safetensors")]) == 2, "24 bytes of weights, and 8 of biases"
-    assert repr(checkpoint.load(tmp_path, 7, others, again)) == repr((5, STATE))
-    assert all(map(torch.equal, others["reference"].parameters(), models["reference"].parameters()))
+    assert repr(checkpoint.load(tmp_path, 7, other_models, other_optimizer)) == repr((5, STATE))
+    assert all(map(torch.equal, other_models["reference"].parameters(), models["reference"].parameters()))
     for _ in range(3):
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
+        assert all(map(torch.equal, other_model.parameters(), model.parameters()))
         update(model, optimizer)
-        update(other, again)
+        update(other_model, other_optimizer)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+def test_the_error_names_what_in_a_checkpoint_does_not_fit_the_model(tmp_path):
     """The checkpoint has weights and state that this code does not know, and a layer of another width."""
     models, optimizer = a_model()
     optimizer.state[models["model"].bias]["ema"] = torch.zeros(2)
@@ -157,6 +160,7 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
     folder, partial_folder = (tmp_path / "checkpoint" / name for name in ("000007", "000007.partial"))
     before = happened[: happened.index((partial_folder, folder))]
     inside = {partial_folder / path.relative_to(folder) for path in folder.rglob("*")}
+    # Nine: state.json, state.safetensors, SHA256SUMS, three folders, and a file of weights in each of these folders.
     assert {partial_folder, tmp_path / "metrics.jsonl", *inside} <= set(before) and len(inside) == 9
     assert folder.parent in happened[len(before) + 1 :], "the new name itself is not flushed"
 
@@ -169,8 +173,8 @@ def test_what_is_not_finite_or_would_be_loaded_differently_is_never_saved(tmp_pa
     state, message = {"mine": {"of it": [0, spoiled]}}, "run.state would be loaded differently"
     if isinstance(spoiled, str):
         state, message = {}, rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
-        tensors = {"model": weights, "reference": models["reference"].bias}
-        tensors.get(spoiled, optimizer.state[weights]["exp_avg"]).data[0] = math.inf
+        tensor = optimizer.state[weights]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
+        tensor.data[0] = math.inf
     with pytest.raises(UserError, match=message):
         checkpoint.save(tmp_path, 2, models, optimizer, 0, state)
     assert contents(tmp_path) == before
@@ -259,8 +263,9 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----
 
 
-def test_an_extended_run_and_one_that_starts_over_are_those_made_in_one_go(small, tmp_path):
-    """Starting over does not overwrite an existing folder. A finished run prints its table again."""
+def test_an_extended_run_and_one_that_starts_over_have_the_same_files(small, tmp_path):
+    """With --overwrite, the earlier run is moved to the first out.replaced-N that does not exist. A finished run prints
+    its table again."""
     settings = small | dict(lr_schedule="constant", eval_every=2)
     out, taken, replaced = (tmp_path / name for name in ("out", "out.replaced-1", "out.replaced-2"))
     taken.mkdir()
@@ -299,7 +304,8 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
 
 
 def write(out: Path, pid_of_child: Connection) -> None:
-    """Replace the run in this folder, and keep writing for minutes, with a child process such as a reward may have."""
+    """Replace the run in this folder, and keep the lock of the folder for minutes. Start a child process, as a reward
+    may do. The child does not have the lock."""
     made(out)
     run_folder.begin(config_of(out, overwrite=True), Config(), 0)
     if child := os.fork():
@@ -324,9 +330,9 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
     os.kill(child, signal.SIGKILL)  # until now the child was running, but it did not have the lock
 
 
-def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(quiet, tmp_path):
+def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path):
     before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(quiet, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
+    shown = run(without_noise, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 
@@ -341,16 +347,16 @@ def accident() -> None:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
-    # After the restart, rank 0 finds only the earlier address of rank 1 in the store of torchrun, until rank 1 comes.
-    time.sleep(os.environ["RANK"] == "1")
+    # Rank 1 comes a second late, so after the restart rank 0 first finds the old address of rank 1 in torchrun's store.
+    time.sleep(1 if os.environ["RANK"] == "1" else 0)
 
 
-def test_torchrun_restarts_ranks_that_end_with_it_and_more_ranks_resume_the_run(quiet, tmp_path):
+def test_torchrun_restarts_ranks_and_if_it_is_killed_they_end_and_more_ranks_can_resume(without_noise, tmp_path):
     out = tmp_path / "out"
-    code, shown = run_supervised(quiet | dict(overwrite=True), out, accident, restarts=2)
+    code, shown = run_supervised(without_noise | dict(overwrite=True), out, accident, restarts=2)
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved_steps(out) == [2, 4]
     changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1)
-    assert "continued after step 4" in run(quiet | changed, out, world=3) and saved_steps(out) == [7]
-    run(quiet, tmp_path / "whole")
+    assert "continued after step 4" in run(without_noise | changed, out, world=3) and saved_steps(out) == [7]
+    run(without_noise, tmp_path / "whole")
     assert_same_run(out, tmp_path / "whole", 1e-3)

@@ -76,21 +76,23 @@ def test_every_default_is_filled_in_and_resolved_settings_can_be_given_as_flags(
 
 
 def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
-    """From a run's config.json, --config takes the settings that were given by hand, except for its folder. --out
-    without other flags resumes the run with all its settings, if the run has made a step."""
+    """If --config names the config.json of a run, the settings are those that were given to that run, except for --out
+    and --overwrite. If the run has made a step, --out with no other flags resumes it with all its settings."""
     out, file = tmp_path / "out", tmp_path / "out" / "config.json"
     words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --reward r.py:f --steps 7"
     given = read(f"{words} --out {out} --overwrite")
     mine = {name: "inf" if x == math.inf else x for name, x in vars(given).items() if x != vars(Config())[name]}
     (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None)))
     assert read(f"--config {tmp_path}/mine.json") == given
-    run_folder.begin(of_run := ready(given, on_gpu=False), given, 0)
+    run_folder.begin(ready(given, on_gpu=False), given, 0)
     for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
     assert read(f"--out {out}") == Config(out=str(out)), "no step was made, so there is nothing to resume"
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert vars(read(f"--out {out} --steps 9")) == vars(of_run) | dict(steps=9, overwrite=False)
-    again = read(f"--out {out}")  # the run was killed before its first checkpoint
+    assert vars(read(f"--out {out} --steps 9")) == vars(ready(given, on_gpu=False)) | dict(steps=9, overwrite=False)
+    # The run was killed before its first checkpoint, so it begins again. With no flag but --out, config.json still has
+    # the settings that were given at first.
+    again = read(f"--out {out}")
     run_folder.begin(ready(again, on_gpu=False), again, 0)
     assert read(f"--config {file}") == read(words)
     assert read(f"--out {out} --overwrite") == Config(out=str(out), overwrite=True)
@@ -122,7 +124,8 @@ MISTAKES = [  # a command line -> a part of each line of its error message
 ]
 IN_FILES = [  # settings in a file, flags, a part of each line of the error message
     ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
-    ({"settings": {"seed": 1}}, "", "unrecognized arguments: --settings="),  # only "given" is read
+    # Only the key "given" of a run's config.json is read, and this file does not have it.
+    ({"settings": {"seed": 1}}, "", "unrecognized arguments: --settings="),
     ({"algorithm": "rloo", "beta": None, "seed": 2}, "--minibatches 4", "--objective reinforce: has no ratio"),
     ({}, "--config none.json", "none.json"),
 ]
@@ -147,12 +150,13 @@ def values_of(setting: Field) -> tuple[list, list]:
     for bound, x in bounds.items():
         step = (1 if kind is int else 1e-6 * max(1.0, abs(x))) * (1 if bound in ("above", "at_least") else -1)
         inside, outside = (x + step, x) if bound in ("above", "below") else (x, x - step)
-        fine, wrong = [*fine, inside], [*wrong, outside] if math.isfinite(x) else wrong
+        fine.append(inside)
+        wrong += [outside] if math.isfinite(x) else []
     return fine or [kind(1)], wrong
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_what_its_line_says(capsys, name):
+def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
     """This covers the flag, the type, the default and the names or bounds of every setting, new ones included."""
     setting, default = SETTINGS[name], getattr(Config(), name)
     fine, wrong = values_of(setting)

@@ -86,16 +86,19 @@ def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, wo
 
 exception = partial(fail, ValueError("what went wrong"))
 mistake = partial(fail, UserError("what went wrong"))
-one_row, one_sample = (partial(oom_above, 0, name) for name in (LOGPROBS, SAMPLES))
+# Memory runs out even with one row, or with one sample.
+even_one_row, even_one_sample = partial(oom_above, 0, LOGPROBS), partial(oom_above, 0, SAMPLES)
 TOO_LITTLE = "error: out of memory with one completion at a time: "
-FAULTS = [  # what happens, before which call, on which rank of how many; its exit code, and how its message begins
+# The fault; the function before whose n-th call it happens, and n; the rank on which it happens, and the number of
+# ranks; the exit code of this rank, and how its message begins.
+FAULTS = [
     (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
     (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
     (mistake, "train.score", 4, 1, 2, 2, "error: what went wrong"),
     (oom, OPTIMIZER, 2, 1, 2, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
     (oom, LOSS, 2, 1, 2, 2, "error: out of memory in an update: with --shard one rank cannot start again"),
-    (one_row, "train.training_step", 1, 1, 2, 2, TOO_LITTLE),
-    (one_sample, "train.training_step", 1, 0, 1, 2, TOO_LITTLE),
+    (even_one_row, "train.training_step", 1, 1, 2, 2, TOO_LITTLE),
+    (even_one_sample, "train.training_step", 1, 0, 1, 2, TOO_LITTLE),
     (die, "infra.checkpoint.HuggingFaceStorageWriter.write_data", 1, 0, 2, -signal.SIGKILL, None),
 ]
 
@@ -105,6 +108,7 @@ def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, point, n, ra
     together = fault is mistake  # the other ranks receive the error too, and end without a message
     codes = [code if i == rank else 2 if together else 1 for i in range(world)]
     before = partial(at, point, n, fault, rank=rank)
+    # Without --shard, a rank that runs out of memory in the loss would continue with smaller micro-batches.
     shown = run(small | dict(shard=point == LOSS), tmp_path / "out", before, code=codes, world=world)
     assert shown.count("lost contact with another rank: ") == (0 if together else world - 1), shown
     assert message is None or sum(line.startswith(message) for line in shown.splitlines()) == 1, shown
@@ -151,6 +155,7 @@ UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
         lambda pick_rows: lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)],
     ),
     "the advantages of step 2": (
+        # The calls are counted from 0, so that step 1 is the same and step 2 differs a little.
         "train.group_advantages",
         lambda advantages: lambda *args, **how: advantages(*args, **how) * (1 + 1e-4 * next(EARLIER_CALLS)),
     ),
@@ -215,9 +220,9 @@ def test_not_finite(small, tmp_path, monkeypatch, what, world):
     monkeypatch.chdir(tmp_path)
     settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
     settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9) if what == "loss" else {}
-    spoil = partial(at, OPTIMIZER, 1, spoil_gradients if what == "gradient" else int, after=True)
+    spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
     updated = partial(at, OPTIMIZER, 2, partial(os.write, 1, b"updated"))
-    shown = run(settings, out, updated, spoil, code=2, world=world)
+    shown = run(settings, out, updated, *spoil, code=2, world=world)
     (error,) = errors(shown)
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()

@@ -1,5 +1,5 @@
 """Bad input is reported before anything is trained or written: with one line and exit code 2 or, if the user's own code
-fails, as Python shows it. Unusual input that must work."""
+fails, as Python shows it. Unusual but valid input works."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def files(tmp_path_factory) -> Path:
     (folder / "mine.py").write_text(REWARDS)
     rows = [f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"]
     (folder / "rows.jsonl").write_text("".join(rows))
-    save_model("abcdef>", folder / "model").save_pretrained(folder / "model")
+    save_model("abcdef>", folder / "model").save_pretrained(folder / "model")  # the second call saves the tokenizer
     (folder / "model" / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     for name, spoil in MODELS.items():
         spoil(shutil.copytree(folder / "model", folder / name))
@@ -57,6 +57,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def save_model(letters: str, folder: Path) -> PreTrainedTokenizerBase:
+    """Save a small model for texts of these letters, without its tokenizer. Return the tokenizer."""
     torch.manual_seed(0)
     tokenizer = char_tokenizer(letters)
     LlamaForCausalLM(small_config(tokenizer, 16, 16)).save_pretrained(folder)
@@ -101,8 +102,9 @@ OF_THE_USER = [  # flags whose reward fails by itself -> the end of what Python 
 
 
 @pytest.fixture
-def ends(files, capsys, monkeypatch, tmp_path):
-    """Return a function that starts a run, expects this exit code, and returns what was printed to stderr."""
+def stderr_of_run(files, capsys, monkeypatch, tmp_path):
+    """Return a function that starts a run with some flags, checks the exit code, and returns what the run printed to
+    stderr."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
@@ -117,9 +119,9 @@ def ends(files, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), BAD + OF_THE_USER)
-def test_bad_input_is_one_line_and_an_error_in_the_users_code_is_shown_by_python(files, ends, tmp_path, words, message):
+def test_bad_input_is_one_line_but_python_shows_errors_in_user_code(files, stderr_of_run, tmp_path, words, message):
     of_the_user = (words, message) in OF_THE_USER
-    shown = ends(words, code=1 if of_the_user else 2)
+    shown = stderr_of_run(words, code=1 if of_the_user else 2)
     message = "(.|\n)*".join(map(re.escape, message.split("...")))
     assert re.search(f"{message}.*\n\\Z" if of_the_user else f"^error: {message}.*\n\\Z", shown), shown
     assert shown.count("Traceback") == of_the_user and (of_the_user or (shown.count("\n") == 1 and len(shown) < 1000))
@@ -153,6 +155,8 @@ def test_models_that_must_work(files, tmp_path):
         assert metrics(tmp_path / model) == metrics(tmp_path / "model")
 
 
+# Code that may execute data. Allowed are pickle.dumps, pickle.loads of what was just dumped, and trust_remote_code if
+# it is False or the user's setting.
 EXECUTES = r"""(?mx) ^\s*(import|from)\s+(cPickle|dill|cloudpickle|joblib|marshal|shelve|yaml)\b
     | ^\s*from\s+pickle\b | \bpickle\.(?!dumps\(|loads\(pickle\.dumps\()
     | (?<![\w.])(eval|exec|compile|__import__)\( | \b(torch|numpy|np)\.load\( | os\.system | allow_pickle
@@ -165,7 +169,7 @@ def test_nothing_executes_data():
     assert [f"{path}: {found[0]}" for path in own if (found := re.search(EXECUTES, path.read_text()))] == []
 
 
-def test_code_that_comes_with_a_model_is_run_when_asked_for(files, ends, tmp_path, monkeypatch):
+def test_code_that_comes_with_a_model_is_run_when_asked_for(files, stderr_of_run, tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    ends("--model {0}/code_of_its_own --trust_remote_code", code=2)
+    stderr_of_run("--model {0}/code_of_its_own --trust_remote_code", code=2)
     (files / "executed").unlink()  # fails if the code was not run

@@ -64,15 +64,20 @@ def test_weights_and_cache_are_counted_exactly(dtype):
     cached = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    repeated = 2 * cached / 2  # for one of the two layers, in which each pair of the four heads shares its keys
+    # The keys and values of one of the two layers, repeated because two query heads share each of them.
+    repeated = cached / 2 * 2
+    # For each token of the vocabulary there are the logit, and in fp32 the logit, the probability, and this in blocks.
     assert cost.row == cached + max(repeated + 4 * conftest.VOCAB, conftest.VOCAB * (dtype.itemsize + 4 + 4 + 4))
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy of the weights"
 
 
-def test_an_evaluation_needs_no_memory_for_an_update(monkeypatch):
+def test_free_memory_is_what_cuda_reports(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
     assert memory.free_memory() == 5
+
+
+def test_an_evaluation_needs_no_memory_for_an_update():
     settings = dict(rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
     config, cost = large(steps=0, **settings)
     needed = memory.needed(config, cost)
@@ -85,6 +90,7 @@ def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_the_bytes_of_thei
     """7B in bf16, in one piece or sharded, with a KL term."""
     _, cost = large(ranks, shard=ranks > 1, beta=0.1, lora_rank=16)
     h, i = 3584, 18_944
+    # Rank 16, and 28 layers with adapters for q and o, for k and v, and for the three projections of the MLP.
     adapters = 16 * 28 * (2 * (h + h) + 2 * (h + 512) + 3 * (h + i))
     assert cost.stays == {"weights": 2 * PARAMETERS / ranks + 4 * adapters, "Adam": 8 * adapters, "reference": 0}
     assert cost.rollout == (0 if ranks == 1 else 2 * PARAMETERS) + 2 * adapters, "what is copied"
@@ -114,7 +120,8 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_loaded():
     least = memory.peak(small(rollout_tokens=1, micro_batch_size=1)[0], cost)
     said = ["in smaller parts" in memory.plan_line(config, cost, free) for free in (most, most - 1, least)]
     assert said == [False, True, True]
-    disk = memory.readable(2 * 4 * 3 * sum(p.numel() for p in Qwen2ForCausalLM(SMALL).parameters()))  # Adam has two
+    # Two checkpoints, with 4 bytes for each of three numbers: the weight and Adam's two.
+    disk = memory.readable(2 * 4 * 3 * sum(p.numel() for p in Qwen2ForCausalLM(SMALL).parameters()))
     assert f"checkpoints up to {disk} on disk" in memory.plan_line(config, cost, most)
     assert small(beta=0.1)[1].checkpoints * 12 == small()[1].checkpoints * 16, "with the weights of the reference"
     sharded = small(shard=True, micro_batch_size=9)
@@ -132,7 +139,7 @@ def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt,
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """Choose budgets as on a GPU with this much free memory."""
+    """Choose budgets as on a GPU with this much free memory. The third argument of `resolve` is on_gpu."""
     conftest.replace("infra.command_line.resolve", lambda resolve: lambda config, task, _: resolve(config, task, True))
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)
@@ -177,7 +184,7 @@ def one_of_eight() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
-    dist.all_gather_object = lambda out, own: out.__setitem__(slice(None), [own] * 8)
+    dist.all_gather_object = lambda out, own: out.__setitem__(slice(None), [own] * 8)  # out[:] = [own] * 8
 
 
 class Counting:
@@ -209,7 +216,9 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     with torch.device("meta" if world > 1 else "cuda"):
         whole = AutoModelForCausalLM.from_config(shape)
     whole.named_buffers = lambda: []  # buffers without numbers could not be copied to the shards
-    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held  # a real run loads the weights only after it was planned
+    # The model is already on the GPU here, but a real run is planned before its model is loaded. So do not count the
+    # model yet.
+    gpu.capacity = gigabytes * 1e9 - CONTEXT + gpu.held
 
     def opened(_: str, config: Config) -> Opened:
         adapt = partial(add_adapters, rank=config.lora_rank, alpha=1) if config.lora_rank else None
@@ -225,6 +234,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
     cost = memory.costs(shape, run.config, world, prompt)
     stays, need = sum(cost.stays.values()), memory.needed(run.config, cost)
     rows = run.config.rollout_tokens // cost.length
+    # The rollout samples only SAMPLED tokens, so compare it with the plan for completions of this length.
     short = replace(run.config, max_completion_length=SAMPLED, rollout_tokens=rows * (prompt + SAMPLED))
     run.sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=short.rollout_tokens)
     short_need = memory.needed(short, memory.costs(shape, short, world, prompt))["rollout"]
@@ -235,7 +245,7 @@ def step_by_shapes(name: str, layers: int | None = None) -> dict[str, tuple[floa
             gpu.peak = gpu.held
             made, more = rollout(model, prompts, uniform[:, :SAMPLED], *rest, **settings), LENGTH - SAMPLED
             held["rollout"] = gpu.peak
-            # A common beginning of completions would be computed only once, so that they must differ.
+            # Completions of a prompt must differ, because a common beginning would be computed only once.
             ids = [one.ids + [3 + i] * more for i, one in enumerate(made)]
             return [replace(one, ids=ids[i], logp=one.logp + [0.0] * more, kept=None) for i, one in enumerate(made)]
 
@@ -277,6 +287,7 @@ def budgets_with_adapters() -> None:
         cost, cells = memory.costs(Qwen2Config(**QWEN[name]), config, 1, longest_prompt=256), []
         for free in (gigabytes * 1e9 - CONTEXT for gigabytes in (16, 24, 48, 80)):
             fitted = memory.fitting(config, cost, free)
+            # Does it still fit with so many completions that both budgets are used up?
             fits = memory.peak(fitted, replace(cost, sampled=10**6, trained=10**6)) <= free
             cells.append(f"{fitted.rollout_tokens / 1e3:.0f}, {fitted.micro_batch_tokens / 1e3:.0f}" if fits else "no")
         print(f"| {' | '.join([name, *cells])} |")

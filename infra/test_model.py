@@ -1,4 +1,5 @@
-"""A model in bf16: its weights and logits while it decodes, and its experts in an update."""
+"""A model in bf16: its weights and logits while it decodes, and its experts in an update. Also: the generators of
+random numbers."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_computed_in_the_dtype_of_autocast(name):
-    """One product for all experts must equal a product for each expert, for which autocast has a rule of its own."""
+    """One product for all experts must equal separate products for each expert. PyTorch's autocast has a rule only for
+    separate products, and infra.model adds one for the product of all experts."""
     model, ids, found = tiny_model(name, torch.float32), torch.arange(3, 43).view(2, 20), []
     for experts in ("eager", "grouped_mm"):
         model.set_experts_implementation(experts)

@@ -42,32 +42,32 @@ def small(sorting) -> dict:
 
 
 def print_devices(pick_rows: Callable) -> Callable:
-    """Print the device of each rank in each step, and the device of a tensor in Run.state, which must be the same after
-    the tensor was loaded from a checkpoint."""
+    """Print the device of each rank in each step, and the device of a tensor that is kept in Run.state. Loading this
+    tensor from a checkpoint must not change its device."""
 
     def picking(run, *rest):
-        seen = run.state.setdefault("seen", torch.arange(3.0, device=run.device))
-        print(f"on {run.device}, set to {pretend_gpu.gpu.set_to}, state on {seen.device.type}")
+        kept = run.state.setdefault("kept", torch.arange(3.0, device=run.device))
+        print(f"on {run.device}, set to {pretend_gpu.gpu.set_to}, state on {kept.device.type}")
         return pick_rows(run, *rest)
 
     return picking
 
 
-def in_fp32() -> torch.Tensor:
+def output_head_in_fp32() -> torch.Tensor:
     x = torch.linspace(-2, 3, 24).view(4, 6).bfloat16()
     return linear_in_fp32(x.pin_memory().to("cuda", non_blocking=True), x.to("cuda")).cpu()
 
 
 @needs_pretended_gpu
-def test_the_heads_product_is_not_rounded_to_bfloat16():
-    y, x = on_pretended_gpu(in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
+def test_logits_of_the_output_head_are_not_rounded_to_bfloat16():
+    y, x = on_pretended_gpu(output_head_in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
     torch.testing.assert_close(y, x @ x.T)
     assert not torch.equal(y, y.bfloat16().float())
 
 
 def print_waits(accumulate: Callable) -> Callable:
-    """Print how often the host waits for the GPU in each micro-batch of an update. The update is computed with few and
-    with many micro-batches, and the difference is divided by their number."""
+    """Print how often the host waits for the GPU in each micro-batch of an update. The update is computed twice, with
+    few and with many micro-batches, and the additional waits are divided by the number of additional micro-batches."""
 
     def accumulating(run, batch):
         pieces, waits = [], []
@@ -84,20 +84,21 @@ def print_waits(accumulate: Callable) -> Callable:
 
 
 @needs_pretended_gpu
-@pytest.mark.parametrize("cut, expected", [({}, 6), (dict(top_p=0.9), 12)])
-def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, cut, expected):
+@pytest.mark.parametrize("given, waits", [({}, 6), (dict(top_p=0.9), 12)])
+def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits):
     """The host must wait to know which rows there are, how long the longest is, and which tokens are scored. A
     further wait, for instance for a metric, must not be added unnoticed."""
-    settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | cut
+    settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | given
     watched = partial(conftest.replace, "train.accumulate", print_waits)
     shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)
-    assert [float(x) for x in re.findall("waits: (.*)", shown)] == [expected]
+    assert [float(x) for x in re.findall("waits: (.*)", shown)] == [waits]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world, given, stops", [(1, {}, [1, 2]), (2, {}, [2]), (2, dict(shard=True), [1, 2])])
 def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given, stops):
-    """The results are the same, even after the run was stopped and resumed. With a pretended GPU, every bit is."""
+    """The results are the same, even after the run was stopped and resumed. With a pretended GPU they are equal in
+    every bit."""
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
@@ -107,6 +108,7 @@ def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, wo
     for steps in stops:
         shown = run(settings | dict(steps=steps), out, partial(on_a_gpu, kind), watched, world=world)
         assert {*re.findall(r"state on (\w+)", shown)} == {"cuda"}
+    # A line of the output names the device: "2 rank(s) (cuda)", not "2 rank(s) (cpu)".
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     if kind == "pretended":
         assert {*re.findall(r"on cuda:(\d), set to cuda:(\d)", shown)} == {(str(n), str(n)) for n in range(world)}
@@ -137,13 +139,15 @@ def test_a_run_in_bfloat16(small, tmp_path, kind, given):
     assert '"peak_memory_reserved_gb": null' not in (tmp_path / "out/metrics.jsonl").read_text()
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "out") if line["step"])
     cosines = [float(x) for x in re.findall("cosine (.*)", shown)]
-    # bfloat16 rounds by up to 0.4 %, so the gradient differs by about 1 %. If it did not, it would be in float32.
+    # bfloat16 rounds by up to 0.4 %, so the gradient differs by about 1 %. If the gradient were equal, it would have
+    # been computed in float32.
     assert len(cosines) == 2 * len(watched) and all(0.99 <= cosine < 1.0 for cosine in cosines)
 
 
 @needs_pretended_gpu
 def test_a_run_out_of_memory_continues_with_smaller_parts(small, tmp_path):
-    """Memory runs out in an evaluation, which has more completions, and in an update. The files are those of a CPU."""
+    """Memory runs out in an evaluation, which has more completions than a step, and in an update. The results must be
+    those of a run on a CPU."""
     settings = small | dict(eval_k=60, steps=1, minibatches=1, gradient_checkpointing=False)
     run(settings, tmp_path / "cpu")
     budgets = dict(rollout_tokens=10**6, micro_batch_tokens=10**6)

@@ -70,7 +70,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     groups = [group([0.0, 1.0], 1) for _ in advantages]
     for made, A in zip(groups, advantages):
         made.advantages = torch.tensor([-A, A])
-    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0), str, NAMES)
+    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0), decode=str, reward_names=NAMES)
     log.track = None
     for step in (1, 2):
         log.step(STEP | metrics | {"step": step}, groups, [])
@@ -98,7 +98,7 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
 
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
-    monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # of a second rank
+    monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # a second rank has peaks twice as high
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
     metrics = report.of_machine(30, 1.0, 2.0)
@@ -134,8 +134,9 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_
 def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path):
     """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": ')
-    (tmp_path / "samples.jsonl").write_text(samples := '{"step": 1, "completion": "inf"}\n')  # a word like any other
-    RunLog(Config(out=str(tmp_path), steps=2), str, NAMES).open(2)
+    # Here "inf" is a text, not a number, so the line must stay as it is.
+    (tmp_path / "samples.jsonl").write_text(samples := '{"step": 1, "completion": "inf"}\n')
+    RunLog(Config(out=str(tmp_path), steps=2), decode=str, reward_names=NAMES).open(2)
     assert (tmp_path / "samples.jsonl").read_text() == samples
     assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
@@ -155,6 +156,7 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_prog
     made.advantages = [1.0]
     log.step(STEP, [made], [])
     progress, line = screen.getvalue().rpartition("\r")[::2]
+    # Progress is shown after every 16 tokens, and there were 32.
     assert progress.count("unfinished") == (2 if is_terminal else 0)
     assert line.startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")

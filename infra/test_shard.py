@@ -50,7 +50,8 @@ def models(tmp_path_factory) -> Path:
     of its own, and one whose configuration says that its output head is tied although it is not."""
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "capped", "gemma2")
-    file = shutil.copytree(save_model(folder / "untied", "llama"), folder / "tied") / "config.json"
+    save_model(folder / "untied", "llama")
+    file = shutil.copytree(folder / "untied", folder / "tied") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     return folder
 
@@ -60,8 +61,8 @@ def machines_of_unequal_size() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] in "01" else "1"
 
 
-def one_way_for_each_device() -> None:
-    """Let objects and tensors have different backends, as on GPUs."""
+def separate_backends() -> None:
+    """Send objects and tensors with different backends, as on GPUs."""
     replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")
 
 
@@ -78,7 +79,7 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
     monkeypatch.chdir(models)
     one, out, settings = tmp_path / "one", tmp_path / "out", small | given
     run(settings, one)
-    before = [machines_of_unequal_size, one_way_for_each_device] if world == 4 else []
+    before = [machines_of_unequal_size, separate_backends] if world == 4 else []
     run(settings | sharded | dict(shard=True), out, *before, world=world)
     assert_same_run(out, one)
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
@@ -110,7 +111,8 @@ def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32
     (*_, ours), (*_, theirs) = metrics(tmp_path / "out"), metrics(tmp_path / "one")
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
     assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.01)
-    files = [*(tmp_path / "out" / "checkpoint" / "000001").glob("*/*.safetensors")]  # after an evaluation
+    # Before this checkpoint was saved, there was an evaluation, in which the weights were in bf16.
+    files = [*(tmp_path / "out" / "checkpoint" / "000001").glob("*/*.safetensors")]
     assert {file.parent.name for file in files} == {"model", "optimizer", "reference"}
     assert {x.dtype for file in files for x in load_file(file).values()} == {torch.float32}
 
@@ -120,11 +122,12 @@ def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)
-    files = partial(replace, "infra.checkpoint.FILE_BYTES", partial(min, 4096))  # so that there are many
+    # A file of weights has at most 4096 bytes, so that each checkpoint has many files.
+    files = partial(replace, "infra.checkpoint.FILE_BYTES", partial(min, 4096))
     for world, sharded in ((2, True), (1, False)):
         dies = partial(at, "train.training_step", 3, die, rank=world - 1)
-        run(settings | dict(shard=sharded), out, one_way_for_each_device, files, dies, code=None, world=world)
-    shown = run(settings | dict(shard=True), out, one_way_for_each_device, world=3)
+        run(settings | dict(shard=sharded), out, separate_backends, files, dies, code=None, world=world)
+    shown = run(settings | dict(shard=True), out, separate_backends, world=3)
     assert "continued after step 4" in shown
     assert_same_run(out, one)
     kinds = {path.suffix or path.name for path in (out / "checkpoint").rglob("*") if path.is_file()}
@@ -167,7 +170,8 @@ def test_settings_of_pytorch_on_a_gpu(given, monkeypatch):
 
 def test_out_of_memory_in_nccl_is_not_a_lost_contact():
     with pytest.raises(RuntimeError) as raised:
-        exec(compile('raise RuntimeError("NCCL error: out of memory")', torch.__file__, "exec"))  # as if raised there
+        # This code has the name of a file of PyTorch, as if PyTorch had raised the error.
+        exec(compile('raise RuntimeError("NCCL error: out of memory")', torch.__file__, "exec"))
     assert not faults.is_lost_contact(raised.value)
 
 
@@ -190,6 +194,7 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
     ids = torch.ones(2, 8, dtype=torch.long)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    # out[:] = [own] * 4
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [own] * 4))
     monkeypatch.setattr(shard, "set_model_state_dict", lambda *args, **settings: None)
     new_groups = Mock(wraps=dist.new_subgroups_by_enumeration)
@@ -201,7 +206,8 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
         model.train().activation_checkpointing_enable({"use_reentrant": False})
         with SentBytes() as rollout, shard.unsharded(model):
             pass
-        for _ in range(2):  # the first pass also gathers what then stays gathered
+        # The first pass also calls the model once more, to see what its head returns. Only the second pass is counted.
+        for _ in range(2):
             with SentBytes() as update:
                 token_logprobs(model, ids, torch.ones_like(ids), ids.cumsum(1) > 1)[0].sum().backward()
     finally:

@@ -14,7 +14,9 @@ from rollout import Sampling, rollout
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
-REWARDS = [  # a reward, the right answer, the value of texts that end, and the share of it for texts that do not
+# A reward, the right answer, the value of a text that ends with EOS, texts, and the factor on this value if a text does
+# not end.
+REWARDS = [
     (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
     (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
@@ -29,7 +31,8 @@ DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting
 
 @pytest.mark.parametrize(("reward", "answer", "value", "texts", "cut"), REWARDS)
 def test_rewards(reward, answer, value, texts, cut):
-    """Each completion is compared with its own answer, and the other answers are wrong. No text contains a PAD."""
+    """Each completion is compared with its own answer, and the other answers are wrong. A text with a
+    PAD counts as one that does not end."""
     for text, (end, share) in itertools.product(texts, [([EOS_ID], 1.0), ([], cut), ([PAD_ID, EOS_ID], cut)]):
         ids = [PAD_ID + 2] * len(text) + end
         columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[[EOS_ID], ids, ids])
@@ -42,10 +45,10 @@ def test_a_chain_can_be_short():
     assert chain.shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]
 
 
-@pytest.mark.parametrize(("file", "digest"), DIGESTS)
-def test_rows_are_the_same_as_in_the_runs_in_results(file, digest):
+@pytest.mark.parametrize(("module", "digest"), DIGESTS)
+def test_rows_are_the_same_as_in_the_runs_in_results(module, digest):
     state = random.getstate()
-    task = file.load(Config(seed=3))
+    task = module.load(Config(seed=3))
     assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
     assert random.getstate() == state
     prompts, held_out = ({row["prompt"] for row in part} for part in (task.train, task.eval))
@@ -53,12 +56,12 @@ def test_rows_are_the_same_as_in_the_runs_in_results(file, digest):
     assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
 
 
-@pytest.mark.parametrize("file", [addition, chain])
-def test_a_model_of_the_repository(file):
+@pytest.mark.parametrize("module", [addition, chain])
+def test_a_model_of_the_repository(module):
     """Its greedy answers are right often enough to learn from them, but not always."""
-    policy, tokenizer = (auto.from_pretrained(file.model(Config())) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    policy, tokenizer = (auto.from_pretrained(module.model(Config())) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert policy.dtype == torch.float32 and len(tokenizer) == policy.config.vocab_size
-    task = file.load(Config())
+    task = module.load(Config())
     rows = task.eval[:64]
     made = rollout(policy, [tokenizer(row["prompt"]).input_ids for row in rows], None, Sampling(64, [EOS_ID], 0.0))
     texts = [tokenizer.decode(each.ids, skip_special_tokens=True) for each in made]

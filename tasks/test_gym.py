@@ -24,7 +24,7 @@ def test_a_data_set_of_reasoning_gym():
     for row, text in zip(task.eval[:20], asked[-len(task.eval) :]):
         answer = eval(text.partition(": ")[2].partition(" =")[0])
         right, wrong = f"<answer>{answer}</answer>", "<answer>99</answer>"
-        worth = rewards(task, row, right, wrong + right, right + wrong, right[:9], str(answer))
+        worth = rewards(task, row, right, wrong + right, right + wrong, right.removesuffix("</answer>"), str(answer))
         assert worth[:2] == [1.0, 1.0] and worth[2] < 1.0 and worth[3:] == [0.0, 0.0]
 
 

@@ -14,8 +14,10 @@ BOXES = [  # an answer, completions that are right, and wrong ones
     ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
     ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
     ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
-    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),  # an interval is not a pair,
-    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),  # but a pair may be an interval: the order of arguments matters
+    # If the right answer is a pair, an interval is wrong. If it is an interval, a pair is right. So it matters which of
+    # the two arguments of math-verify is the right answer.
+    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),
+    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),
     ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
 ]
 

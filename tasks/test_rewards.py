@@ -97,6 +97,7 @@ def test_numbers_and_none_are_rewards_and_all_else_is_an_error(returned, outcome
 
 
 def test_a_reward_gets_the_arguments_that_it_accepts():
+    # `wraps` gives the second function the signature of the first one, so the reward gets only the completions.
     wrapped = functools.wraps(lambda completions: None)(lambda **given: [len(given)] * 3)
     assert call(wrapped, level=[1, 2, 3]) == [1.0] * 3
     assert call(lambda level, completions, other=2: level, level=[1, 2, 3]) == [1, 2, 3]
@@ -115,6 +116,7 @@ def test_a_reward_gets_copies():
 
     given = dict(prompts=[[{}]] * 2, completions=["a", "b"], completion_ids=[[9]] * 2, more=[{"n": [1]}] * 2)
     before = copy.deepcopy(given)
+    # The three lists of the first completion then have 2 items each, and those of the second completion still have 1.
     assert call_rewards([spoils, spoils], given, {}) == [[6.0, 3.0]] * 2 and given == before
 
 
@@ -145,6 +147,8 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
 
     event_loop.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
+    # Each function is called under its own time limit. Then both coroutines are awaited under one limit, whose name is
+    # "asked, asked".
     assert " ".join(events[:9]) == "(asked ) (read read ) (asked ) (asked, asked read"
     assert call_rewards([asked, asked], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
 
@@ -163,7 +167,8 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def words(completions, user_error):
+def sees_this_program(completions, user_error):
+    """Return 2 if `import config` gives the module of this program."""
     import config
 
     return [2.0 * (config.UserError is user_error)] * len(completions)
@@ -182,7 +187,7 @@ def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(fol
         assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours
-        for own in f"{__name__}:words", f"{__file__}:words":
+        for own in f"{__name__}:sees_this_program", f"{__file__}:sees_this_program":
             values = call_rewards([load_function(own, {})], COLUMNS, {"user_error": UserError})
             assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
 
@@ -206,7 +211,8 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
             assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
     assert settings() == before
-    assert len({*drawn[:2]}) == 2 and drawn[:1] == drawn[3:4]
+    # Draws 0 and 1 follow a reward that meddles. Draw 3 is the first one that follows a reward that is harmless.
+    assert drawn[0] != drawn[1] and drawn[0] == drawn[3]
 
 
 @pytest.mark.parametrize(("name", "outcome"), NAMED)

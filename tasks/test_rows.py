@@ -30,7 +30,9 @@ WRONG = [  # what a file contains, and the error
     (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
     (b'["prompt"]\n', f":1: {NO_ROW}"),
 ]
-ASKED = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
+# The name of a data set, and the first argument with which load_dataset must be called: for a data set on the hub its
+# name, and for a file the kind of the file.
+DATASETS = [("them/theirs", "them/theirs"), ("rows.csv", "csv"), ("rows.json", "json"), ("rows.v2.jsonl.gz", "json")]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 CHAT = [{"role": "user", "content": "1+1"}]
 PLAIN, WITH_TEMPLATE, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(3))
@@ -58,7 +60,8 @@ NOTED = [  # a prompt to train on, held-out prompts, the tokenizer, and a part o
 
 @pytest.mark.parametrize(("name", "start", "newline"), FILES)
 def test_read_rows(tmp_path, name, start, newline):
-    """Every row has all columns, because the number of ranks decides which rows are scored in one call of a reward."""
+    """Every row has all columns. Otherwise the columns that a reward gets would depend on which rows are scored in one
+    call, and so on the number of ranks."""
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
     (tmp_path / name).write_bytes(text.encode())
     assert read_rows(str(tmp_path / name)) == READ
@@ -72,9 +75,9 @@ def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, mes
     assert str(error.value).startswith(f"{tmp_path}/rows.jsonl{message}") and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize(("source", "kind"), ASKED)
+@pytest.mark.parametrize(("source", "kind"), DATASETS)
 def test_everything_else_is_read_by_the_package_datasets(tmp_path, monkeypatch, source, kind):
-    found = {(kind, None if kind == source else source): ROWS}
+    found = {(kind, None if kind == source else source): ROWS}  # they are equal for a data set on the hub
     library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.chdir(tmp_path)
@@ -97,7 +100,9 @@ def test_which_rows_are_held_out_depends_only_on_the_prompts():
     assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
     assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
     assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
-    parts = {(60, 0): (60, 0), (60, 256): (48, 6), (1, 256): (1, 0), (2, 256): (1, 1)}  # no more than a fifth
+    # The number of rows and of prompts to hold out -> the rows to train on and those that are held out. Of several
+    # prompts, at most a fifth is held out, but at least one.
+    parts = {(60, 0): (60, 0), (60, 256): (48, 6), (1, 256): (1, 0), (2, 256): (1, 1)}
     assert {given: tuple(map(len, hold_out(rows[: given[0]], given[1]))) for given in parts} == parts
 
 
@@ -130,7 +135,8 @@ def test_prompts_that_are_too_long_can_be_left_out():
     for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]), task_of("1"):
         with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on: see --eval_data"):
             check_prompts(task, PLAIN, 10, config)
-        assert len(task.notes) == ("1" * 8 in str(task.notes))
+        # There is a note if a prompt was left out, and otherwise there is none.
+        assert len(task.notes) == (1 if "1" * 8 in str(task.notes) else 0)
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, replace(config, steps=0)) == 1
     assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, replace(config, eval_every=0)) == 1
 

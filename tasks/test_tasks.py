@@ -39,9 +39,9 @@ REWARDS = [  # a task, --reward, settings; then the names of its rewards, their 
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
 ]
-CALLS = [  # a prompt, the steps of the run, the steps that are done, and both as the rewards see them
-    ("1+1=", 100, 2, [2, 100]),
-    ([{"role": "user", "content": "1+1"}], 0, 0, [0, 1]),
+CALLS = [  # a prompt, max_steps, done -> what the rewards see: global_step, and max_steps, which is then at least 1
+    ("1+1=", 100, 2, 2, 100),
+    ([{"role": "user", "content": "1+1"}], 0, 0, 0, 1),
 ]
 
 
@@ -112,13 +112,14 @@ def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
 
 def test_what_is_right():
     parts = torch.tensor([[[0.0, 0.5], [1.0, 0.5 - 1e-12]], [[1.0, 0.4], [1.0, math.nan]]], dtype=torch.float64)
+    # The functions are not called. Only their names matter.
     task = Task([], [], [max, min], [1.0, 1.0], correct="min", correct_at=0.5)
     assert task.right(parts).tolist() == [[True, True], [False, False]]
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps", "done", "steps"), CALLS)
-def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, steps):
+@pytest.mark.parametrize(("prompt", "max_steps", "done", "seen_step", "seen_max"), CALLS)
+def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, seen_step, seen_max):
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -137,9 +138,10 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
     task, kind = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps), str(int)
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
+    # The time limit here only records the name of the function.
     scores, metrics = score(task, groups, TOKENIZER, done, lambda name: contextlib.nullcontext(limited.append(name)))
     a, b, c = texts = "abc" if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [steps, [math.nan, steps[1]]], [[3.0, steps[1]]]
+    values = [[seen_step, seen_max], [math.nan, seen_max]], [[3.0, seen_max]]
     extras = [dict(text=a[-1:], n=1, kind=kind), dict(text=b[-1:], n=1, kind=kind)], [dict(text=c[-1:], n=2, kind=kind)]
     np.testing.assert_equal(scores, [*zip(values, extras)])
     assert metrics == [("logged/i", 0.0), ("logged/i", 1.0), ("logged/i", 2.0), ("logged/n", 1.0)]

@@ -50,8 +50,9 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
     rows = [{"prompt": [{"role": "user", "content": "1"}]}]
     task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
-    if "<" in expected:
+    if expected not in (NO_END, NOT_SHOWN):
         assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
+        # If the model did not end its turn with an end token, the reply begins with this token.
         assert CHAT.decode(encode_reply(CHAT, [message], ends, ended=False)[1:]) == expected
         check_template(task, CHAT, ends)
         game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
@@ -118,8 +119,11 @@ def test_what_a_reply_function_gets_and_what_becomes_of_what_it_returns(monkeypa
 
 
 def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
-    row = {"prompt": "1", "answer": ["2"]}
-    task = Task([], [], [], [], reply=lambda row, turns: row["answer"].append("3") or ("a" if turns == ["b"] else None))
+    def reply(row, turns):
+        row["answer"].append("3")  # changes only the copy of this completion
+        return "a" if turns == ["b"] else None
+
+    row, task = {"prompt": "1", "answer": ["2"]}, Task([], [], [], [], reply=reply)
     made = replies_to(task, [row, row], TOKENIZER, [EOS_ID])
     ids = [replies([token, EOS_ID]) for replies, token in zip(made, (2, 3))]
     assert ids == [None, [2]] and row == {"prompt": "1", "answer": ["2"]}
@@ -130,7 +134,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
 
 def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     ids, written = [2, EOS_ID, 30, 31, 3, EOS_ID], [True] * 2 + [False] * 2 + [True] * 2
-    # The last reply found no room in the completion, so that its tokens are not there.
+    # The last reply did not fit into the completion, so its tokens are missing.
     completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])
     (first, last) = ({"role": "assistant", "content": text} for text in "ab")
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
@@ -162,7 +166,7 @@ def test_settings(tmp_path, monkeypatch):
 # ---- The game ----
 
 
-GAMES = [  # the guesses of a number from 10 to 40 that is 30, the replies, and the reward
+GAMES = [  # the guesses, if the range is 10 to 40 and the number is 30; the replies; the reward
     (["25", "33", "30"], ["h", "l", None], 1.0),
     (["25"] * 5, ["h"] * 4 + [None], 0.0),
     (["25", "x"], ["h", None], 0.0),

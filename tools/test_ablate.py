@@ -74,13 +74,14 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
     words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
     ablate.main(words)
-    log, (done, made) = tmp_path / "0.0-1" / "metrics.jsonl", capsys.readouterr().out.split("\n", 1)
-    *_, last = whole = log.read_text().splitlines()
-    assert done.startswith("done") and f"| 0.0 | {json.loads(last)['completion_length']:.2f} ± " in made
-    assert "verdict" not in made, "one variant is not compared"
+    log = tmp_path / "0.0-1" / "metrics.jsonl"
+    done, table = capsys.readouterr().out.split("\n", 1)
+    whole = log.read_text().splitlines()
+    assert done.startswith("done") and f"| 0.0 | {json.loads(whole[-1])['completion_length']:.2f} ± " in table
+    assert "verdict" not in table, "one variant is not compared"
     monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     ablate.main(words)
-    assert capsys.readouterr().out == made
+    assert capsys.readouterr().out == table
     log.write_text(whole[0] + '\n{"step": 2, ')  # it was killed while writing
     with pytest.raises(TypeError):
         ablate.main(words)
@@ -93,6 +94,7 @@ def out(tmp_path, monkeypatch):
     for beta in ("0.0", "0.1"):
         flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
         given = parse(flags.split(), on_gpu=False)
+        # The dtype is that of a run on a GPU.
         run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path

@@ -24,7 +24,7 @@ def processes(monkeypatch):
     """Start runs in processes that have imported everything, and undo what the benchmark wraps in this process."""
     monkeypatch.setattr(bench, "ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=PROCESSES))
     for owner, name in ((train, "uniforms"), (rollout, "sample")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that monkeypatch restores it after the test
 
 
 @pytest.fixture
@@ -69,6 +69,7 @@ def test_every_way_does_the_same_work_in_a_step(planned, tmp_path, capsys):
         assert [line["tokens"] for line in made] == [sum(map(len, completions(*planned)))] * 3
         assert all(0 < line["seconds_rollout"] < line["seconds_step"] for line in made)
     args = bench.parse([*words[:1], "--ways", "ours; other", *words[1:]])
+    # The other run has the lines of the last way, except that one number is 2 % higher.
     for name in ("tokens", "grad_norm"):
         add_run(tmp_path / "other-1", [line | {name: 1.02 * line[name]} for line in made])
         with pytest.raises(AssertionError, match=f"other work: {name}"):
@@ -107,5 +108,6 @@ def test_what_a_token_costs_in_long_completions(tmp_path, monkeypatch, capsys):
     assert re.search(rf"\| limit \| rollout \| .*\n.*\n\| 40{cells}\| 160{cells}", capsys.readouterr().out)
     [short], [long] = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in bench.LIMITS)
     assert {*long} == {"rollout", "collate", "update", "gather", "samples", "checkpoint"}
+    # For each part: microseconds and bytes, both for each token.
     assert all(microseconds > 0 for microseconds, _ in long.values())
     assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))

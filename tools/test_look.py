@@ -34,12 +34,12 @@ document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 
 
 def sample(step: int, i: int, kind: str = "train") -> dict:
-    """Return the line of completion i of four, of which two belong to each of two prompts."""
+    """Return the line of completion i. Completions 0 and 1 belong to the first prompt, and 2 and 3 to the second."""
     line = {"step": step, "kind": kind, "prompt": [EVIL, [{"role": "user", "content": EVIL}]][i // 2]}
     line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
     line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
     line |= {"columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
-    if i == 3:  # its last token is one of a reply, and every token has an advantage
+    if i == 3:  # its last token is from a reply, and its tokens have different advantages
         line["tokens"][-1][1:] = [None, None]
         line["advantage"] = [0.5, 1.5, 0.0] if kind == "train" else None
     return line | {"reward": [0.5, None, 1.0, -1.0][i]}
@@ -101,8 +101,8 @@ def test_a_browser_shows_what_fits_of_a_very_long_run_and_completion(run):
 def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     seen = json.loads(unquote(re.search("<body>(.*)</body>", seen_in_a_browser(run, READER))[1]))
 
-    figures = ["0.5  0.2, length 12", "none  0, length 9, truncated", "1  -2, length 10", "-1  1, length 11"]
-    figures = [text.replace("  ", f" ({EVIL} 0.25), advantage ") for text in figures]
+    figures = ["0.5 {} 0.2, length 12", "none {} 0, length 9, truncated", "1 {} -2, length 10", "-1 {} 1, length 11"]
+    figures = [text.format(f"({EVIL} 0.25), advantage") for text in figures]
     cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}

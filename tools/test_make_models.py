@@ -12,7 +12,8 @@ from tools.make_models import RECIPES, training_parts
 
 
 def result_of(prompt: str) -> str:
-    """Let Python compute from left to right: before each sign, a bracket around all of the text so far is closed."""
+    """Put brackets around everything before each sign, so that Python computes from left to right: 1+2*3 becomes
+    ((1)+2)*3."""
     text = re.sub("([-+*])", r")\1", prompt.rstrip("=:"))
     return str(eval("(" * text.count(")") + text))
 
@@ -37,6 +38,7 @@ def test_each_game_keeps_to_the_rules_and_its_replies_have_no_labels():
         prompt, game = recipe.line(rng)
         assert not held_out(prompt)
         low, high = map(int, prompt.rstrip(":").split("-"))
+        # A game is GUESS EOS REPLY GUESS EOS and so on. A reply is one letter, h or l.
         *turns, rest = game.split(EOS)
         replies = [turn[0] for turn in turns[1:]]
         guesses = [int(turn.lstrip("hl")) for turn in turns]
@@ -44,7 +46,7 @@ def test_each_game_keeps_to_the_rules_and_its_replies_have_no_labels():
         left = set(range(low, high + 1))
         for n, reply in zip(guesses, [*replies, None], strict=True):
             assert n in left
-            left = {x for x in left if reply and (x > n) == (reply == "h") and x != n}
+            left = {x for x in left if (x > n if reply == "h" else x < n)}
     for ids, labels in training_parts(recipe._replace(batch_size=48), tokenizer, rng):
         for row, shown in zip(ids.tolist(), labels.tolist(), strict=True):
             text = tokenizer.decode(row, skip_special_tokens=True)

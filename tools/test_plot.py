@@ -44,10 +44,11 @@ def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(t
     titles = ("accuracy", "kl", "reward/x")  # there is nothing to draw for "kl"
     assert drawn == again and [drawn.count(f"<!-- {title} -->") for title in titles] == [1, 0, 1]
     assert "seeds)" not in drawn, "replaced runs and other folders are left out"
-    prints = [plot.picture_of(plot.parse([*words, "a.png", *more]))[1] for more in ([], ["--smooth", "1"])]
-    assert all(prints[0].encode() in (tmp_path / name).read_bytes() for name in ("a.png", "a.svg"))
+    # picture_of returns the picture and its fingerprint.
+    fingerprints = [plot.picture_of(plot.parse([*words, "a.png", *more]))[1] for more in ([], ["--smooth", "1"])]
+    assert all(fingerprints[0].encode() in (tmp_path / name).read_bytes() for name in ("a.png", "a.svg"))
     (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.6}\n{"step": 2, "rew')  # a kill has torn a line
-    assert len({*prints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 3
+    assert len({*fingerprints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 3
     with pytest.raises(SystemExit, match=r"no run has rewardx; the logs have reward, step"):
         plot.main([str(run), "--panels", "rewardx"])
     plot.main([str(run), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
