@@ -289,13 +289,13 @@ def budgets_with_adapters() -> None:
             fitted = memory.fitting(config, cost, free)
             # Does it still fit with so many completions that both budgets are used up?
             fits = memory.peak(fitted, replace(cost, sampled=10**6, trained=10**6)) <= free
-            cells.append(f"{fitted.rollout_tokens / 1e3:.0f}, {fitted.micro_batch_tokens / 1e3:.0f}" if fits else "no")
+            cells.append(f"{fitted.rollout_tokens / 1e3:.0f}k/{fitted.micro_batch_tokens / 1e3:.0f}k" if fits else "no")
         print(f"| {' | '.join([name, *cells])} |")
 
 
 if __name__ == "__main__":
     budgets_with_adapters()
-    print("\n| | GB | rollout planned | held | update planned | held |\n|---|---|---|---|---|---|")
+    print("\n| | GPU, GB | rollout: planned | used | update: planned | used |\n|---|---|---|---|---|---|")
     for name in sys.argv[1:] or CASES:
         found = pretend_gpu.on_pretended_gpu(step_by_shapes, name, shapes_only=True)
         figures = [f"{amount / 1e9:.1f}" for pair in found.values() for amount in pair]
