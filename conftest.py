@@ -181,13 +181,13 @@ def exit_codes(processes: list) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
+def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1) -> str:
     """Make a whole run, with a process for each rank, and return what it printed. `code` is the expected exit code of
-    every rank, or a list with one code for each rank, or None if any code will do. A single rank gets no environment of
-    a launcher, so `env` is for several ranks only."""
+    every rank, or a list with one code for each rank, or None if any code will do. Several ranks get the environment
+    that a launcher would give them; a single one gets none."""
     screen_of(out).write_text("")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
     call = work, before, flags(settings, out)  # the function that `forked` calls, and its arguments
     processes = [PROCESSES.Process(target=forked, args=(screen_of(out), rank_env, *call)) for rank_env in ranks]
@@ -228,8 +228,8 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process import the project from `folder`, which has a copy of it. The copy's `module` takes the place of
-    `train`."""
+    """Make this process import the project from `folder`, which has a copy of it. The `module` of the copy takes the
+    place of `train`."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}

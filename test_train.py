@@ -388,9 +388,8 @@ def test_a_fork_can_add_a_statistic_to_the_loss(go, monkeypatch):
     def with_another(*args, **switches):
         loss, stats = policy_loss(*args, **switches)
         *_, mask = args
-        tokens = mask.sum()
-        sizes.append(tokens)
-        return loss, stats | {"mine": (2.0 * tokens, tokens), "mine_max": (tokens, torch.ones(()))}
+        sizes.append(mask.sum())
+        return loss, stats | {"mine": (2.0 * sizes[-1], sizes[-1]), "mine_max": (sizes[-1], torch.ones(()))}
 
     monkeypatch.setattr(train, "policy_loss", with_another)
     (line,) = metrics(go(minibatches=2, micro_batch_size=2, steps=1))
