@@ -314,8 +314,8 @@ def test_kl_estimators_on_policy(estimator):
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
     """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. Let o run over all
-    completions, each of which ends with token 0 or after three tokens, and p over all that such a
-    completion begins with. For every π_θ,
+    completions, each of which ends with token 0 or after three tokens, and p over their beginnings, which
+    have not ended. For every π_θ,
     Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
