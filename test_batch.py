@@ -127,19 +127,19 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     sequences = [shared for share in shares for piece in share for shared in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    longest, fair_share = max(map(len, sequences)), math.ceil(n / world)
+    sharing, fair_share = max(map(len, sequences)), math.ceil(n / world)
     if hidden_size is None or rows == 1 or tokens == 1:
-        assert longest == 1, "no row is shared"
+        assert sharing == 1, "no row is shared"
     elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
-        assert longest == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
-    assert longest <= fair_share
+        assert sharing == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
+    assert sharing <= fair_share
     sizes = [[*map(read, chain(*share))] for share in shares]
     largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
     for share, sizes_of_share in zip(shares, sizes):
         assert sizes_of_share == sorted(sizes_of_share, reverse=True)
         assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "no limit is exceeded"
-        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "no room is left"
+        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "none has room for the next"
 
     smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
     assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also if one rank has lowered its limits"

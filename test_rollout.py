@@ -131,8 +131,8 @@ def test_greedy_sampling_is_that_of_transformers():
 
 
 def replied(turn: list[int]) -> list[int] | None:
-    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. A 2 ends the turn of
-    a model that writes it, but not a reply."""
+    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. A 2 that the
+    model writes ends its turn. A 2 in a reply does not end the reply."""
     return None if sum(turn) % 3 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
 
 

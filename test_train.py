@@ -350,7 +350,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "seconds_update": 20.0,
         "tokens_per_second": sum(lengths) / 23.0,
     }
-    assert [name for name, x in expected.items() if not x] == ["groups_replaced"], "a figure that is 0 shows nothing"
+    assert [name for name, x in expected.items() if not x] == ["groups_replaced"], "a figure of 0 would show nothing"
     assert {name: figures.pop(name) for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32
     assert figures.keys() == {"turns", "reply_length", "peak_memory_gb", "peak_memory_reserved_gb"}
 
