@@ -73,6 +73,7 @@ def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: 
     config = AutoConfig.for_model(kind, **(sizes | settings))
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype).eval()
     with torch.no_grad():
+        # Weights are enlarged, so that the context matters. Noise is added, so that no bias or scale is exactly 0 or 1.
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1).add_(torch.randn_like(parameter), alpha=0.02)
         logits = model(torch.arange(3, 15)[None]).logits
@@ -115,7 +116,8 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 # ---- Whole runs ----
 
 ROOT = Path(__file__).parent
-TIMINGS = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb", "peak_memory_reserved_gb"}
+# Metrics that differ from run to run.
+MEASURED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb", "peak_memory_reserved_gb"}
 
 # Processes are forked from a server that has imported everything, so that one starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -124,7 +126,7 @@ PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.d
 
 @pytest.fixture(scope="session")
 def sorting(tmp_path_factory) -> dict:
-    """Return the settings of a small run that learns to sort forty words."""
+    """Return the settings of a small run that learns to sort the letters of a word. Its data are about forty words."""
     path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
     words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
     path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
@@ -148,6 +150,7 @@ def work(before: tuple[Callable, ...], args: list[str]) -> None:
     """Run train.py with these arguments. The functions in `before` are called first. They may cause a fault."""
     for prepare in before:
         prepare()
+    # The modules are looked up only now, because `in_a_copy` may have replaced them.
     resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
 
 
@@ -178,15 +181,16 @@ def exit_codes(processes: list) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1, **env: str) -> str:
+def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int = 1) -> str:
     """Make a whole run, with a process for each rank, and return what it printed. `code` is the expected exit code of
-    every rank, or a list with one code for each rank, or None if any code will do."""
+    every rank, or a list with one code for each rank, or None if any code will do. Several ranks get the environment
+    that a launcher would give them; a single one gets none."""
     screen_of(out).write_text("")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
-    args = work, before, flags(settings, out)
-    processes = [PROCESSES.Process(target=forked, args=(screen_of(out), rank_env, *args)) for rank_env in ranks]
+    call = work, before, flags(settings, out)  # the function that `forked` calls, and its arguments
+    processes = [PROCESSES.Process(target=forked, args=(screen_of(out), rank_env, *call)) for rank_env in ranks]
     for process in processes:
         process.start()
     codes, shown = exit_codes(processes), screen_of(out).read_text()
@@ -197,31 +201,35 @@ def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int 
 def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int = 0) -> tuple[int, str]:
     """Run two ranks under the agent of torchrun. Return the exit code of the agent and what was printed."""
     screen_of(out).write_text("")
-    # Agent and ranks keep one end of this pipe open. The other end reports when the last of these processes has ended.
-    all_ended, open_end = PROCESSES.Pipe(duplex=False)
-    args = screen_of(out), {}, supervise, before, flags(settings, out), restarts, open_end
-    agent = PROCESSES.Process(target=forked, args=args)
+    # Agent and ranks keep the writing end of this pipe open. When the last of these processes has ended, the pipe is
+    # closed, and poll() returns True.
+    reading_end, writing_end = PROCESSES.Pipe(duplex=False)
+    call = supervise, before, flags(settings, out), restarts, writing_end  # the function that `forked` calls
+    agent = PROCESSES.Process(target=forked, args=(screen_of(out), {}, *call))
     agent.start()
-    open_end.close()
+    writing_end.close()
     try:
-        assert all_ended.poll(200), screen_of(out).read_text()
+        assert reading_end.poll(200), screen_of(out).read_text()
         return exit_codes([agent])[0], screen_of(out).read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
 
 
-def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, open_end: object) -> None:
-    """Be the agent of torchrun. It forks its ranks, so that nothing is imported again. `open_end` is only kept open."""
+def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writing_end: object) -> None:
+    """Be the agent of torchrun. It forks its ranks, so that nothing is imported again. `writing_end` is only kept
+    open."""
     launcher = resolve_name("torch.distributed.launcher.api")
     os.setsid()  # so that agent and ranks can be killed together
     rendezvous = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+    # At least one node and at most one, with two ranks.
     config = launcher.LaunchConfig(1, 1, 2, **rendezvous, max_restarts=restarts, start_method="fork")
     launcher.elastic_launch(config, work)(before, args)
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process use the copy of the code in `folder`, and this module of the copy in the place of `train`."""
+    """Make this process import the project from `folder`, which has a copy of it. The `module` of the copy takes the
+    place of `train`."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -247,6 +255,7 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
+            # next(calls) counts this call, so `and` leaves out calls that do not match.
             is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
             if is_the_nth and not after:
                 action()
@@ -280,6 +289,7 @@ def updates():
 
 
 def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the gradient of the first group of parameters as one vector. Most optimizers here have only that one."""
     return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]).double()
 
 
@@ -288,8 +298,8 @@ def lines(path: Path) -> list[dict]:
 
 
 def metrics(out: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl without timings, which depend on the machine."""
-    return [{name: x for name, x in line.items() if name not in TIMINGS} for line in lines(out / "metrics.jsonl")]
+    """Return the lines of metrics.jsonl without times and memory, which differ from run to run."""
+    return [{name: x for name, x in line.items() if name not in MEASURED} for line in lines(out / "metrics.jsonl")]
 
 
 def samples(out: Path, kind: str = "train") -> list[dict]:
@@ -306,7 +316,8 @@ def errors(shown: str) -> list[str]:
 
 
 def assert_same_files(out: Path, whole: Path) -> None:
-    """Compare the files of two runs, bit for bit, without timings."""
+    """Assert that the run in `out` wrote the same files, bit for bit, as the run in `whole`. In most tests, `out` was
+    interrupted and resumed, and `whole` was not. Times and memory may differ."""
     assert metrics(out) == metrics(whole)
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert contents(out / "model") == contents(whole / "model")
@@ -316,7 +327,7 @@ def assert_same_files(out: Path, whole: Path) -> None:
 def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
     """Compare two runs. Their completions must be identical. Advantages, metrics and weights may differ by rounding in
     float32, which Adam enlarges, because it divides each entry of a gradient by its size. The log-probs of tokens may
-    differ by 0.01 more, because samples.jsonl has only two digits of them."""
+    differ by 0.01 more, because samples.jsonl rounds them to two decimals."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
         for token, other in zip(ours.pop("tokens"), theirs.pop("tokens"), strict=True):
             assert token == [other[0], *(pytest.approx(x, abs=0.01 + tolerance) for x in other[1:])]

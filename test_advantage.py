@@ -11,8 +11,9 @@ from advantage import BASELINES, COMBINATIONS, SCALES, all_equal, combine_reward
 from conftest import rounding
 
 NAN = math.nan
-# The names are written out, so that a new scale or baseline in advantage.py fails no test.
+# The names are written out, so that someone who adds a scale or a baseline to advantage.py need not extend `by_hand`.
 PAIRS = [*product(("group", "batch", "mean", "whiten", "none"), ("mean", "leave_one_out", "length", "batch", "none"))]
+# Pairs that compare a reward with others of its group, and pairs that compare it with the batch. A pair may do both.
 OF_THE_GROUP = [(s, b) for s, b in PAIRS if s in ("group", "mean") or b in ("mean", "leave_one_out", "length")]
 OF_THE_BATCH = [pair for pair in PAIRS if "batch" in pair or "whiten" in pair]
 PLAIN = [[0.0, 1.0, 0.5, 1.0], [7.0, -3.0, 2.5, 2.0], [0.1, 0.2, 0.4, 0.8]]
@@ -39,17 +40,17 @@ REWARDS = {
 
 def by_hand(groups, scale, baseline, eps, lengths):
     """Compute (r - baseline) / scale for one reward after another, or 0 if there is no different reward to compare it
-    with. Completions of length 0 are compared, too. In a mean over tokens, a reward counts once for each token."""
+    with. Rewards of completions of length 0 count in means and standard deviations, but a group needs two completions
+    with tokens. In a mean over tokens, a reward counts once for each token."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
-    values, differ = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
+    values, computed = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
     for p, i in given:
         own = [j for q, j in given if q == p]
         group, others = [groups[p][j] for j in own], [groups[p][j] for j in own if j != i]
-        sets = (group, OF_THE_GROUP), (batch, OF_THE_BATCH)
-        compared = [rewards for rewards, pairs in sets if (scale, baseline) in pairs]
-        too_few = (scale, baseline) in OF_THE_GROUP and sum(lengths[p][j] > 0 for j in own) < 2
-        equal = any(min(rewards) == max(rewards) for rewards in compared)
+        of_group, of_batch = (scale, baseline) in OF_THE_GROUP, (scale, baseline) in OF_THE_BATCH
+        too_few = of_group and sum(lengths[p][j] > 0 for j in own) < 2
+        equal = (of_group and min(group) == max(group)) or (of_batch and min(batch) == max(batch))
         if too_few or equal or (scale == "mean" and fmean(group) <= 1e-6):
             continue
         by_length = sum(lengths[p][j] * groups[p][j] for j in own) / max(1, sum(lengths[p][j] for j in own))
@@ -59,13 +60,14 @@ def by_hand(groups, scale, baseline, eps, lengths):
         if scale in ("group", "batch"):
             spread = stdev({"group": group, "batch": batch}[scale]) + eps
         values[p, i] = (groups[p][i] - centre) / spread
-        differ.add((p, i))
+        computed.add((p, i))
     if scale != "whiten":
         return values
     token_values = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
     whitened = torch.zeros_like(values)
-    for p, i in differ if len(set(token_values)) > 1 else []:
-        whitened[p, i] = (lengths[p][i] > 0) * (values[p, i] - fmean(token_values)) / (stdev(token_values) + eps)
+    if len(set(token_values)) > 1:
+        for p, i in computed:
+            whitened[p, i] = (lengths[p][i] > 0) * (values[p, i] - fmean(token_values)) / (stdev(token_values) + eps)
     return whitened
 
 
@@ -74,12 +76,12 @@ def by_hand(groups, scale, baseline, eps, lengths):
 def test_against_plain_python(scale, baseline, groups, lengths):
     lengths = lengths or some_lengths(groups)
     for dtype, eps in ((torch.float64, 0.5), (torch.float64, 0.0), (torch.float32, 1e-4)):
-        rewards, how = torch.tensor(groups, dtype=dtype), dict(lengths=torch.tensor(lengths))
+        rewards, token_counts = torch.tensor(groups, dtype=dtype), torch.tensor(lengths)
         if len(groups[0]) == 1 and (scale, baseline) in OF_THE_GROUP:
             with pytest.raises(ValueError, match="at least 2 completions"):
-                group_advantages(rewards, scale, baseline, eps, **how)
+                group_advantages(rewards, scale, baseline, eps, lengths=token_counts)
             continue
-        advantages = group_advantages(rewards, scale, baseline, eps, **how)
+        advantages = group_advantages(rewards, scale, baseline, eps, lengths=token_counts)
         expected = by_hand(groups, scale, baseline, eps, lengths).to(dtype)
         torch.testing.assert_close(advantages, expected, rtol=rounding(dtype), atol=rounding(dtype))
         assert (advantages[expected == 0] == 0).all(), "0 must be exact"

@@ -82,6 +82,7 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert batch.advantages.tolist() == [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
     assert batch.has_gradient.tolist() == [True, False]
     assert trained_lengths([group], mask_truncated=False).tolist() == [[turns.length, reply.length]] == [[2, 0]]
+    # A group needs two completions that can be trained on.
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
 
@@ -113,7 +114,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
-    # For each rank and micro-batch, the rows that the model reads. Each is a tensor of the completions that share it.
+    # For each rank and micro-batch, the sequences that the model reads. Each is a tensor with the numbers of the
+    # completions that share it.
     shares = [[torch.tensor(piece).split(part.together) for piece, part in pieces] for pieces in by_rank]
 
     def read(shared: Tensor) -> int:
@@ -123,38 +125,38 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
         padded = len(piece) * max(map(read, piece))
         return (rows is None or sum(map(len, piece)) <= rows) and (tokens is None or padded <= tokens)
 
-    everything = [*chain(*chain(*shares))]
-    assert sorted(torch.cat(everything).tolist()) == list(range(n)), "every completion once"
-    most, fair_share = max(map(len, everything)), math.ceil(n / world)
+    sequences = [shared for share in shares for piece in share for shared in piece]
+    assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
+    sharing, fair_share = max(map(len, sequences)), math.ceil(n / world)
     if hidden_size is None or rows == 1 or tokens == 1:
-        assert most == 1, "no row is shared"
-    elif hidden_size == 1000 and limits.rows is limits.tokens is None:
-        assert most == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
-    assert most <= fair_share
+        assert sharing == 1, "no row is shared"
+    elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
+        assert sharing == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
+    assert sharing <= fair_share
     sizes = [[*map(read, chain(*share))] for share in shares]
     largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
     for share, sizes_of_share in zip(shares, sizes):
         assert sizes_of_share == sorted(sizes_of_share, reverse=True)
         assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "no limit is exceeded"
-        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "and used"
+        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "none has room for the next"
 
     smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
     assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also if one rank has lowered its limits"
-    most = max(map(len, by_rank))
+    count = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
-        assert len(filled) == most and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
+        assert len(filled) == count and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
     assert torch.equal(batch.mask, batch.attention), "the filling is masked in a copy"
 
 
-@pytest.mark.parametrize("completion, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
-def test_rows_are_shared_by_the_number_of_completions_that_costs_least(completion: int, together: list[int]):
+@pytest.mark.parametrize("length, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
+def test_as_many_completions_share_a_row_as_is_cheapest(length: int, together: list[int]):
     """A layer needs 12 h² L + 2 h L² multiplications for a row of L tokens. Eight completions of one prompt share a row
     if they are short. The longer they are, the fewer share one."""
     prompt, h, N = 150, 576, 8
-    ones, zeros = torch.ones(N, prompt + completion), torch.zeros(N, prompt + completion)
+    ones, zeros = torch.ones(N, prompt + length), torch.zeros(N, prompt + length)
     batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=h))
     assert part.together == together
@@ -162,8 +164,9 @@ def test_rows_are_shared_by_the_number_of_completions_that_costs_least(completio
 
 # ---- The same step however it is split ----
 
-# These tests compute in float64, where a split changes a gradient by roundings of 1e-16. If an entry of the gradient is
-# nothing else, Adam divides it by its eps of 1e-8, and the learning rate of 1e-2 makes it a difference of 1e-10.
+# These tests compute in float64, where a split changes a gradient by roundings of 1e-16. An entry of the gradient that
+# should be 0 is such a rounding. Adam divides this entry by eps, 1e-8, and multiplies it by the learning rate, 1e-2, so
+# a weight differs by 1e-10.
 same_up_to_rounding = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
@@ -192,6 +195,7 @@ def make_run(limits: Limits, **switches) -> train.Run:
     settings = GRPO | dict(temperature=0.8, max_completion_length=10, dtype="float32")
     model = tiny_model("gpt2", spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    # An update needs no task, tokenizer, reference, sampling or progress.
     return train.Run(Config(**settings | switches), CPU, None, None, model, None, optimizer, None, limits, None)
 
 
@@ -204,9 +208,9 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
     steps = []
     for limits in (WHOLE, Limits(5, 40), TOGETHER(3, 40)):
         run = make_run(limits, **ALGORITHMS[algorithm] | chosen)
-        figures = train.update(run, make_batch(), step=1)
-        assert figures[1] > run.config.max_grad_norm
-        steps.append([*figures, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
+        loss, norm, stats = train.update(run, make_batch(), step=1)
+        assert norm > run.config.max_grad_norm, "the gradient is clipped"
+        steps.append([loss, norm, stats, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
     for step in steps[1:]:
         same_up_to_rounding(step, steps[0])
 
@@ -225,7 +229,7 @@ LEARNING = [
 
 
 @pytest.mark.parametrize("by_token, also, learning", LEARNING)
-def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkeypatch, by_token, also, learning):
+def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(monkeypatch, by_token, also, learning):
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if by_token:
@@ -261,4 +265,5 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_go_back(monkey
         assert learning is None or sum(learnt) == learning
         assert distance(split[0], gradient) < 1e-12
         same_up_to_rounding(split[1:], [loss, totals])
+    # The last split has 13 ranks for 12 rows.
     assert not any(figures.any() for figures in parts[12]), "a rank without rows adds exactly nothing"

@@ -31,9 +31,11 @@ GIVEN = dict(
 def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
     """Values come from the preset of the algorithm, from the task, and from what the machine has."""
     config = Config(**GIVEN)
-    once = resolve(config, TASK, on_gpu)
-    assert vars(once) | ALGORITHMS["dapo"] | TASK | dict(task="addition") | GIVEN == vars(once)
-    assert config == Config(**GIVEN) and resolve(once, {name: 99 for name in TASK}, on_gpu) == once
+    resolved = resolve(config, TASK, on_gpu)
+    # In this union, the later value of a setting wins.
+    assert (ALGORITHMS["dapo"] | TASK | dict(task="addition") | GIVEN).items() <= vars(resolved).items()
+    # Values that are resolved stay, even if the task has others.
+    assert config == Config(**GIVEN) and resolve(resolved, {name: 99 for name in TASK}, on_gpu) == resolved
     with pytest.raises(FrozenInstanceError):
         config.beta = 0.1
     filled = resolve(Config(), TASK, on_gpu)
@@ -64,7 +66,8 @@ def again(row, turns):
 
 TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
-# This takes the place of the package wandb. It writes a file when metrics are logged.
+# This takes the place of the package wandb, and writes a file when metrics are logged. It counts as installed because
+# its __spec__ is not None.
 TRACKER = SimpleNamespace(__spec__="it is installed", login=lambda prompt: True)
 TRACKER.init = lambda **about: SimpleNamespace(log=lambda figures, step: Path("tracked").touch())
 
@@ -128,6 +131,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     work: dict[str, list[str]] = {"rollout": [], "update": []}
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
+        """Note the shape and dtype of an output, and the kind of attention. A call with gradients is of an update."""
         how = [getattr(output, name, None) for name in ("shape", "dtype")]
         how += [getattr(getattr(module, "config", None), "_attn_implementation", None)]
         work["update" if torch.is_grad_enabled() else "rollout"].append(f"{type(module).__name__} {how}")
@@ -135,14 +139,15 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     with pytest.MonkeyPatch.context() as patch, register_module_forward_hook(note):
         patch.chdir(here)
         patch.setitem(sys.modules, "wandb", TRACKER)
-        patch.setattr(faults, "stop_requests", list)
+        patch.setattr(faults, "stop_requests", lambda: [])
         try:
             assert train.train(Config(**settings)) == 0
         finally:
             if dist.is_initialized():  # as it is with --shard
                 dist.destroy_process_group()
     out, lines = here / "out", metrics(here / "out")
-    steps, first = [line for line in lines if line["step"]], [line for line in samples(out) if line["step"] == 1]
+    # The evaluation before training is step 0.
+    steps, first = [line for line in lines if line["step"] > 0], [line for line in samples(out) if line["step"] == 1]
     # In float32, the sampler and the trainer differ by nothing but rounding.
     assert settings.get("dtype") == "bfloat16" or all(line["sampler_gap"] < 1e-5 for line in steps)
     weights = load_file(*out.glob("model/*.safetensors"))
@@ -163,7 +168,7 @@ def same(ours: object, theirs: object) -> bool:
         return ours.shape == theirs.shape and distance(ours, theirs) <= 1e-4
     if isinstance(ours, list) and isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return ours == (theirs if not isinstance(theirs, float) else pytest.approx(theirs, rel=1e-4, abs=1e-6))
+    return ours == (pytest.approx(theirs, rel=1e-4, abs=1e-6) if isinstance(theirs, float) else theirs)
 
 
 @pytest.mark.parametrize("line", DIFFERS)
@@ -174,4 +179,5 @@ def test_a_setting_has_its_effect(outcome, line):
     changed = {name for name in without | given if not same(given.get(name), without.get(name))}
     assert expected <= changed
     if setting.metadata["may_change"]:
-        assert changed <= expected - {"weights"} | {"rollout", "update"}, "a run may continue with another value"
+        # A run may resume with another value, so the value must not change what is computed.
+        assert changed <= (expected - {"weights"}) | {"rollout", "update"}

@@ -27,14 +27,14 @@ NOT_SHARED = ("mistral", "gemma2", "gemma3", "gptj", "gpt_oss", "bloom", "mpt", 
 ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # the others compute some parts in float32
 
 ROWS = ["...pppcccccc", "..pc........", "ppppccc.....", "ppppp.......", "pppp..cccc.."]  # prompt, completion, padding
-ATTENTION, COMPLETION = (torch.tensor([[int(c in of) for c in row] for row in ROWS]) for of in ("pc", "c"))
+ATTENTION, COMPLETION = (torch.tensor([[int(c in letters) for c in row] for row in ROWS]) for letters in ("pc", "c"))
 SCORED = COMPLETION.bool()
 IDS = torch.randint(3, VOCAB, ATTENTION.shape, generator=torch.Generator().manual_seed(1)).where(ATTENTION == 1, PAD)
 IDS[0, [4, 8, 11]] = EOS  # in a prompt, inside a completion and at its end
 IDS[2, 6] = EOS
 IDS[3:, :4] = IDS[2, :4]  # rows 2 to 4 have the same prompt,
 IDS[4, 6] = IDS[2, 4]  # and two completions begin with the same token
-IDS[1, 2] = IDS[0, 3]
+IDS[1, 2] = IDS[0, 3]  # rows 0 and 1 begin with the same token
 
 
 def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +42,8 @@ def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
 
 
 def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = None) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies from full logits, one row after another and without padding."""
+    """Compute log-probs and entropies from full logits, one row after another and without padding. With `kept`, the
+    log-prob of a token is over the ids in kept[b][t], unless that is None."""
     logp, entropy = (torch.zeros(IDS.shape, dtype=torch.float64) for _ in range(2))
     for b, attention in enumerate(ATTENTION):
         at = attention.nonzero()[:, 0]
@@ -65,11 +66,13 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, ways: Sequence = (None,)):
-    """Compare log-probs, entropies and gradients, for every value of `together` in ways. They may differ by a hundred
-    roundings in dtype, the coarsest one that the model uses, because the CPU and the batch decide what is rounded."""
+    """Compare log-probs, entropies and gradients, for every value of `together` in ways. With None, the model reads
+    each row separately. With [2, 3], it reads the first two rows as one row, and the other three as another. The
+    results may differ by a hundred roundings in dtype, the coarsest one that the model uses, because the CPU and the
+    batch decide what is rounded."""
     expected_logp, expected_entropy = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
-    assert expected_logp.min() < -14 and expected_entropy.max() > 0.01
+    assert expected_logp.min() < -14 and expected_entropy.max() > 0.01, "some tokens are unlikely, some entropies not 0"
     close = partial(torch.testing.assert_close, rtol=rounding(dtype), atol=10 * rounding(dtype))
     for together in ways:
         logp, entropy = score(model, temperature=0.7, entropy_grad=True, together=together)
@@ -111,7 +114,8 @@ def test_what_is_read_together_is_read_once():
 
 
 @pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
-def test_a_window_shorter_than_a_row_is_noticed_though_the_trial_is_shorter(size: int | None, together: bool):
+def test_a_window_shorter_than_a_row_is_noticed_even_if_the_trial_input_fits_in_it(size: int | None, together: bool):
+    """`reads_together` tries a short input, in which a window of 11 has no effect. In rows of 12 it has one."""
     assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
 
 
@@ -124,7 +128,8 @@ def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
-    """The two sides differ in what they round to bf16: the gradients of the states, and the logits of gemma2."""
+    """Our gradient and the reference differ in what is rounded to bf16: the gradients of the hidden states and, for
+    gemma2, the logits."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -134,7 +139,7 @@ def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyP
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
     grads = gradient(model, logp, entropy), gradient(model, expected_logp, expected_entropy)
-    assert distance(*grads) < 2 * torch.finfo(torch.bfloat16).eps  # two layers
+    assert distance(*grads) < 2 * torch.finfo(torch.bfloat16).eps  # one rounding for each of the two layers
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -150,7 +155,8 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
             logits.append(model(input_ids=IDS).logits)
     log_p = torch.stack([x[:, :-1].double() for x in logits]).log_softmax(-1)[:, SCORED[:, 1:]]  # (2, n, V)
     rounded, expected = log_p.gather(2, IDS[SCORED].expand(2, -1)[..., None])[..., 0]
-    assert (logp - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
+    # Rounded logits, which are also compared, would show.
+    assert (logp - expected).abs().max() < 1e-5 and (rounded - expected).abs().max() > 1e-2
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5
 
 
@@ -209,10 +215,11 @@ def test_an_entropy_has_a_gradient_only_on_request(name: str):
 
 def some_sets() -> list[list]:
     """Return for each position None, or a list, array or tensor of ids that contains the token itself."""
-    r, kinds = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
+    # A position gets the ids in one of these types, or None, which stands for all ids.
+    r, converters = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
     others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
     sets = iter([np.unique([token, *other_ids]) for token, other_ids in zip(IDS.flatten().tolist(), others)])
-    return [[kinds[r.integers(4)](next(sets)) for _ in row] for row in IDS]
+    return [[converters[r.integers(4)](next(sets)) for _ in row] for row in IDS]
 
 
 @pytest.mark.parametrize("temperature, chunk", [(1.0, 1000), (0.7, 1), (0.7, 5)])
@@ -265,6 +272,8 @@ def test_a_model_that_was_changed(name: str, how: str):
 
 
 def test_a_cap_is_noticed_even_while_the_head_is_zero():
+    """Whether the head returns the logits is found out in the first call. While the weights of the head are 0, the
+    logits are the same with and without a cap."""
     model = tiny_model("gemma2")
     weight = model.lm_head.weight.detach().clone()
     nn.init.zeros_(model.lm_head.weight)
@@ -291,7 +300,8 @@ def test_an_exception_leaves_the_model_unchanged(name: str):
 # ---- Memory ----
 
 LARGE_VOCAB, CHUNK = 40_000, 8
-CHUNK_BYTES = WEIGHT_BYTES = CHUNK * LARGE_VOCAB * 4  # of a chunk's logits, and of the head: its hidden size is 8, too
+# The head is as large as a chunk of logits, because the hidden size is 8 as well.
+CHUNK_BYTES = WEIGHT_BYTES = CHUNK * LARGE_VOCAB * 4
 
 
 def memory(name: str, entropy_grad: bool, *lengths: int, kept: list | None = None) -> tuple[int, int]:
@@ -322,7 +332,7 @@ def test_at_most_two_chunks_of_logits_are_in_memory(entropy_grad: bool, monkeypa
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad: bool):
-    (largest, one), (largest_of_three, three) = (memory("gemma2", entropy_grad, *[20] * rows) for rows in (1, 3))
+    (largest, one), (largest_of_three, three) = (memory("gemma2", entropy_grad, *n) for n in ([20], [20] * 3))
     assert largest == largest_of_three == 20 * LARGE_VOCAB * 4
     # With several rows, the gradients of head and embedding exist while the next row's are computed.
     assert one < three < 1.02 * (one + 2 * WEIGHT_BYTES)  # everything else is small
@@ -332,6 +342,7 @@ def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad:
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
     """With sets, chunks have half the size. Ids take 8 bytes instead of 4, so one more chunk of memory is needed."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
-    large, small = (99 * [np.arange(n, dtype=np.int32)] for n in (LARGE_VOCAB * 95 // 100, 4))
-    peaks = [memory(name, True, 20, 9, 1, kept=row and 3 * [row])[1] for row in (None, large, small)]
+    # Three rows of 99 positions, which is more than a row has.
+    large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))
+    peaks = [memory(name, True, 20, 9, 1, kept=kept)[1] for kept in (None, large, small)]
     assert peaks[1] < 1.01 * peaks[0] + CHUNK_BYTES and peaks[2] < 1.01 * peaks[0]

@@ -35,7 +35,7 @@ from loss import (
 
 F64 = torch.float64
 LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]  # |o_i| of two prompts with four completions each
-GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.5, 0.5]]  # rewards; 0.5 is a mean, so some advantages are exactly 0
+GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.5, 0.5]]  # rewards; the mean of the second is 0.5, so A is 0 twice
 REWARDS = GROUPS[0] + GROUPS[1]
 MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
 OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
@@ -63,6 +63,7 @@ def draw(seed, lengths=LENGTHS, spread=0.4):
 
 @pytest.fixture(params=range(1, 4))
 def b(request):
+    """Return one of three random batches: log-probs of four policies, and a mask."""
     return draw(request.param)
 
 
@@ -84,7 +85,8 @@ def minus_sum(b, J, A, weights, ratio="token"):
     for i, length in enumerate(LENGTHS):
         s = math.exp(fmean((b.logp - b.old)[i, :length].tolist()))
         for t in range(length):
-            x = SimpleNamespace(i=i, t=t, A=A[i, t].item(), **{name: of[i, t].item() for name, of in vars(b).items()})
+            # x.logp, x.old, x.ref, x.sampler and x.mask are the numbers of this token.
+            x = SimpleNamespace(i=i, t=t, A=A[i, t].item(), **{k: v[i, t].item() for k, v in vars(b).items()})
             x.ratio = s if ratio == "sequence" else math.exp(x.logp - x.old)
             value, derivative = J(x)
             loss, grad[i, t] = loss - weights[i, t] * value, -weights[i, t] * derivative
@@ -98,14 +100,15 @@ def run(logp, *args, **switches):
     logp = logp.clone().requires_grad_()
     loss, stats = policy_loss(logp, *args, **switches)
     loss.backward()
-    assert loss.dtype == logp.dtype, "though weights are in float64"
+    assert loss.dtype == logp.dtype, "the loss has the dtype of the log-probs, whatever that of the weights"
     assert not any(getattr(x, "requires_grad", False) for pair in stats.values() for x in pair)
     return loss.detach(), logp.grad, {name: (float(total), float(count)) for name, (total, count) in stats.items()}
 
 
 def close(ours, theirs, tolerance=1e-10):
     """Compare two numbers or tensors, or two tuples of them. A sum of 35 terms in float64 is accurate to 1e-13."""
-    for actual, expected in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
+    pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
+    for actual, expected in pairs:
         actual, expected = (torch.as_tensor(x, dtype=F64).detach() for x in (actual, expected))
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
@@ -116,18 +119,20 @@ def check(b, A, normalization, advantages, J=None, **switches):
     lengths = torch.tensor(LENGTHS).reshape(2, 4)
     close(group_advantages(torch.tensor(GROUPS, dtype=F64), eps=0.0, lengths=lengths, **advantages).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
-    A, bounds = torch.tensor(A, dtype=F64), {name: switches.get(f"epsilon_{name}", 0.2) for name in ("low", "high")}
+    A = torch.tensor(A, dtype=F64)
+    J = J or partial(clipped, low=switches.get("epsilon_low", 0.2), high=switches.get("epsilon_high", 0.2))
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, **switches)
-    paper = minus_sum(b, J or partial(clipped, **bounds), A, WEIGHTS[normalization], switches.get("ratio", "token"))
+    paper = minus_sum(b, J, A, WEIGHTS[normalization], switches.get("ratio", "token"))
     close((loss, grad), paper)
     objective = switches.get("objective", "clip")
     assert ("clip_low" in stats) == (objective in ("clip", "cispo", "dppo"))
     if objective in ("clip", "dppo"):
-        assert stats["clip_low"][0] > 0 and stats["clip_high"][0] > 0, "the data test both bounds"
+        assert stats["clip_low"][0] > 0 and stats["clip_high"][0] > 0, "the data must reach both bounds"
         if "ref_logp" not in switches:  # a clipped token has no gradient, unless there is a KL term
             no_gradient = (paper[1] == 0) & b.mask
-            of_sign = [(no_gradient & (sign * A > 0)[:, None]).sum().item() for sign in (-1, 1)]
-            assert [stats["clip_low"], stats["clip_high"]] == [(of_sign[0], TOKENS), (of_sign[1], TOKENS)]
+            # Where A < 0, only the lower bound clips, and where A > 0, only the upper one.
+            at_low, at_high = ((no_gradient & (sign * A > 0)[:, None]).sum() for sign in (-1, 1))
+            assert stats["clip_low"] == (at_low, TOKENS) and stats["clip_high"] == (at_high, TOKENS)
     return stats
 
 
@@ -175,6 +180,7 @@ def test_cispo():
         return coefficient * x.A * x.logp, coefficient * x.A
 
     b = draw(0, spread=2.0)  # policies far enough apart for a cap of 5
+    # For CISPO, epsilon_high is the cap itself and not its distance from 1.
     stats = check(b, OVER_STD, "global", {}, J, objective="cispo", epsilon_high=5.0)
     cut = (b.logp - b.old > math.log(5.0)) & b.mask & (torch.tensor(OVER_STD) > 0)[:, None]
     assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
@@ -218,17 +224,18 @@ def test_opo(b):
 
 def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
-    A, low, high = OVER_STD, 0.3, 0.4
-    cut = [[x > high if a > 0 else x < -low and a < 0 for x in row] for a, row in zip(A, (b.logp - b.old).tolist())]
+    log_ratio, low, high = b.logp - b.old, 0.3, 0.4
+    A = torch.tensor(OVER_STD)[:, None]
+    cut = ((A > 0) & (log_ratio > high)) | ((A < 0) & (log_ratio < -low))
     s = []
     for i, length in enumerate(LENGTHS):
         bound = high if A[i] > 0 else -low
-        s.append(math.exp(fmean(bound if cut[i][t] else (b.logp - b.old)[i, t].item() for t in range(length))))
+        s.append(math.exp(fmean(bound if cut[i, t] else log_ratio[i, t].item() for t in range(length))))
 
     def J(x):  # a clipped log-ratio is a constant in the mean
-        return s[x.i] * x.A, 0.0 if cut[x.i][x.t] else s[x.i] * x.A
+        return s[x.i] * x.A, 0.0 if cut[x.i, x.t] else s[x.i] * x.A
 
-    check(b, A, "sequence", {}, J, ratio="geometric", epsilon_low=low, epsilon_high=high)
+    check(b, OVER_STD, "sequence", {}, J, ratio="geometric", epsilon_low=low, epsilon_high=high)
 
 
 def test_sapo(b):
@@ -259,19 +266,20 @@ def test_vespo(b, how):
     """VESPO, arXiv 2602.10693: J = 1/Σ_i|o_i| Σ_i Σ_t sg(φ(w_i)) A_i log π_θ, φ(w) = w^k exp(λ (1 − w)), w_i = Π_t ρ_it
     times the sampler's corrections, (k, λ) = (2, 3) where A >= 0, else (3, 2). The limits are those of TRL: e^±20 for
     the ratio of a token, 1e-8 and e^20 for a correction and for the product. Some of these data are beyond them."""
-    b.old[2, 0], b.old[4, :2] = b.logp[2, 0] - 30, b.logp[4, :2] - torch.tensor([-30.0, 19.0])
+    b.old[2, 0] = b.logp[2, 0] - 30  # the log-ratio of this token is 30
+    b.old[4, :2] = b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # and of these it is −30 and 19
     b.sampler[4] = b.old[4] - 0.05
     phi = []
     for i, length in enumerate(LENGTHS):
         logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
-        for x in (b.old - b.sampler)[i, :length].tolist() if how else ():
+        for x in (b.old - b.sampler)[i, :length].tolist() if how else []:  # without bounds there is no correction
             u = min(max(math.exp(x), how.get("tis_floor", 0.0)), how["tis_cap"])
             u = 0.0 if "tis_mode" in how and u != math.exp(x) else u
             logs.append(math.log(max(u, 1e-8)))
         w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
         k, decay = (2, 3) if OVER_STD[i] >= 0 else (3, 2)
         phi.append(w**k * math.exp(decay * (1 - w)))
-    assert phi[4] > 0.05  # 20 of the 30 count, minus 19
+    assert phi[4] > 0.05  # its log-ratio of −30 counts as −20, and that of 19 makes up for it
 
     def J(x):
         return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
@@ -289,7 +297,8 @@ def gradients(theta, *scalars):
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_estimators_on_policy(estimator):
     """The mean value Σ_x π_θ(x) k(x) is KL(π_θ ‖ π_ref), but k2 and abs are biased. The mean gradient Σ_x π_θ(x) ∇k(x)
-    is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, k1+ and k3+, ∇KL(π_ref ‖ π_θ) for k3, and that of no KL for abs."""
+    is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, k1+ and k3+, and ∇KL(π_ref ‖ π_θ) for k3. For abs it is the gradient of no KL
+    divergence."""
     logits = torch.randn(2, 6, 1, generator=torch.Generator().manual_seed(0), dtype=F64)  # a vocabulary of six tokens
     theta = logits[0].clone().requires_grad_()
     logp, ref = theta.log_softmax(0), logits[1].log_softmax(0)
@@ -303,9 +312,10 @@ def test_kl_estimators_on_policy(estimator):
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
-    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. Let o be all
-    completions of up to three tokens, which token 0 ends, and p their unfinished prefixes. For every π_θ,
+def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. Let o run over all
+    completions, each of which ends with token 0 or after three tokens, and p over their beginnings, which
+    have not ended. For every π_θ,
     Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
@@ -319,7 +329,7 @@ def test_kl_importance_is_of_a_token_whatever_the_ratio(estimator, ratio):
 
     probability = scored(old).sum(1).exp()  # π_old(o)
     close(probability.sum(), 1.0, 1e-12)
-    prefix_probability = [sum(q for o, q in zip(completions, probability) if o[: len(p)] == p != o) for p in prefixes]
+    prefix_probability = [sum(q for o, q in zip(completions, probability) if o[: len(p)] == p) for p in prefixes]
     kl = (torch.stack(prefix_probability) * (policy.exp() * (policy - ref)).sum(1)).sum()
 
     mask = torch.tensor([[t < len(o) for t in range(3)] for o in completions])
@@ -345,19 +355,20 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
 @pytest.mark.parametrize("delta", [0.9, 1.05, 1.2, 1.5, 4.0])
 def test_two_sided_clipping(delta):
     """min(min(ρ, δ) A, clip(ρ, 1−ε, 1+ε) A) for any δ. Each token has its own advantage, and some are 0."""
-    b, A = draw(0, spread=1.0), draw(10).logp + 1.5
+    b, A = draw(0, spread=1.0), draw(10).logp + 1.5  # log-probs from -3 to 0, so A has both signs
     A[:, 1::3] = 0.0
     loss, grad, stats = run(b.logp, b.old, A, token_weights(b.mask, "global"), b.mask, delta=delta)
     close((loss, grad), minus_sum(b, partial(clipped, delta=delta), A, WEIGHTS["global"]))
     ratio = (b.logp - b.old).exp()
     low, high = ratio < 1 - 0.2, ratio > 1 + 0.2  # clipped only where A pushes further
-    assert stats["clip_low"] == ((low & (A < 0) & b.mask).sum(), TOKENS) > (0, 0)
-    assert stats["clip_high"] == ((high & (A > 0) & b.mask).sum(), TOKENS) > (0, 0)
+    assert stats["clip_low"] == ((low & (A < 0) & b.mask).sum(), TOKENS) and stats["clip_low"][0] > 0
+    assert stats["clip_high"] == ((high & (A > 0) & b.mask).sum(), TOKENS) and stats["clip_high"][0] > 0
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_term(estimator):
-    """S(ρ, A) − β k. k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1."""
+    """S(ρ, A) − β k. k1 = −Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1, abs = |Δ|. With a +, the value is the same, but the gradient
+    is that of k2."""
     b, A = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3
 
     def k(x):
@@ -368,11 +379,12 @@ def test_kl_term(estimator):
 
     args = b.logp, b.old, A, token_weights(b.mask, "global"), b.mask
     reference = {"ref_logp": b.ref, "kl_estimator": estimator}
-    ours, watched, without = run(*args, beta=0.3, **reference), run(*args, **reference), run(*args)
-    paper = [minus_sum(b, J, A, WEIGHTS["global"]) for J in (clipped, k)]
-    close(ours[:2], tuple(surrogate - 0.3 * kl for surrogate, kl in zip(*paper)))
-    close(ours[2]["kl"], (-TOKENS * paper[1][0], TOKENS))
-    assert torch.equal(watched[1], without[1]) and watched[2]["kl"] == ours[2]["kl"] and "kl" not in without[2]
+    ours, measured, without = run(*args, beta=0.3, **reference), run(*args, **reference), run(*args)
+    surrogate, minus_kl = (minus_sum(b, J, A, WEIGHTS["global"]) for J in (clipped, k))
+    close(ours[:2], (surrogate[0] - 0.3 * minus_kl[0], surrogate[1] - 0.3 * minus_kl[1]))
+    close(ours[2]["kl"], (-TOKENS * minus_kl[0], TOKENS))
+    # Without β, the KL is measured, but changes nothing.
+    assert torch.equal(measured[1], without[1]) and measured[2]["kl"] == ours[2]["kl"] and "kl" not in without[2]
 
 
 SAMPLER_CORRECTIONS = {  # mode: cap, floor; with these data some ratios are beyond each bound and some are not
@@ -411,8 +423,8 @@ def test_sampler_correction(switches, mode, gate):
     b, A, (cap, floor) = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, SAMPLER_CORRECTIONS[mode]
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
     factor = correction(b, mode, cap, floor, gate)
-    free = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)
-    too_low, too_high = free[b.mask] < floor, free[b.mask] > cap
+    unbounded = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)[b.mask]
+    too_low, too_high = unbounded < floor, unbounded > cap
     assert too_low.any() and too_high.any() and not (too_low | too_high).all()
     policy = run(b.logp, b.old, A, weights * factor, b.mask, **switches)[:2]
     penalty = run(b.logp, b.old, 0 * A, weights, b.mask, **kl)[:2]
@@ -421,18 +433,19 @@ def test_sampler_correction(switches, mode, gate):
     gates = {"sampler_logp": sampler, "gate_low": gate[0], "gate_high": gate[1]}
     bounds = {"tis_mode": mode, "tis_cap": cap, "tis_floor": floor}
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, **gates, **bounds, **kl, **switches)
-    close((loss, grad), tuple(map(sum, zip(policy, penalty))))
+    close((loss, grad), (policy[0] + penalty[0], policy[1] + penalty[1]))
     assert sampler.grad is None or (sampler.grad == 0).all()
     close(stats["sampler_gap"], ((b.old - b.sampler)[b.mask].abs().sum(), TOKENS))
     assert stats["tis_bounded"] == ((too_low | too_high).sum(), TOKENS)
-    close(stats["tis_ratio"], (free[b.mask].sum(), TOKENS))
-    close(stats["tis_ratio_max"], (free[b.mask].max(), 1))
+    close(stats["tis_ratio"], (unbounded.sum(), TOKENS))
+    close(stats["tis_ratio_max"], (unbounded.max(), 1))
     kept = correction(b, "token_truncate", 1.0, 1.0, gate)  # 1, or 0 where the gate drops the completion
     dropped = (kept[:, 0] == 0).sum()
-    assert stats["gate_dropped"] == (dropped, N) and (0 < dropped < N) == (gate != [None, None])
+    assert stats["gate_dropped"] == (dropped, N) and dropped < N and (dropped > 0) == (gate != [None, None])
 
     _, grad, stats = run(b.logp, b.old, A, weights, b.mask, **gates, **switches)
     close(grad, run(b.logp, b.old, A, weights * kept, b.mask, **switches)[1])
+    # Without bounds nothing is bounded, and the statistic may be missing.
     assert stats.get("tis_bounded", (0, TOKENS)) == (0, TOKENS) and "sampler_gap" in stats
 
 
@@ -471,7 +484,8 @@ def test_off_policy_sequence_masking(b):
     keep = torch.tensor([1.0 if a > 0 or d <= threshold else 0.0 for a, d in zip(A, drift)], dtype=F64)
     assert keep.sum() == 6
     weights, kl = token_weights(b.mask, "sequence"), {"ref_logp": b.ref, "beta": 0.1}
-    kept = run(b.logp, b.old, A * keep, weights, b.mask, **kl)[:2]  # weights and KL stay those of all
+    # A masked completion still counts in the weights of the others, and has its KL term.
+    kept = run(b.logp, b.old, A * keep, weights, b.mask, **kl)[:2]
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, off_policy_mask=threshold, **kl)
     close((loss, grad), kept)
     assert stats["off_policy"] == (sum(n for n, k in zip(LENGTHS, keep) if k == 0), TOKENS)
@@ -543,7 +557,8 @@ def test_garbage_where_masked(name, switches):
         b = step(0, "global")
         if name == "token advantages":
             b.advantages = b.advantages[:, None].expand_as(b.logp)
-        field, live = name.split()[-1], b.mask.any(1) if name == "advantages" else b.mask
+        field = name.removeprefix("token ")
+        live = b.mask.any(1) if name == "advantages" else b.mask
         setattr(b, field, getattr(b, field).masked_fill(~live, value))
         return b.mask, *run_all(b, switches)
 
@@ -568,13 +583,13 @@ def test_any_split_of_the_step(normalization, switches):
         wider = (0, width - whole.mask.shape[1])  # pad() cuts where this is negative
         part = SimpleNamespace(**{name: pad(x, wider) if x.dim() == 2 else x for name, x in part.items()})
         part_loss, part_grad, part_stats = run_all(part, switches)
-        assert part.mask.any() or set(part_stats.values()) == {(0, 0)}
+        assert part.mask.any() or set(part_stats.values()) == {(0, 0)}, "a masked row counts in no statistic"
         sum_loss += part_loss
         sum_grad[rows] += pad(part_grad, (0, -wider[1]))
         assert part_stats.keys() == stats.keys()
-        for name, (a, n) in sum_stats.items():
-            pairs = torch.tensor([[a, n], part_stats[name]], dtype=F64)
-            sum_stats[name] = tuple(together(name, *pairs).tolist())
+        for name, so_far in sum_stats.items():
+            pairs = torch.tensor([so_far, part_stats[name]], dtype=F64)  # each is a total and a count
+            sum_stats[name] = tuple(together(name, *pairs).tolist())  # added in the way a run adds micro-batches
     close(sum_loss, loss, 1e-12)
     close(sum_grad, grad, 1e-12)
     for name in stats:
@@ -590,9 +605,12 @@ RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0,
 @every_normalization
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_token_weights(normalization, dtype):
-    """sequence 1/(N |o_i|), global 1/Σ_j |o_j|, constant 1/(N L), sum 1/N, where N = 3 rows have a token, L is 100 and
-    Σ_j |o_j| = 8. prompt 1/(P Σ |o_j| of the prompt), where P = 2 because one prompt has only the masked row. The other
-    two prompts have four tokens each."""
+    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count, because the third has only the
+    masked row. Each of the two has four tokens.
+
+        sequence: 1/(N |o_i|)       global: 1/Σ_j |o_j|       prompt: 1/(P Σ |o_j| of the prompt)
+        constant: 1/(N L)           sum: 1/N
+    """
     by_row = torch.tensor([[3 * 4], [1], [3 * 1], [3 * 3]])  # the masked row has weight 0 with any divisor
     divisors = {"sequence": by_row, "global": 8, "prompt": 2 * 4, "constant": 3 * 100, "sum": 3}
     expected = RAGGED.double() / divisors[normalization]
@@ -626,6 +644,6 @@ ERRORS = [  # switches of the loss, or arguments of token_weights; and words of 
 def test_errors(switches, words):
     with pytest.raises(ValueError) as error:
         if "normalization" in switches:
-            token_weights(RAGGED, **switches)
+            token_weights(RAGGED, **switches)  # raises, so run_all is not called
         run_all(step(0, "sum"), switches)
     assert all(word in str(error.value) for word in words)

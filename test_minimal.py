@@ -20,10 +20,11 @@ def test_the_steps_are_those_of_train(tmp_path, monkeypatch, updates):
     words = ["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path)]
     run, *_ = train.set_up(ready(parse(words, on_gpu=False), on_gpu=False), torch.device("cpu"))
     full = [train.training_step(run, step)[1] for step in (1, 2)]
-    ids, expected = (
-        [made.ids for step in run for group in step for made in group.completions] for run in (plain, full)
-    )
-    assert ids == expected
+
+    def ids(steps):
+        return [made.ids for groups in steps for group in groups for made in group.completions]
+
+    assert ids(plain) == ids(full)
     for (ours, _), (theirs, _) in zip(updates[:2], updates[2:], strict=True):
         assert ours.norm() > 0.1
         assert distance(ours, theirs) < 1e-4  # in float32, and train.py has other micro-batches

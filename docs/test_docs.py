@@ -45,14 +45,17 @@ PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL | re.MULTILINE))
 PROGRAMS = {  # the diffs of these sections change train.py, so each makes a program of its own
-    "edited": SECTIONS.pop("Another optimizer"),
-    "distilled": SECTIONS.pop("On-policy distillation"),
-    "asking": SECTIONS.pop("A sampler of your own"),
-    "baselined": SECTIONS.pop("An optimal token baseline"),
-    "turned": SECTIONS.pop("Several turns"),
+    "optimizer": SECTIONS.pop("Another optimizer"),
+    "distillation": SECTIONS.pop("On-policy distillation"),
+    "sampler": SECTIONS.pop("A sampler of your own"),
+    "token_baseline": SECTIONS.pop("An optimal token baseline"),
+    "turns": SECTIONS.pop("Several turns"),
     "recipes": SECTIONS.pop("What a run remembers"),
 }
-ADDITIONS = "".join(SECTIONS.values())
+PROGRAMS["replay"] = PROGRAMS["recipes"].partition("**A curriculum.**")[0]  # the first recipe only
+ADDITIONS = "".join(SECTIONS.values())  # the other sections; all of their diffs can be applied together
+# from_trl.txt has a paragraph for GRPOConfig and one for GRPOTrainer. Each line is the name of an argument and what is
+# here in its place: a flag, "page", "always" or "none".
 OF_TRL = (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:]
 OF_CONFIG, OF_TRAINER = (dict(line.split() for line in part.splitlines()) for part in OF_TRL)
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
@@ -97,6 +100,7 @@ def test_every_file_is_there():
         return name in made or (HERE / name).exists() or (HERE / page).with_name(name).exists()
 
     assert missing(r"`([\w/.]+\.(?:py|txt|md|toml|jsonl?))`", is_there) == []
+    # The list of files in README.md begins with train.py. The first word of each line is a file or a pattern.
     tree = [line.split()[0] for line in README.partition("\ntrain.py  ")[2].partition("```")[0].splitlines()[1:]]
     assert [name for name in tree if not list(HERE.glob(name))] == []
 
@@ -136,7 +140,7 @@ def test_every_tool_knows_the_flags_that_a_page_gives_it(page, monkeypatch):
             with pytest.raises(StopIteration):
                 runpy.run_module(module, run_name="__main__")
             words = [*itertools.dropwhile(lambda word: word != "--", words)][1:]
-        parse_args(flags(), words)  # a tool without a parser passes all its words on to train.py
+        parse_args(flags(), words)  # flags() is the parser of train.py; a tool without a parser passes on all its words
 
 
 def test_imports_run_one_way():
@@ -150,8 +154,10 @@ def test_imports_run_one_way():
             imports[name] = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
             imports[name] |= {found for module, alias in pairs for found in (module, f"{module}.{alias.name}")}
     imports = {name: found & imports.keys() for name, found in imports.items()}
-    room = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
-    assert [(name, one) for name, found in imports.items() for one in found if room[one] < room[name]] == []
+    # The place of each module's folder in `order`. All other modules come last.
+    place = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
+    against = [(name, other) for name, found in imports.items() for other in found if place[other] < place[name]]
+    assert against == [], "train may not import tools, for example"
     assert [name for name in imports if re.match(r"loss$|advantage$|fast\.", name) and imports[name]] == []
     TopologicalSorter(imports).prepare()  # raises where there is a circle
 
@@ -161,7 +167,8 @@ def test_every_table_is_that_of_the_logs_and_every_picture_is_there():
 
 
 def test_the_default_run_begins_as_its_log_says(tmp_path):
-    """Run the first three steps again. Their completions are those of the log, up to ties in floating point."""
+    """Run the first three steps again, and compare their metrics with the log. A metric would be far off if another
+    token were sampled, which is possible only if rounding decides between two tokens."""
     assert train.main([*"--seed 0 --steps 3 --eval_every 0 --out".split(), str(tmp_path)]) == 0
     names = "reward completion_length entropy grad_norm loss".split()
     folders = HERE / "results" / "default" / "seed-0", tmp_path
@@ -187,7 +194,7 @@ def test_the_page_of_objectives_has_every_preset_and_switch():
         given = vars(parse(shlex.split(words), on_gpu=False))
         assert {switch: given[switch] for switch in re.findall(r"--(\w+)", words)} == switches, name
     sections = re.split("^##+ ", OBJECTIVES, flags=re.MULTILINE)
-    # The names are written out, so that a new setting fails no test.
+    # The names are written out, because someone who adds a setting need not add a section to the page.
     titled = "combine_rewards", "scale_rewards", "baseline", "objective", "old_policy", "gate_high"
     for field in dataclasses.fields(Config):
         if field.name in titled:
@@ -201,7 +208,7 @@ def test_every_setting_of_trl_has_its_line():
     known = {"always", "none", "--config", *(f"--{field.name}" for field in dataclasses.fields(Config))}
     assert (len(OF_CONFIG), len(OF_TRAINER)) == (79, 14)
     for name, here in (OF_CONFIG | OF_TRAINER).items():
-        assert name in shown if here == "page" else here in known, name
+        assert here in known or (here == "page" and name in shown), name
 
 
 def test_the_names_are_those_of_trl():
@@ -244,8 +251,8 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
-            sides = [[line[1:] for line in hunk.splitlines() if line[:1] in marks] for marks in (" -", " +")]
-            old, new = ("\n".join(["", *lines, ""]) for lines in sides)
+            old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
+            new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
             assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"
             files[name] = files[name].replace(old, new)
     return files
@@ -258,18 +265,16 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and add the files and diffs of docs/extending.md. Each of PROGRAMS becomes a copy of train.py."""
-    assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}, (
-        "each diff must apply without the others"
-    )
+    files = {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")}  # each applies without the others
+    assert files == {1, 2}, "a diff changes one file or two"
     folder = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
         (folder / name).write_text(text)
     conftest.save_chat_model(folder / "chat", string.printable, TEMPLATE)
-    programs = PROGRAMS | {"replayed": PROGRAMS["recipes"].partition("**A curriculum.**")[0]}
-    for name in programs:
+    for name in PROGRAMS:
         shutil.copy(folder / "train.py", folder / f"{name}.py")
-    edits = "".join(text.replace("b/train.py", f"b/{name}.py") for name, text in programs.items())
+    edits = "".join(text.replace("b/train.py", f"b/{name}.py") for name, text in PROGRAMS.items())
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, folder).items():
             (folder / name).write_text(text)
@@ -302,7 +307,8 @@ class IncrementEnv:
 
 
 def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
-    """Make a run with this module of the copy in the place of train.py, and return its folder."""
+    """Make a run with this module of the copy in the place of train.py, and return its folder. `run` takes settings, so
+    the words are split into flags with their values."""
     (copy / "runs").mkdir(exist_ok=True)
     settings = {flag: values for flag, *values in (part.split() for part in " ".join(words).split("--")[1:])}
     run(settings, copy / "runs" / out, partial(conftest.in_a_copy, copy, module), *before, **expected)
@@ -310,14 +316,15 @@ def make(copy: Path, module: str, words: list[str], out: str, *before: Callable,
 
 
 def test_every_command_of_an_addition(fork):
+    """The ablation is made with the flags that all its runs have in common and those of its last variant."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    lines += [("edited", words) for words in commands(PROGRAMS["edited"], "python train.py")]
+    lines += [("optimizer", words) for words in commands(PROGRAMS["optimizer"], "python train.py")]
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
-        samples = conftest.samples(make(fork, module, words, str(i)))
-        assert ("prompts.jsonl" in words) == ({sample["prompt"] for sample in samples} == {"12+34="})
+        prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
+        assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "the only prompt of this file"
     assert len(lines) == 6
 
 
@@ -327,18 +334,21 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     few = "--prompts_per_step 2 --eval_every 0 --save_every 2 --steps".split()
     all_recipes = [*itertools.chain(*recipes), *few, "5"]
     whole = make(fork, "recipes", all_recipes, "recipes")
-    killed = partial(conftest.at, "train.training_step", 4, conftest.die)
-    cut = make(fork, "recipes", all_recipes, "cut", killed, code=-signal.SIGKILL)
-    shutil.copytree(cut, fork / "runs" / "cut-two")
-    assert_same_files(make(fork, "recipes", all_recipes, "cut"), whole)
-    on_two = make(fork, "recipes", all_recipes, "cut-two", world=2)
+    dies = partial(conftest.at, "train.training_step", 4, conftest.die)
+    killed = make(fork, "recipes", all_recipes, "killed", dies, code=-signal.SIGKILL)
+    shutil.copytree(killed, fork / "runs" / "killed-two")
+    # A run in the same folder resumes.
+    assert_same_files(make(fork, "recipes", all_recipes, "killed"), whole)
+    on_two = make(fork, "recipes", all_recipes, "killed-two", world=2)
     for ours, theirs in zip(metrics(on_two), metrics(whole), strict=True):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
-    replayed = make(fork, "replayed", [*recipes[0], *few, "2"], "replayed")
+    replayed = make(fork, "replay", [*recipes[0], *few, "2"], "replay")
     first, second = metrics(replayed)
     assert abs(first["loss"]) < 1e-6 < 1e-4 < abs(second["loss"]), "off-policy"
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))
     assert not in_order & chosen
+    # The recipe for the entropy bonus: after a step whose entropy is at most 0.17, the coefficient grows by 0.005 and
+    # is applied in the next step. After any other step, it shrinks by 0.005, and the next step has no bonus.
     coef, applied = 0.01, 0.0
     for line in metrics(whole):
         assert line["logged/entropy_coef"] == pytest.approx(applied)
@@ -347,7 +357,8 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     assert {line["entropy"] <= 0.17 for line in metrics(whole)} == {True, False}
 
 
-def own(fork: Path, name: str, run_name: str | None = None) -> SimpleNamespace:
+def names_in(fork: Path, name: str, run_name: str | None = None) -> SimpleNamespace:
+    """Run a file of the fork and return the names that it defines."""
     return SimpleNamespace(**runpy.run_path(str(fork / f"{name}.py"), run_name=run_name))
 
 
@@ -360,10 +371,10 @@ CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 def program(fork, monkeypatch, capsys) -> Callable:
     """Return a function that runs a file as a program, and returns the names it defines and the tools it prints."""
     monkeypatch.syspath_prepend(fork)
-    return lambda name: (own(fork, name, "__main__"), json.loads(capsys.readouterr().out)["tools"])
+    return lambda name: (names_in(fork, name, "__main__"), json.loads(capsys.readouterr().out)["tools"])
 
 
-def test_the_tool_it_adds(program):
+def test_the_tool_of_the_page(program):
     file, (tool,) = program("calculator")
     assert tool["function"]["description"] == "Work out an arithmetic expression."
     refused = "ValueError: only numbers, + - * / and parentheses"
@@ -372,10 +383,10 @@ def test_the_tool_it_adds(program):
         turn = CALL % ("calculator", json.dumps({"expression": expression}))
         assert file.reply({}, ["2*x", turn]) == [{"role": "tool", "name": "calculator", "content": result}]
     assert file.reply({}, ["<tool_call>{</tool_call>"])[0]["content"].startswith("JSONDecodeError: ")
-    assert file.reply({}, [turn, "It is 14."]) is None
+    assert file.reply({}, [turn, "It is 14."]) is None, "the last turn has no call"
 
 
-def test_the_environment_it_adds(program):
+def test_the_environment_of_the_page(program):
     file, (tool,) = program("tasks/environment")
     assert tool["function"]["name"] == "increment"
     asked, once = {"prompt": [{"role": "user", "content": "Please. "}]}, CALL % ("increment", '{"step": 1}')
@@ -383,18 +394,19 @@ def test_the_environment_it_adds(program):
     target = row["environment"].target
     prompt = [{"role": "user", "content": f"Please. Increment the counter by {target}."}]
     assert row["prompt"] == again["prompt"] == prompt, "every rank gets the same prompt"
-    for turn, results in [(once * 2, "12"), (CALL % ("reset", "{}"), ["KeyError: 'reset'"]), (once, "3")]:
+    for turn, results in [(once + once, ["1", "2"]), (CALL % ("reset", "{}"), ["KeyError: 'reset'"]), (once, ["3"])]:
         assert file.reply(again, [once, turn]) == [{"role": "tool", "content": result} for result in results]
     assert file.reply(again, [once, "Done."]) is None
-    assert file.score([file.to_row(asked)["environment"] for _ in "ab"], [[once] * target, [once * 7]]) == [1.0, 0.0]
+    # The first completion reaches the target. The second has seven calls in one turn, and no target is above 6.
+    assert file.score([file.to_row(asked)["environment"] for _ in (1, 2)], [[once] * target, [once * 7]]) == [1.0, 0.0]
     assert {each["environment"].target for each in file.load(Config()).train} == {1, 2, 3, 4, 5, 6}
 
 
 def test_the_game_the_environment_and_the_rewards_of_turns_run(fork):
-    game, each = commands(PROGRAMS["turned"], "python train.py")
+    game, each = commands(PROGRAMS["turns"], "python train.py")
     environment = '--task environment --model chat --max_completion_length 8 --chat_template_kwargs {"tools":[]}'
     short = "--steps 2 --prompts_per_step 16 --samples_per_step -1 --eval_every 0".split()
-    programs = {"nim": ("train", game), "each": ("turned", each), "environment": ("train", environment.split())}
+    programs = {"nim": ("train", game), "each": ("turns", each), "environment": ("train", environment.split())}
     nim, by_turn, _ = (make(fork, module, [*words, *short], name) for name, (module, words) in programs.items())
     assert all(max(line["turns"] for line in metrics(folder)) > 1 for folder in (nim, by_turn))
     several = [line for line in conftest.samples(by_turn) if None in [logp for _, logp in line["tokens"]]]
@@ -406,36 +418,38 @@ TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # the acti
 
 def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
     """Sum over every group of three completions that a bandit with two turns can give, in float64."""
-    by_turn = own(fork, "by_turn").by_turn
+    by_turn = names_in(fork, "by_turn").by_turn
     theta = torch.tensor([0.4, -0.7], dtype=torch.float64, requires_grad=True)
     chance = torch.stack([theta.sigmoid(), 1 - theta.sigmoid()])  # of doing 0 or 1 in each turn
-    of = {done: [chance[did, k] for k, did in enumerate(done)] for done in TWO_TURNS}
-    p = {done: math.prod(chances) for done, chances in of.items()}
-    (expected,) = torch.autograd.grad(sum(p[done] * sum(TWO_TURNS[done]) for done in p), theta, retain_graph=True)
+    chances = {actions: [chance[action, turn] for turn, action in enumerate(actions)] for actions in TWO_TURNS}
+    p = {actions: math.prod(chances[actions]) for actions in TWO_TURNS}
+    (expected,) = torch.autograd.grad(sum(p[taken] * sum(TWO_TURNS[taken]) for taken in p), theta, retain_graph=True)
     surrogate = 0.0
     for group in itertools.product(TWO_TURNS, repeat=3):
-        written = [[True, False, True][: 2 * len(done) - 1] for done in group]
+        # Each turn is one token. The reply between two turns is one token, too.
+        written = [[True, False, True][: 2 * len(actions) - 1] for actions in group]
         made = [Completion([1] * len(mask), [0.0] * len(mask), False, written=mask) for mask in written]
-        advantages = by_turn(Group([], {}, made, extras=[{"of_turns": TWO_TURNS[done]} for done in group]))
-        for done, A, mask in zip(group, advantages, written, strict=True):
-            assert A.shape == (len(mask),) and (len(mask) == 1 or A[1] == 0), "a reply"
-            score = sum(x * each.log() for x, each in zip(A[mask].tolist(), of[done], strict=True))
-            surrogate += math.prod(p[done] for done in group).detach() * score / 3
+        advantages = by_turn(Group([], {}, made, extras=[{"of_turns": TWO_TURNS[actions]} for actions in group]))
+        for actions, A, mask in zip(group, advantages, written, strict=True):
+            assert A.shape == (len(mask),) and (len(mask) == 1 or A[1] == 0), "a reply has advantage 0"
+            score = sum(x * factor.log() for x, factor in zip(A[mask].tolist(), chances[actions], strict=True))
+            surrogate += math.prod(p[taken] for taken in group).detach() * score / 3
     (ours,) = torch.autograd.grad(surrogate, theta)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)  # float64, sums of 27 groups
 
 
-def test_the_functions_it_adds(fork):
+def test_the_functions_of_the_page(fork):
     """Each function on the page computes its equation."""
-    assert own(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
+    assert names_in(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
     mask = torch.arange(8) < torch.tensor([5, 0, 2, 7])[:, None]
+    # VL norm: the weight of a completion is proportional to |o_i|^-0.75.
     share = mask * torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)[:, None]
-    weights = own(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
+    weights = names_in(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
     torch.testing.assert_close(weights, share / (10 * share.amax(1).sum()), rtol=1e-14, atol=0.0)
     rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
-    best = own(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
+    best = names_in(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
     assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
-    rollout = own(fork, "rollout")
+    rollout = names_in(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # 0.375 is 0.3 / (0.5 + 0.3)
         sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
@@ -444,13 +458,14 @@ def test_the_functions_it_adds(fork):
         assert all(one.nonzero().squeeze(1).tolist() == kept for one in sets)
 
 
-def test_the_token_baseline_it_adds(fork):
-    """The baseline is sum_i r_i W_it / sum_i W_it over the completions of a prompt that have a token t. On-policy, the
-    loss is minus the mean advantage of all tokens. The tolerance is large because samples.jsonl has log-probs and sums
-    of squares with two digits only."""
-    (words,) = commands(PROGRAMS["baselined"], "python train.py")
+def test_the_token_baseline_of_the_page(fork):
+    """The baseline is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. W_it adds up
+    1 − 2 π(o_is) + Σ_v π(v)² over the tokens s ≤ t, and samples.jsonl has the sum of squares in the third place of each
+    token. On-policy, the loss is minus the mean advantage of all tokens. The tolerance is large because samples.jsonl
+    rounds log-probs and sums of squares to two decimals."""
+    (words,) = commands(PROGRAMS["token_baseline"], "python train.py")
     words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
-    out = make(fork, "baselined", words, "baselined")
+    out = make(fork, "token_baseline", words, "token_baseline")
     rows, expected = conftest.samples(out), []
     W = [[*itertools.accumulate(1 - 2 * math.exp(logp) + p for _, logp, p in row["tokens"])] for row in rows]
     for i, row in enumerate(rows):
@@ -462,7 +477,8 @@ def test_the_token_baseline_it_adds(fork):
 
 
 def answering(urlopen: Callable) -> Callable:
-    """Answer the requests of the page in this process, with the sampler of this repository, in place of a server."""
+    """Answer the requests of the page in this process, with the sampler of this repository, in place of a server. The
+    replaced `urlopen` is never called."""
     server = SimpleNamespace(model=None)
 
     def answer(request: Request) -> StringIO:
@@ -478,23 +494,24 @@ def answering(urlopen: Callable) -> Callable:
 
 
 def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
-    (words,) = commands(PROGRAMS["asking"], "python train.py")
+    (words,) = commands(PROGRAMS["sampler"], "python train.py")
     words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
     here = partial(conftest.replace, "served.urlopen", answering)
-    assert_same_files(make(fork, "asking", words, "asked", here), make(fork, "train", words, "not asked"))
+    assert_same_files(make(fork, "sampler", words, "asked", here), make(fork, "train", words, "not asked"))
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):
-    """The diff changes the weights as the k2 term does if that is the only loss and the teacher is the same."""
+    """A run with the diff changes the weights as a run does whose only loss is the k2 term with the same teacher."""
     teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     teacher.get_output_embeddings().weight.data *= 0.8
     teacher.save_pretrained(fork / "teacher")
-    distilled = (fork / "distilled.py").read_text()
-    (fork / "taught.py").write_text(distilled.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
-    (words,) = commands(PROGRAMS["distilled"], "python train.py")
+    # In the second run, the advantages are the usual ones. They are all 0, so only the KL term is left.
+    distillation = (fork / "distillation.py").read_text()
+    (fork / "only_kl.py").write_text(distillation.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
+    (words,) = commands(PROGRAMS["distillation"], "python train.py")
     words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
     k2 = "--reward exact_sum --reward_weights 0 --beta 1 --kl_estimator k2".split()
-    made = [make(fork, name, words + more, name) for name, more in (("distilled", []), ("taught", k2))]
+    made = [make(fork, name, words + more, name) for name, more in (("distillation", []), ("only_kl", k2))]
     before = load_file(fork / "models/addition/model.safetensors")
     after = [load_file(folder / "model" / "model.safetensors") for folder in made]
     ours, theirs = (torch.cat([(w[name] - x).flatten() for name, x in before.items()]) for w in after)
