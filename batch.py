@@ -60,13 +60,13 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # how many completions are in each row of the model, if they share rows
+    together: list[int] | None = None  # for each row of the model's input, how many completions share it
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        index = torch.tensor(rows, device=self.ids.device)  # goes to the device once; a list would for every tensor
+        index = torch.tensor(rows, device=self.ids.device)  # one copy to the device; a list would make one for every x
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
 
@@ -182,8 +182,8 @@ def micro_batches(
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
     # First, all ranks compute in the same way which rank gets which rows. They must not use the limits of rows and
-    # tokens, because a rank that runs out of memory lowers its own. No row of the model has more completions than the
-    # fair share of a rank, or other ranks would have nothing to do.
+    # tokens, because a rank that runs out of memory lowers its own. A row has at most the fair share of a rank, so
+    # that no rank is left without work.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
@@ -204,8 +204,8 @@ def micro_batches(
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
-    """Cut these shared rows into micro-batches that the limits allow. Rows with a gradient come first, and within both
-    kinds the longest rows do."""
+    """Cut these shared rows into micro-batches that the limits allow. They are sorted as `shared_rows` returns them:
+    those with a gradient first, and within each kind the longest first."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]  # the first row is the longest

@@ -57,7 +57,8 @@ def token_logprobs(
     T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
     inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # (n,), the place in the output of token t - 1 for each scored token t. In a row of a single token, none is scored.
+    # For each scored token t, the place in the output of token t - 1, which predicts it, (n,). If all rows are single
+    # tokens, T is 1, but nothing is scored.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]
 
     chunk, sets = chunk_tokens(ids.is_cuda), None

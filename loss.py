@@ -56,7 +56,7 @@ def token_weights(
         w = one / (trained * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
-    elif normalization == "prompt":  # DAPO as printed, eq. 8: the mean over all tokens of a group, then over groups
+    elif normalization == "prompt":  # eq. 8 of the DAPO paper: the mean over a group's tokens, then over groups
         if prompts is None:
             raise ValueError("normalization='prompt' needs prompts: the number of the prompt of each completion")
         same_prompt = prompts[:, None] == prompts  # (N, N)
@@ -251,7 +251,7 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
     product over its tokens. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are
     clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
-    # The log of the ratio of policy to old policy, and of the correction, which is the ratio of old policy to sampler.
+    # log(policy / sampler) = log(policy / old policy) + log(old policy / sampler); the latter is the correction.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
     k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)
@@ -259,7 +259,7 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """Replace each value of x (B, T) by the mean over its completion."""
+    """Replace each value of x (B, T), which is 0 where the mask is 0, by the mean over its completion."""
     return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
 
 

@@ -45,7 +45,7 @@ Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the r
 BLOCK = 512  # size of a block of the vocabulary
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # with these cache layers, prompts can be read in pieces
+KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # caches of these layers can read prompts in pieces
 
 
 @dataclass
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `CompactList` is not a default value: it stores
-    the list that a field is set to as an array, and reading the field returns a list."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. A field `= CompactList(...)` has no default value: it
+    is set to a list, stored as an array, and read as a list."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -142,7 +142,7 @@ def _generate(
         sampling=sampling,
         progress=progress,
     )
-    # This configuration only prepares the cache and the inputs. `sample` decides how a token is chosen.
+    # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
     own, was_training = model.generation_config, model.training
@@ -226,9 +226,9 @@ def _decode(
         if sampling.stop:
             turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
-        # `ended` is now True where a turn of the model has ended. The loop sets it to False where a reply follows.
-        # After the loop, it is True where a completion has ended.
         ended = ended & ~in_reply & ~done
+        # Now `ended` is True where a turn of the model has ended. The loop sets it to False where a reply follows.
+        # What remains are the completions that have ended.
         turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
         for b in turn_ends:
             n = int(live[b])  # the number of the completion
@@ -290,7 +290,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
 def _pick(p: Tensor, u: Tensor) -> Tensor:
     """Return the first token (B, 1) whose cumulative probability exceeds u (B, 1), for p (B, V)."""
     cdf = p.cumsum(-1)
-    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # because of rounding, the last sum is not exactly 1
+    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # if p was cut, or by rounding, the sum is not 1
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:

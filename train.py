@@ -41,7 +41,7 @@ from tasks import Task, load_task, score, task_file
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
-# The settings that have the name of a keyword argument of policy_loss. They are passed on to it, and so is a new one.
+# Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
 
@@ -84,20 +84,20 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # Nothing can be learned from the groups, but with a mean or std of the whole batch, advantages may not be 0.
+        # Nothing can be learned here. But with a mean or std of the whole batch, advantages may differ from 0.
         advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
     # `gather` also compares the checksums, and ends the run if the ranks differ in completions, rewards or advantages.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
-    # A changed `draw_groups` may replay groups of earlier steps.
+    # If you rewrite `draw_groups`, it may replay groups of earlier steps.
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
-    # Compute log-probs in eval mode, as when sampling, so that dropout is off. The exception are layers with gradient
-    # checkpointing, which is off in eval mode.
+    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing stay
+    # in train mode, because in eval mode they would not checkpoint.
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
@@ -188,7 +188,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # adds 0 for a fully masked copy (`same_count`)
+        logp[rows] += logprobs(run, part, model)[0]  # a fully masked copy of a row may follow, with log-probs of 0
     ranks.sum_(logp)
     return logp
 
@@ -274,7 +274,7 @@ def generate_groups(
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """Set the rewards of every group. Each rank scores a part of them. Rewards are told how many steps are `done`."""
+    """Set the rewards of every group. Each rank scores a part of them. `done` is the number of finished steps."""
     cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
@@ -309,8 +309,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    shared = run_folder.equal_on_all_ranks(cfg, task.train + task.eval)
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, shared)
+    same = run_folder.equal_on_all_ranks(cfg, task.train + task.eval)  # `memory.plan` compares these between ranks
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, same)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
@@ -323,7 +323,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after each drop, a CUDA graph is captured again
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # with graphs, a drop costs a new capture
         # The settings that have the same name as a field of Sampling:
         **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # one bit for each of these tokens, each row and each id of the vocabulary
+TOKENS_ON_DEVICE = 16  # are collected before they are copied; each takes a bit per row and id
 
 
 @dataclass
@@ -64,8 +64,8 @@ class KeptSets:
         return np.unpackbits(words[1:].view(np.uint8)).view(bool).nonzero()[0].astype(np.int32)
 
     def padded(self, before: int, after: int) -> "KeptSets":
-        """Return these sets with `before` times None in front of them and `after` times None behind them. None is
-        stored as no words, so its offset is that of the token before it. The sets are not copied."""
+        """Return these sets with `before` times None in front of them and `after` times None behind them. A token
+        with None has no words: it begins and ends at the same offset. The sets are not copied."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
@@ -94,7 +94,7 @@ class SetsOfBatch:
         # The indices of the words that are not 0. The index of a word is (row * t + token) * W + its number in the set.
         place = bits.flatten().nonzero().squeeze(1)
         place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
-        # Turn every word into a row of 32 booleans. For each id, `which` is the row, and `bit` the column.
+        # Unpack every word into 32 booleans. For each id, `which` is the index of its word, and `bit` its place there.
         which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (place[which] % W * 32 + bit).astype(np.int32)
         counts = np.bincount(place[which] // W, minlength=B * t).reshape(B, t)

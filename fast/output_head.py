@@ -53,7 +53,7 @@ def score_tokens(
     """
 
     def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
-        """Score this part of the targets. x are their states and weight, bias the head's, or x are their logits."""
+        """Score this part of the targets. x are their states, or their logits if there is no weight."""
         part_sets = None if sets is None else sets[part]
         how = temperature, chunk, with_entropy, entropy_grad
         return _ScoreTokens.apply(x, weight, bias, targets[part], part_sets, *how)
@@ -178,8 +178,9 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # logp adds g_logp * (onehot - q) to d_z. Without sets, q is p, and g_p is the factor of -p below. With
-            # sets, q is 0 outside of a set, so d_set is added at the ids of the set, and g_p is 0.
+            # The part of logp in d_z is g_logp * (onehot - q). Without sets, q is p, so -g_p * p is added for all ids,
+            # with g_p = g_logp. With sets, q is 0 outside of a set, so d_set = -g_logp * q is added at its ids, and g_p
+            # = 0.
             g_p = g_logp
             if sets is not None:
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])

@@ -6,7 +6,8 @@ In the plain computation, every row is one completion with its prompt:
 
 A shared row has the prompt once, and then the completions one after another. An attention mask hides the completions
 from one another, and the position ids of each completion continue from the end of the prompt. So every token gets the
-same logits as in a separate row. For models that do not allow this, `hidden_size` is None, and rows are not shared.
+same logits as in a separate row. Some models do not allow this. Then `hidden_size` is None, and
+rows are not shared.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """
@@ -56,7 +57,7 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Try n rows, until all of them are allowed. The last try has one completion in each row.
+        # Take the fewest rows n that are all allowed. If none are, there is one completion in each row.
         for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
@@ -80,7 +81,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     columns = []  # one list for each completion: the column of each of its tokens
     for count in together:
         members = [next(completions) for _ in range(count)]
-        # The prompt, and the tokens at the beginning that all of these completions have in common:
+        # The prompt, and the first tokens of these completions, as long as they are the same in all of them:
         shared = [tokens_at[0] for tokens_at in takewhile(lambda tokens_at: len({*tokens_at}) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
