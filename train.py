@@ -111,7 +111,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
-    for group in run.optimizer.param_groups:  # initial_lr is set in the first step and saved with the optimizer
+    for group in run.optimizer.param_groups:  # initial_lr: the one that the optimizer was made with
         group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
     updates = []
     for iteration in range(cfg.num_iterations):
