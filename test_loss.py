@@ -115,10 +115,10 @@ def close(ours, theirs, tolerance=1e-10):
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def check(b, A, normalization, advantage_settings, J=None, **switches):
+def check(b, A, normalization, J=None, advantage_settings=None, **switches):
     """Compare advantages, loss, gradient and the statistics of clipping with those of the paper. J is the term of a
     token, by default S(ρ, A). group_advantages must return A with `advantage_settings`."""
-    settings = advantage_settings | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
+    settings = (advantage_settings or {}) | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
     close(group_advantages(torch.tensor(GROUPS, dtype=F64), **settings).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
     A = torch.tensor(A, dtype=F64)
@@ -145,33 +145,33 @@ def test_grpo(b):
         (surrogate, slope), delta = clipped(x), x.ref - x.logp
         return surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
 
-    check(b, OVER_STD, "sequence", {}, J, ref_logp=b.ref, beta=0.04)
+    check(b, OVER_STD, "sequence", J, ref_logp=b.ref, beta=0.04)
 
 
 def test_dr_grpo(b):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    check(b, MINUS_MEAN, "constant", {"scale": "none"})
+    check(b, MINUS_MEAN, "constant", advantage_settings={"scale": "none"})
 
 
 def test_dapo(b):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
-    check(b, OVER_STD, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, OVER_STD, "global", epsilon_low=0.2, epsilon_high=0.28)
 
 
 def test_dapo_as_printed(b):
     """DAPO, arXiv 2503.14476, eq. 8: the mean over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), whose sums run over the
     completions of one prompt."""
-    check(b, OVER_STD, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, OVER_STD, "prompt", epsilon_low=0.2, epsilon_high=0.28)
 
 
 def test_gspo(b):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    check(b, OVER_STD, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, OVER_STD, "sequence", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
 def test_luspo(b):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
-    check(b, OVER_STD, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, OVER_STD, "sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
 def test_cispo():
@@ -183,7 +183,7 @@ def test_cispo():
 
     b = draw(0, spread=2.0)  # policies far enough apart for a cap of 5
     # For CISPO, epsilon_high is the cap itself and not its distance from 1.
-    stats = check(b, OVER_STD, "global", {}, J, objective="cispo", epsilon_high=5.0)
+    stats = check(b, OVER_STD, "global", J, objective="cispo", epsilon_high=5.0)
     cut = (b.logp - b.old > math.log(5.0)) & b.mask & (torch.tensor(OVER_STD) > 0)[:, None]
     assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
 
@@ -192,7 +192,7 @@ def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
     advantage_settings = {"scale": "none", "baseline": "leave_one_out"}
-    check(b, A, "sum", advantage_settings, lambda x: (x.A * x.logp, x.A), objective="reinforce")
+    check(b, A, "sum", lambda x: (x.A * x.logp, x.A), advantage_settings=advantage_settings, objective="reinforce")
 
 
 def over_tokens(values):
@@ -203,25 +203,25 @@ def over_tokens(values):
 
 def test_reinforce_plus_plus(b):
     """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std."""
-    check(b, over_tokens(REWARDS), "global", {"scale": "whiten", "baseline": "none"})
+    check(b, over_tokens(REWARDS), "global", advantage_settings={"scale": "whiten", "baseline": "none"})
 
 
 def test_reinforce_plus_plus_baseline(b):
     """REINFORCE++-baseline does the same, but starts from r − mean of the group."""
-    check(b, over_tokens(MINUS_MEAN), "global", {"scale": "whiten"})
+    check(b, over_tokens(MINUS_MEAN), "global", advantage_settings={"scale": "whiten"})
 
 
 def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-    check(b, A, "sequence", {"scale": "mean"})
+    check(b, A, "sequence", advantage_settings={"scale": "mean"})
 
 
 def test_opo(b):
     """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, where the sums are over the group."""
     pairs = zip(GROUPS, (LENGTHS[:4], LENGTHS[4:]))
     A = [r - fmean(group, weights=lengths) for group, lengths in pairs for r in group]
-    check(b, A, "global", {"scale": "none", "baseline": "length"})
+    check(b, A, "global", advantage_settings={"scale": "none", "baseline": "length"})
 
 
 def test_gmpo(b):
@@ -237,7 +237,7 @@ def test_gmpo(b):
     def J(x):  # a clipped log-ratio is a constant in the mean
         return s[x.i] * x.A, 0.0 if cut[x.i, x.t] else s[x.i] * x.A
 
-    check(b, OVER_STD, "sequence", {}, J, ratio="geometric", epsilon_low=low, epsilon_high=high)
+    check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=low, epsilon_high=high)
 
 
 def test_sapo(b):
@@ -248,7 +248,7 @@ def test_sapo(b):
         gate = 1 / (1 + math.exp(-tau * (x.ratio - 1)))
         return 4 / tau * gate * x.A, 4 * gate * (1 - gate) * x.ratio * x.A
 
-    check(b, OVER_STD, "sequence", {}, J, objective="sapo")
+    check(b, OVER_STD, "sequence", J, objective="sapo")
 
 
 def test_dppo(b):
@@ -260,7 +260,7 @@ def test_dppo(b):
         dropped = change > 0.05 if x.A > 0 else change < -0.03
         return (0.0, 0.0) if dropped else (x.ratio * x.A * x.logp, x.ratio * x.A)
 
-    check(b, OVER_STD, "global", {}, J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
+    check(b, OVER_STD, "global", J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
 
 
 @pytest.mark.parametrize("how", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
@@ -289,7 +289,7 @@ def test_vespo(b, how):
     def J(x):
         return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
 
-    check(b, OVER_STD, "global", {}, J, objective="vespo", sampler_logp=b.sampler, **how)
+    check(b, OVER_STD, "global", J, objective="vespo", sampler_logp=b.sampler, **how)
 
 
 # ---- Facts that hold for any policy ----
@@ -478,7 +478,7 @@ def test_pull_towards_the_sampler(b, tau, bounds):
 
     sampler = b.sampler.clone().requires_grad_()
     kl = {"ref_logp": b.ref, "beta": 0.1, "kl_estimator": "k1"}
-    check(b, OVER_STD, "sequence", {}, J, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
+    check(b, OVER_STD, "sequence", J, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
     assert sampler.grad is None or not sampler.grad.any()
 
 
