@@ -119,7 +119,7 @@ ROOT = Path(__file__).parent
 # Metrics that differ from run to run.
 MEASURED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb", "peak_memory_reserved_gb"}
 
-# Processes are forked from a server that has imported everything, so that one starts in milliseconds.
+# Runs are forked from a server that has already imported everything, so that each starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.distributed.launcher.api"])
 
@@ -130,6 +130,7 @@ def sorting(tmp_path_factory) -> dict:
     path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
     words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
     path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
+    # With samples_per_step=-1, all completions are saved. With max_grad_norm=1e6, no gradient is clipped.
     return dict(
         task="sorting", data=path, prompts_per_step=3, num_generations=4, steps=2, warmup_steps=0, eval_every=0,
         samples_per_step=-1, max_grad_norm=1e6,
@@ -138,7 +139,8 @@ def sorting(tmp_path_factory) -> dict:
 
 def flags(settings: dict, out: Path) -> list[str]:
     """Return the command line of a run with these settings."""
-    settings, words = settings | {"out": out}, []
+    settings = settings | {"out": out}
+    words = []
     if settings.get("eval_every") == 0:
         settings.pop("eval_k", None)  # it is refused in a run that does not evaluate
     for name, value in settings.items():
@@ -151,7 +153,8 @@ def work(before: tuple[Callable, ...], args: list[str]) -> None:
     for prepare in before:
         prepare()
     # The modules are looked up only now, because `in_a_copy` may have replaced them.
-    resolve_name("infra.faults:leave")(resolve_name("train:main")(args))
+    exit_code = resolve_name("train:main")(args)
+    resolve_name("infra.faults:leave")(exit_code)
 
 
 def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> None:
@@ -160,7 +163,8 @@ def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> No
     with screen.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell starts in the background ignore it
+    # A process ignores SIGINT if pytest was started as a background job of a shell. This undoes that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     do(*args)
 
 
@@ -186,8 +190,9 @@ def run(settings: dict, out: Path, *before: Callable, code: Any = 0, world: int 
     every rank, or a list with one code for each rank, or None if any code will do. Several ranks get the environment
     that a launcher would give them; a single one gets none."""
     screen_of(out).write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    # Open a socket for a moment, to find a free port.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(world)}
     ranks = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
     call = work, before, flags(settings, out)  # the function that `forked` calls, and its arguments
     processes = [PROCESSES.Process(target=forked, args=(screen_of(out), rank_env, *call)) for rank_env in ranks]
@@ -228,8 +233,8 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process import the project from `folder`, which has a copy of it. The `module` of the copy takes the
-    place of `train`."""
+    """Make this process import the project from `folder`, which has a copy of it. Importing `train` then gives the
+    copy's module that is named by `module`."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -249,13 +254,13 @@ def replace(name: str, make: Callable[[Callable], Callable], rank: int | None = 
 
 
 def at(name: str, n: int, action: Callable, after: bool = False, rank: int | None = None, of: str = "") -> None:
-    """Call `action` before (or after) the n-th call of the function with this name. Only calls whose first argument,
-    as a string, ends with `of` are counted."""
+    """Call `action` before (or after) the n-th call of the function with this name. If the function takes a path, `of`
+    limits this to some files: only calls whose first argument, as a string, ends with `of` are counted."""
     calls = itertools.count(1)
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            # next(calls) counts this call, so `and` leaves out calls that do not match.
+            # next(calls) counts this call. It is not evaluated for a call that does not match.
             is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
             if is_the_nth and not after:
                 action()
@@ -329,6 +334,7 @@ def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
     float32, which Adam enlarges, because it divides each entry of a gradient by its size. The log-probs of tokens may
     differ by 0.01 more, because samples.jsonl rounds them to two decimals."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
+        # The first entry of a token is its text. The others are numbers, such as its log-prob.
         for token, other in zip(ours.pop("tokens"), theirs.pop("tokens"), strict=True):
             assert token == [other[0], *(pytest.approx(x, abs=0.01 + tolerance) for x in other[1:])]
         assert ours == theirs | {"advantage": pytest.approx(theirs["advantage"], abs=tolerance)}

@@ -111,38 +111,40 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     lengths = torch.tensor(np.random.default_rng(n).integers(1, 30, n))  # of the completions
     attention = (torch.arange(42) < (starts + lengths)[:, None]).long()
     zeros = torch.zeros(attention.shape)
+    # The attention also serves as ids and, in a copy, as mask.
     batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
     # For each rank and micro-batch, the sequences that the model reads. Each is a tensor with the numbers of the
     # completions that share it.
-    shares = [[torch.tensor(piece).split(part.together) for piece, part in pieces] for pieces in by_rank]
+    of_ranks = [[torch.tensor(piece).split(part.together) for piece, part in pieces] for pieces in by_rank]
 
-    def read(shared: Tensor) -> int:
-        return int(starts[shared[0]] + lengths[shared].sum())
+    def read(sequence: Tensor) -> int:
+        return int(starts[sequence[0]] + lengths[sequence].sum())
 
     def fits(piece: Sequence[Tensor]) -> bool:
         padded = len(piece) * max(map(read, piece))
         return (rows is None or sum(map(len, piece)) <= rows) and (tokens is None or padded <= tokens)
 
-    sequences = [shared for share in shares for piece in share for shared in piece]
+    sequences = [sequence for pieces in of_ranks for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    sharing, fair_share = max(map(len, sequences)), math.ceil(n / world)
+    most, fair_share = max(map(len, sequences)), math.ceil(n / world)  # completions of a sequence, and of a rank
     if hidden_size is None or rows == 1 or tokens == 1:
-        assert sharing == 1, "no row is shared"
+        assert most == 1, "no row is shared"
     elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
-        assert sharing == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
-    assert sharing <= fair_share
-    sizes = [[*map(read, chain(*share))] for share in shares]
+        assert most == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
+    assert most <= fair_share
+    sizes = [[*map(read, chain(*pieces))] for pieces in of_ranks]
     largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
-    for share, sizes_of_share in zip(shares, sizes):
-        assert sizes_of_share == sorted(sizes_of_share, reverse=True)
-        assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in share), "no limit is exceeded"
-        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(share)), "none has room for the next"
+    for pieces, sizes_of_rank in zip(of_ranks, sizes):
+        assert sizes_of_rank == sorted(sizes_of_rank, reverse=True)
+        assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in pieces), "no limit is exceeded"
+        assert not any(fits([*piece, after[0]]) for piece, after in pairwise(pieces)), "none has room for the next"
 
-    smaller = chain(*by_rank[:-1], micro_batches(batch, Limits(1, None, hidden_size), world - 1, world))
-    assert sorted(chain(*(rows for rows, _ in smaller))) == list(range(n)), "also if one rank has lowered its limits"
+    # The last rank lowers its limits, as it does when it has run out of memory.
+    last = micro_batches(batch, Limits(1, None, hidden_size), world - 1, world)
+    assert sorted(row for rows, _ in chain(*by_rank[:-1], last) for row in rows) == [*range(n)], "every completion once"
     count = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
@@ -187,7 +189,7 @@ def make_batch() -> Batch:
     """Return the sampled groups as a batch, with log-probs of an old policy and of a reference."""
     batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
     noise = torch.randn(2, *batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    batch.old_logp, batch.ref_logp = batch.sampler_logp + 0.3 * noise
+    batch.old_logp, batch.ref_logp = (batch.sampler_logp + 0.3 * x for x in noise)
     return batch
 
 
@@ -217,7 +219,8 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
 
 # Whether each token has its own advantage, settings, and how many of the 12 rows need a backward pass. Rows whose
 # advantage is 0 need none: row 1 has the mean reward of its group, rows 3 to 5 have equal rewards, and row 11 has none.
-# With shards, every row has a backward pass, even the masked rows that are added, so they are not counted here.
+# With shards, every row has a backward pass, and so have the masked rows that give all ranks the same number of
+# micro-batches. So rows are not counted, and the number is None.
 LEARNING = [
     (False, {}, 7),
     (True, {}, 6),

@@ -27,6 +27,7 @@ GIVEN = dict(
 )  # fmt: skip
 
 
+# The values of `machine` are those of dtype, micro_batch_tokens and rollout_tokens.
 @pytest.mark.parametrize("on_gpu, machine", [(False, ("float32", 2048, 32768)), (True, ("bfloat16", None, None))])
 def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
     """Values come from the preset of the algorithm, from the task, and from what the machine has."""
@@ -139,6 +140,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     with pytest.MonkeyPatch.context() as patch, register_module_forward_hook(note):
         patch.chdir(here)
         patch.setitem(sys.modules, "wandb", TRACKER)
+        # Install no signal handlers, so that Ctrl-C stops the tests at once.
         patch.setattr(faults, "stop_requests", lambda: [])
         try:
             assert train.train(Config(**settings)) == 0
@@ -179,5 +181,5 @@ def test_a_setting_has_its_effect(outcome, line):
     changed = {name for name in without | given if not same(given.get(name), without.get(name))}
     assert expected <= changed
     if setting.metadata["may_change"]:
-        # A run may resume with another value, so the value must not change what is computed.
+        # A run may resume with another value, so the value may change how a run computes, but never the weights.
         assert changed <= (expected - {"weights"}) | {"rollout", "update"}

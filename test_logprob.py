@@ -68,8 +68,8 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
 def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, ways: Sequence = (None,)):
     """Compare log-probs, entropies and gradients, for every value of `together` in ways. With None, the model reads
     each row separately. With [2, 3], it reads the first two rows as one row, and the other three as another. The
-    results may differ by a hundred roundings in dtype, the coarsest one that the model uses, because the CPU and the
-    batch decide what is rounded."""
+    results may differ by a hundred roundings in dtype, the coarsest one that the model uses, because the order of
+    additions depends on the CPU and on the shape of the batch."""
     expected_logp, expected_entropy = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
     assert expected_logp.min() < -14 and expected_entropy.max() > 0.01, "some tokens are unlikely, some entropies not 0"
@@ -107,7 +107,7 @@ def test_what_is_read_together_is_read_once():
     model.transformer.h[0].register_forward_hook(lambda _, args, out: read.append(args[0].shape[:2]))
     for together in (None, [2, 3], [1, 1, 3]):
         score(model, together=together)
-    separately, two, three = read[-3:]
+    separately, two, three = read[-3:]  # the last three, because the first call also reads a trial input
     # The last token of a row predicts nothing, so the model need not read it. Without it, rows 0 and 1 have 8 and 1
     # tokens, of which they share 1. Rows 2 to 4 have 6, 4 and 7, of which they share 4.
     assert separately == (5, max(lengths) - 1) and two == (2, max(8 + 1 - 1, 6 + 4 + 7 - 2 * 4)) and three == (3, 9)
@@ -134,6 +134,8 @@ def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyP
     model = tiny_model(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         logp, entropy = score(model, temperature=0.7, entropy_grad=True)
+        # For qwen2, our log-probs are of unrounded logits, so the reference must not round its logits either. For
+        # gemma2, both are of the model's own logits.
         with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)) if name == "qwen2" else nullcontext():
             expected_logp, expected_entropy = reference(model, temperature=0.7)
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
@@ -148,14 +150,15 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
     model = tiny_model("qwen2", torch.bfloat16 if all_in_bf16 else torch.float32)
     model.lm_head.bias = nn.Parameter(3 * torch.randn(VOCAB).to(model.dtype)) if bias else None
     with torch.autocast("cpu", torch.bfloat16, enabled=not all_in_bf16):
-        no_padding = IDS, torch.ones_like(IDS), COMPLETION  # so that the states are identical
-        logp, entropy = (x[SCORED] for x in token_logprobs(model, *no_padding, with_entropy=True))
+        # Without padding, the hidden states are exactly those of model(input_ids=IDS) below.
+        inputs = IDS, torch.ones_like(IDS), COMPLETION
+        logp, entropy = (x[SCORED] for x in token_logprobs(model, *inputs, with_entropy=True))
         logits = [model(input_ids=IDS).logits]
         with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)):
             logits.append(model(input_ids=IDS).logits)
     log_p = torch.stack([x[:, :-1].double() for x in logits]).log_softmax(-1)[:, SCORED[:, 1:]]  # (2, n, V)
     rounded, expected = log_p.gather(2, IDS[SCORED].expand(2, -1)[..., None])[..., 0]
-    # Rounded logits, which are also compared, would show.
+    # The second condition shows that rounded logits would fail the first one.
     assert (logp - expected).abs().max() < 1e-5 and (rounded - expected).abs().max() > 1e-2
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5
 
@@ -186,8 +189,8 @@ def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: t
 @pytest.mark.parametrize("attended", [0, 1])
 def test_nothing_to_score(name: str, attended: int):
     model = tiny_model(name)
-    nothing = torch.zeros_like(IDS)
-    logp, entropy = token_logprobs(model, IDS, nothing + attended, nothing, entropy_grad=True)
+    attention, completion = torch.full_like(IDS, attended), torch.zeros_like(IDS)
+    logp, entropy = token_logprobs(model, IDS, attention, completion, entropy_grad=True)
     assert (logp == 0).all() and (entropy == 0).all() and logp.dtype == torch.float64
     assert (gradient(model, logp, entropy) == 0).all()
 
@@ -215,7 +218,7 @@ def test_an_entropy_has_a_gradient_only_on_request(name: str):
 
 def some_sets() -> list[list]:
     """Return for each position None, or a list, array or tensor of ids that contains the token itself."""
-    # A position gets the ids in one of these types, or None, which stands for all ids.
+    # A position gets its ids as a list, an array or a tensor. Or it gets None, which stands for all ids.
     r, converters = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
     others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
     sets = iter([np.unique([token, *other_ids]) for token, other_ids in zip(IDS.flatten().tolist(), others)])
@@ -247,12 +250,12 @@ class Scaled(transformers.GPT2LMHeadModel):
         return output
 
 
-AS_TRAINED = {
+SAME_LOGITS = {  # changes that leave the logits as they are
     "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
     "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
     "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
 }
-SCALED = {
+SCALED = {  # changes that scale the logits
     "logits scaled in place, by the model's class": lambda model: setattr(model, "__class__", Scaled),
     "logits scaled by the head's own forward": lambda model: setattr(
         model.lm_head, "forward", lambda hidden: 1.5 * F.linear(hidden, model.lm_head.weight)
@@ -261,10 +264,10 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name, how", [*product(("qwen2", "gemma2"), AS_TRAINED), *product(("gpt2",), SCALED)])
+@pytest.mark.parametrize("name, how", [*product(("qwen2", "gemma2"), SAME_LOGITS), *product(("gpt2",), SCALED)])
 def test_a_model_that_was_changed(name: str, how: str):
     model = tiny_model(name)
-    (AS_TRAINED | SCALED)[how](model)
+    (SAME_LOGITS | SCALED)[how](model)
     forward = vars(model.lm_head).get("forward")
     assert_equals_reference(model, torch.float64 if name in ALL_IN_FLOAT64 else torch.float32)
     assert head_returns_logits(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
@@ -340,7 +343,8 @@ def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With sets, chunks have half the size. Ids take 8 bytes instead of 4, so one more chunk of memory is needed."""
+    """With sets, a chunk has half as many tokens, because there is an id for each logit. An id takes 8 bytes and a
+    logit only 4, so up to one chunk more of memory is needed."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     # Three rows of 99 positions, which is more than a row has.
     large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))

@@ -71,8 +71,9 @@ def clipped(x, low=0.2, high=0.2, delta=math.inf):
     """Return min(min(ρ, δ) A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ. The derivative is
     ρ A, or 0 where ρ is clipped."""
     slope = x.ratio * x.A
-    free = min(x.ratio, delta) * x.A, slope if x.ratio < delta else 0.0
-    bound = min(max(x.ratio, 1 - low), 1 + high) * x.A, slope if 1 - low <= x.ratio <= 1 + high else 0.0
+    # Each of the two is a pair: the value and its derivative.
+    free = (min(x.ratio, delta) * x.A, slope if x.ratio < delta else 0.0)
+    bound = (min(max(x.ratio, 1 - low), 1 + high) * x.A, slope if 1 - low <= x.ratio <= 1 + high else 0.0)
     return free if free[0] < bound[0] else bound
 
 
@@ -91,6 +92,7 @@ def minus_sum(b, J, A, weights, ratio="token"):
             value, derivative = J(x)
             loss, grad[i, t] = loss - weights[i, t] * value, -weights[i, t] * derivative
         if ratio == "sequence":
+            # The derivative of log s_i with respect to each log-prob is 1/length, so each token gets the mean.
             grad[i, :length] = grad[i].sum() / length
     return loss, grad
 
@@ -113,11 +115,11 @@ def close(ours, theirs, tolerance=1e-10):
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def check(b, A, normalization, advantages, J=None, **switches):
+def check(b, A, normalization, J=None, advantage_settings=None, **switches):
     """Compare advantages, loss, gradient and the statistics of clipping with those of the paper. J is the term of a
-    token, by default S(ρ, A)."""
-    lengths = torch.tensor(LENGTHS).reshape(2, 4)
-    close(group_advantages(torch.tensor(GROUPS, dtype=F64), eps=0.0, lengths=lengths, **advantages).flatten(), A)
+    token, by default S(ρ, A). group_advantages must return A with `advantage_settings`."""
+    settings = (advantage_settings or {}) | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
+    close(group_advantages(torch.tensor(GROUPS, dtype=F64), **settings).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
     A = torch.tensor(A, dtype=F64)
     J = J or partial(clipped, low=switches.get("epsilon_low", 0.2), high=switches.get("epsilon_high", 0.2))
@@ -143,33 +145,33 @@ def test_grpo(b):
         (surrogate, slope), delta = clipped(x), x.ref - x.logp
         return surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
 
-    check(b, OVER_STD, "sequence", {}, J, ref_logp=b.ref, beta=0.04)
+    check(b, OVER_STD, "sequence", J, ref_logp=b.ref, beta=0.04)
 
 
 def test_dr_grpo(b):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    check(b, MINUS_MEAN, "constant", {"scale": "none"})
+    check(b, MINUS_MEAN, "constant", advantage_settings={"scale": "none"})
 
 
 def test_dapo(b):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
-    check(b, OVER_STD, "global", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, OVER_STD, "global", epsilon_low=0.2, epsilon_high=0.28)
 
 
 def test_dapo_as_printed(b):
     """DAPO, arXiv 2503.14476, eq. 8: the mean over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), whose sums run over the
     completions of one prompt."""
-    check(b, OVER_STD, "prompt", {}, epsilon_low=0.2, epsilon_high=0.28)
+    check(b, OVER_STD, "prompt", epsilon_low=0.2, epsilon_high=0.28)
 
 
 def test_gspo(b):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    check(b, OVER_STD, "sequence", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, OVER_STD, "sequence", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
 def test_luspo(b):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
-    check(b, OVER_STD, "sum", {}, ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, OVER_STD, "sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
 
 
 def test_cispo():
@@ -181,7 +183,7 @@ def test_cispo():
 
     b = draw(0, spread=2.0)  # policies far enough apart for a cap of 5
     # For CISPO, epsilon_high is the cap itself and not its distance from 1.
-    stats = check(b, OVER_STD, "global", {}, J, objective="cispo", epsilon_high=5.0)
+    stats = check(b, OVER_STD, "global", J, objective="cispo", epsilon_high=5.0)
     cut = (b.logp - b.old > math.log(5.0)) & b.mask & (torch.tensor(OVER_STD) > 0)[:, None]
     assert stats["clip_low"] == (0, TOKENS) and stats["clip_high"] == (cut.sum(), TOKENS) and cut.any()
 
@@ -189,8 +191,8 @@ def test_cispo():
 def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
-    advantages = {"scale": "none", "baseline": "leave_one_out"}
-    check(b, A, "sum", advantages, lambda x: (x.A * x.logp, x.A), objective="reinforce")
+    advantage_settings = {"scale": "none", "baseline": "leave_one_out"}
+    check(b, A, "sum", lambda x: (x.A * x.logp, x.A), advantage_settings=advantage_settings, objective="reinforce")
 
 
 def over_tokens(values):
@@ -201,25 +203,25 @@ def over_tokens(values):
 
 def test_reinforce_plus_plus(b):
     """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std."""
-    check(b, over_tokens(REWARDS), "global", {"scale": "whiten", "baseline": "none"})
+    check(b, over_tokens(REWARDS), "global", advantage_settings={"scale": "whiten", "baseline": "none"})
 
 
 def test_reinforce_plus_plus_baseline(b):
     """REINFORCE++-baseline does the same, but starts from r − mean of the group."""
-    check(b, over_tokens(MINUS_MEAN), "global", {"scale": "whiten"})
+    check(b, over_tokens(MINUS_MEAN), "global", advantage_settings={"scale": "whiten"})
 
 
 def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-    check(b, A, "sequence", {"scale": "mean"})
+    check(b, A, "sequence", advantage_settings={"scale": "mean"})
 
 
 def test_opo(b):
     """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, where the sums are over the group."""
     pairs = zip(GROUPS, (LENGTHS[:4], LENGTHS[4:]))
     A = [r - fmean(group, weights=lengths) for group, lengths in pairs for r in group]
-    check(b, A, "global", {"scale": "none", "baseline": "length"})
+    check(b, A, "global", advantage_settings={"scale": "none", "baseline": "length"})
 
 
 def test_gmpo(b):
@@ -235,7 +237,7 @@ def test_gmpo(b):
     def J(x):  # a clipped log-ratio is a constant in the mean
         return s[x.i] * x.A, 0.0 if cut[x.i, x.t] else s[x.i] * x.A
 
-    check(b, OVER_STD, "sequence", {}, J, ratio="geometric", epsilon_low=low, epsilon_high=high)
+    check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=low, epsilon_high=high)
 
 
 def test_sapo(b):
@@ -246,7 +248,7 @@ def test_sapo(b):
         gate = 1 / (1 + math.exp(-tau * (x.ratio - 1)))
         return 4 / tau * gate * x.A, 4 * gate * (1 - gate) * x.ratio * x.A
 
-    check(b, OVER_STD, "sequence", {}, J, objective="sapo")
+    check(b, OVER_STD, "sequence", J, objective="sapo")
 
 
 def test_dppo(b):
@@ -258,7 +260,7 @@ def test_dppo(b):
         dropped = change > 0.05 if x.A > 0 else change < -0.03
         return (0.0, 0.0) if dropped else (x.ratio * x.A * x.logp, x.ratio * x.A)
 
-    check(b, OVER_STD, "global", {}, J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
+    check(b, OVER_STD, "global", J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
 
 
 @pytest.mark.parametrize("how", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
@@ -272,9 +274,12 @@ def test_vespo(b, how):
     phi = []
     for i, length in enumerate(LENGTHS):
         logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
-        for x in (b.old - b.sampler)[i, :length].tolist() if how else []:  # without bounds there is no correction
-            u = min(max(math.exp(x), how.get("tis_floor", 0.0)), how["tis_cap"])
-            u = 0.0 if "tis_mode" in how and u != math.exp(x) else u
+        # Without bounds there are no corrections.
+        corrections = [math.exp(x) for x in (b.old - b.sampler)[i, :length].tolist()] if how else []
+        for correction in corrections:
+            u = min(max(correction, how.get("tis_floor", 0.0)), how["tis_cap"])
+            # In the mode token_mask, a correction beyond a bound becomes 0 and not the bound.
+            u = 0.0 if how.get("tis_mode") == "token_mask" and u != correction else u
             logs.append(math.log(max(u, 1e-8)))
         w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
         k, decay = (2, 3) if OVER_STD[i] >= 0 else (3, 2)
@@ -284,7 +289,7 @@ def test_vespo(b, how):
     def J(x):
         return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
 
-    check(b, OVER_STD, "global", {}, J, objective="vespo", sampler_logp=b.sampler, **how)
+    check(b, OVER_STD, "global", J, objective="vespo", sampler_logp=b.sampler, **how)
 
 
 # ---- Facts that hold for any policy ----
@@ -313,9 +318,9 @@ def test_kl_estimators_on_policy(estimator):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
-    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. Let o run over all
-    completions, each of which ends with token 0 or after three tokens, and p over their beginnings, which
-    have not ended. For every π_θ,
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. A completion ends
+    with token 0, or after three tokens. Let o run over all completions, and p over all unfinished ones, from the empty
+    one on. Let k_ot be the estimate at token t of o. For every π_θ,
     Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
@@ -333,6 +338,7 @@ def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
     kl = (torch.stack(prefix_probability) * (policy.exp() * (policy - ref)).sum(1)).sum()
 
     mask = torch.tensor([[t < len(o) for t in range(3)] for o in completions])
+    # All advantages are 0, so only the KL term is left. The weight of a token of o is π_old(o).
     args = scored(policy), scored(old), torch.zeros(len(completions)), probability[:, None] * mask, mask
     switches = {"ref_logp": scored(ref), "beta": 1.0, "kl_estimator": estimator, "kl_importance": True}
     loss, _ = policy_loss(*args, ratio=ratio, **switches)
@@ -472,7 +478,7 @@ def test_pull_towards_the_sampler(b, tau, bounds):
 
     sampler = b.sampler.clone().requires_grad_()
     kl = {"ref_logp": b.ref, "beta": 0.1, "kl_estimator": "k1"}
-    check(b, OVER_STD, "sequence", {}, J, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
+    check(b, OVER_STD, "sequence", J, sampler_logp=sampler, sampler_coef=tau, **bounds, **kl)
     assert sampler.grad is None or not sampler.grad.any()
 
 
@@ -498,6 +504,7 @@ def test_sequence_ratio_with_weights_and_advantages_of_tokens(b):
     close(ours[:2], minus_sum(b, clipped, A, weights, "sequence"))
 
 
+# For each switch that only some objectives read, a value that is not its default.
 OTHER_VALUES = {
     "ratio": "sequence",
     "epsilon_low": 0.05,

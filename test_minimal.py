@@ -19,6 +19,7 @@ def test_the_steps_are_those_of_train(tmp_path, monkeypatch, updates):
 
     words = ["--prompts_per_step", "2", "--eval_every", "0", "--out", str(tmp_path)]
     run, *_ = train.set_up(ready(parse(words, on_gpu=False), on_gpu=False), torch.device("cpu"))
+    # minimal.training_step returns the groups, and train.training_step returns metrics and groups.
     full = [train.training_step(run, step)[1] for step in (1, 2)]
 
     def ids(steps):

@@ -40,7 +40,7 @@ def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[
         mask = torch.tensor([[False] * len(prompt) + (completion.written or [True] * len(completion.ids))])
         how = dict(temperature=temperature, with_entropy=True)
         how["kept"] = None if completion.kept is None else [completion.kept.padded(len(prompt), 0)]
-        scored = torch.cat(token_logprobs(model, ids, ids >= 0, mask, **how))
+        scored = torch.cat(token_logprobs(model, ids, torch.ones_like(ids), mask, **how))  # there is no padding
         close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :].float())
 
 
@@ -164,6 +164,7 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
         if is_over(turns[-1], sampling):
             reply = replied(turns[-1])
             if reply is None or t + 1 + len(reply) >= sampling.max_completion_length:
+                # The completion ends here. It counts as truncated if there was a reply, which did not fit.
                 return ids, written, reply is not None, turns, sets
             ids, written, sets = ids + reply, written + [False] * len(reply), sets + [None] * len(reply)
             turns.append([])
@@ -217,6 +218,7 @@ def test_a_token_of_probability_zero_is_never_picked(u, expected):
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1000])
 def test_kept_sets(vocabulary):
     r, one_by_one, at_once = np.random.default_rng(0), KeptSets(), KeptSets()
+    # A set of more than 1/32 of the vocabulary is stored as bits, and a smaller one as a list of ids.
     sizes = [n for n in (1, 2, vocabulary // 32, vocabulary // 32 + 1, vocabulary) if 0 < n <= vocabulary]
     sets = [np.sort(r.permutation(vocabulary)[:n]).astype(np.int32) for n in sizes]
     for ids in sets:
@@ -276,7 +278,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored(training):
     assert model.training == training and model.generation_config is own and own.to_dict() == settings
 
 
-def test_streams_are_named_by_seed_step_prompt_and_sample():
+def test_a_stream_is_determined_by_seed_step_prompt_and_sample():
     base = uniforms(0, 1, [(0, 0)], 5)[0]
     others = [uniforms(1, 1, [(0, 0)], 5), uniforms(0, 2, [(0, 0)], 5), uniforms(0, 1, [(1, 0), (0, 1)], 5)]
     assert all(not np.array_equal(base, stream) for part in others for stream in part)

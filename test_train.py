@@ -31,7 +31,7 @@ from tasks import Task
 from tasks._characters import EOS, EOS_ID
 from tasks.sorting import model as sorting_model
 
-G = 4
+G = 4  # the num_generations of the fixture `sorting`
 
 
 def sometimes(completions, completion_ids, **columns):
@@ -84,7 +84,8 @@ def paths(*names: str) -> list[str]:
 @pytest.fixture
 def go(sorting, tmp_path, monkeypatch):
     """Return a function that runs train.py in this process, where the `watch` fixture can record calls."""
-    monkeypatch.setattr(faults, "stop_requests", list)
+    # Install no signal handlers, so that Ctrl-C stops the tests at once.
+    monkeypatch.setattr(faults, "stop_requests", lambda: [])
 
     def run_here(name: str = "out", **settings) -> Path:
         assert train.main(flags(sorting | settings, tmp_path / name)) == 0
@@ -217,7 +218,7 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
         for i in update:
             logp, entropy = log_probs(model, rows[i], cfg.temperature)
             A, length = rows[i]["A"], rows[i]["length"]
-            # 12 is max_completion_length. Every 6 rows in a row are the completions of one prompt.
+            # 12 is max_completion_length. Each block of 6 consecutive rows has the completions of one prompt.
             weights = {"sequence": 1 / (N * length), "global": 1 / tokens, "constant": 1 / (N * 12), "sum": 1 / N}
             prompt_tokens = sum(rows[j]["length"] for j in update if j // 6 == i // 6)
             weights["prompt"] = 1 / (len({j // 6 for j in update}) * prompt_tokens)
@@ -256,7 +257,8 @@ STEPS = {
 def test_a_step_is_the_papers_equation(go, updates, name):
     settings = STEPS[name]
     out = go(**dict(steps=1, num_generations=6, micro_batch_size=5) | settings)
-    actual, rows, (figures,) = [*updates], to_rows(samples(out), 6, "reply" in settings), metrics(out)
+    actual = [*updates]  # a copy, because `updates` will also record the optimizer of by_hand
+    rows, (figures,) = to_rows(samples(out), 6, "reply" in settings), metrics(out)
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None or (cfg.mask_truncated and row["truncated"])}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
@@ -282,8 +284,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     """Compute every metric again, from samples.jsonl and from what the loss returns for each micro-batch. The metrics
     of replies are in infra/test_report.py."""
     names = "draw_groups", "group_advantages", "minibatches", "update", "logprobs", "policy_loss"
-    draws, compared, passes, updated, scored, losses = (watch(train, name) for name in names)  # the calls of each
-    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(updated))  # 3 s to draw, 5 s an update
+    draws, advantage_calls, minibatch_calls, update_calls, logprob_calls, loss_calls = (watch(train, x) for x in names)
+    # Drawing the groups takes 3 s, and an update takes 5 s.
+    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
     of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05)
     out = go(
@@ -299,9 +302,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     assert rewards == [sum(values) if values else None for values in weighted]
     counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
     trained_lengths = [n if counted else 0 for n, counted in zip(lengths, counts)]
-    assert [call.kwargs["lengths"].flatten().tolist() for call in compared] == [trained_lengths]
-    rows_by_update = [rows_of_update for call in passes for rows_of_update in call.result]
-    for call, rows_of_update in zip(updated, rows_by_update, strict=True):
+    assert [call.kwargs["lengths"].flatten().tolist() for call in advantage_calls] == [trained_lengths]
+    rows_by_update = [rows_of_update for call in minibatch_calls for rows_of_update in call.result]
+    for call, rows_of_update in zip(update_calls, rows_by_update, strict=True):
         batch = call.args[1]
         assert batch.mask.sum(1).tolist() == [trained_lengths[i] for i in rows_of_update]
         assert (batch.sampler_entropy[batch.mask.bool()] > 0).all(), "the rollout recorded entropies"
@@ -311,8 +314,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     loss, totals = 0.0, np.zeros((len(train.STATS), 2))
     # Only `accumulate` passes a keyword argument: it asks for entropies. The other calls score the completions for the
     # old policy and the reference.
-    entropies = [call.result[1].detach() for call in scored if call.kwargs]
-    for call, entropy in zip(losses, entropies, strict=True):
+    entropies = [call.result[1].detach() for call in logprob_calls if call.kwargs]
+    for call, entropy in zip(loss_calls, entropies, strict=True):
         assert of_loss.items() <= call.kwargs.items()
         *_, weights, mask = call.args
         part_loss, stats = call.result
@@ -372,7 +375,9 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """Without an old policy, sampler_gap compares the sampler with the current policy, so it is only rounding here."""
+    """If the sampler is the old policy, no other old log-probs are computed. Then sampler_gap compares the sampler with
+    the current policy, and the gap is only rounding here."""
+    # Add a group that was sampled in an earlier step.
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
@@ -437,7 +442,7 @@ def test_kl_starts_at_zero_and_a_refreshed_reference_brings_it_back(go):
     assert max(kl[0], kl[2]) == pytest.approx(0.0, abs=1e-9) and min(kl[1], kl[3]) > 1e-3
 
 
-def test_each_update_has_itspathsminibatch_and_the_learning_rate_of_its_step(go, watch, updates, monkeypatch):
+def test_each_update_has_its_minibatch_and_the_learning_rate_of_its_step(go, watch, updates, monkeypatch):
     def two_groups(parameters, lr: float, **settings):
         first, *others = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.1 * lr}, {"params": others}], lr=lr)
@@ -476,7 +481,7 @@ def draws(watch):
 
     def so_far() -> tuple[list[int], list[tuple]]:
         indices = [i for _, first, n, _ in (call.args for call in drawn) for i in range(first, first + n)]
-        return indices, [(step, *stream) for _, step, made, _ in (call.args for call in sampled) for stream in made]
+        return indices, [(step, p, i) for _, step, pairs, _ in (call.args for call in sampled) for p, i in pairs]
 
     return so_far
 
@@ -551,6 +556,7 @@ def test_an_evaluation_without_training_is_that_of_a_run(go):
     """This holds for the initial model, the trained one, and a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
+    # The evaluations before the first step and after the second one.
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
     assert before != after
     evaluated = [None, made / "model", made / "checkpoint" / "000002"]
@@ -586,7 +592,7 @@ def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
         assert message == {"role": "assistant", "content": line["completion"].replace(EOS, "").replace("<pad>", "")}
         assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
         assert line["reward"] == call.result[i] and line["columns"] == {"answer": columns["answer"][i]}
-    assert {ids[-1] for ids in columns["completion_ids"]} & {*ENDS[1:]}, "every end token ends a completion"
+    assert {ids[-1] for ids in columns["completion_ids"]} & {*ENDS[1:]}, "not only the first end token ends one"
 
     before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (tmp_path / "model", out / "model"))
     assert before["eos_token_id"] == ENDS

@@ -54,10 +54,11 @@ PROGRAMS = {  # the diffs of these sections change train.py, so each makes a pro
 }
 PROGRAMS["replay"] = PROGRAMS["recipes"].partition("**A curriculum.**")[0]  # the first recipe only
 ADDITIONS = "".join(SECTIONS.values())  # the other sections; all of their diffs can be applied together
-# from_trl.txt has a paragraph for GRPOConfig and one for GRPOTrainer. Each line is the name of an argument and what is
-# here in its place: a flag, "page", "always" or "none".
+# from_trl.txt has a paragraph for GRPOConfig and one for GRPOTrainer. Each line is the name of an argument, followed by
+# a flag that does the same, or by "page" (see from_trl.md), "always" (it cannot be switched off), or "none".
 OF_TRL = (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:]
 OF_CONFIG, OF_TRAINER = (dict(line.split() for line in part.splitlines()) for part in OF_TRL)
+# The name and text of each new file on the page: "In `name.py`:", followed by a block of Python.
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
 
@@ -87,8 +88,10 @@ def test_every_test_is_there():
 def test_every_flag_is_there():
     tools = "\n".join(path.read_text() for path in [*HERE.glob("tools/*.py"), *HERE.glob("results/*/*.py")])
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
+    # Settings that the diffs of extending.md add to Config.
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
-    known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}  # flags of torchrun
+    # Flags of torchrun. "max" is what the pattern below finds in --max-restarts.
+    known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}
     known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # flags of vLLM, Slurm and pytest
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
@@ -139,8 +142,9 @@ def test_every_tool_knows_the_flags_that_a_page_gives_it(page, monkeypatch):
         if "parse_args" in (HERE / f"{module.replace('.', '/')}.py").read_text():
             with pytest.raises(StopIteration):
                 runpy.run_module(module, run_name="__main__")
-            words = [*itertools.dropwhile(lambda word: word != "--", words)][1:]
-        parse_args(flags(), words)  # flags() is the parser of train.py; a tool without a parser passes on all its words
+            # The tool passes on to train.py only the words after "--". A tool without a parser passes on all words.
+            words = words[words.index("--") + 1 :] if "--" in words else []
+        parse_args(flags(), words)  # flags() is the parser of train.py
 
 
 def test_imports_run_one_way():
@@ -251,6 +255,8 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
+            # Empty lines of a hunk count as context, because "" is in every string. The empty strings at both ends are
+            # there so that only whole lines match.
             old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
             new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
             assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"
@@ -265,8 +271,9 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and add the files and diffs of docs/extending.md. Each of PROGRAMS becomes a copy of train.py."""
-    files = {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")}  # each applies without the others
-    assert files == {1, 2}, "a diff changes one file or two"
+    # Each diff applies to the code as it is, without the others.
+    counts = {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")}
+    assert counts == {1, 2}, "a diff changes one file or two"
     folder = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
@@ -331,8 +338,8 @@ def test_every_command_of_an_addition(fork):
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     """One run uses all recipes. It is killed in its fourth step, and continues after its second."""
     recipes = commands(PROGRAMS["recipes"], "python train.py")
-    few = "--prompts_per_step 2 --eval_every 0 --save_every 2 --steps".split()
-    all_recipes = [*itertools.chain(*recipes), *few, "5"]
+    few = "--prompts_per_step 2 --eval_every 0 --save_every 2".split()
+    all_recipes = [*itertools.chain(*recipes), *few, "--steps", "5"]
     whole = make(fork, "recipes", all_recipes, "recipes")
     dies = partial(conftest.at, "train.training_step", 4, conftest.die)
     killed = make(fork, "recipes", all_recipes, "killed", dies, code=-signal.SIGKILL)
@@ -342,9 +349,10 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     on_two = make(fork, "recipes", all_recipes, "killed-two", world=2)
     for ours, theirs in zip(metrics(on_two), metrics(whole), strict=True):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
-    replayed = make(fork, "replay", [*recipes[0], *few, "2"], "replay")
+    replayed = make(fork, "replay", [*recipes[0], *few, "--steps", "2"], "replay")
     first, second = metrics(replayed)
     assert abs(first["loss"]) < 1e-6 < 1e-4 < abs(second["loss"]), "off-policy"
+    # The replay run takes the first prompts of the data, in order. The curriculum of the other run chooses among all.
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))
     assert not in_order & chosen
     # The recipe for the entropy bonus: after a step whose entropy is at most 0.17, the coefficient grows by 0.005 and
@@ -394,6 +402,7 @@ def test_the_environment_of_the_page(program):
     target = row["environment"].target
     prompt = [{"role": "user", "content": f"Please. Increment the counter by {target}."}]
     assert row["prompt"] == again["prompt"] == prompt, "every rank gets the same prompt"
+    # Only the last turn is executed. The counter of `again` keeps its value from turn to turn.
     for turn, results in [(once + once, ["1", "2"]), (CALL % ("reset", "{}"), ["KeyError: 'reset'"]), (once, ["3"])]:
         assert file.reply(again, [once, turn]) == [{"role": "tool", "content": result} for result in results]
     assert file.reply(again, [once, "Done."]) is None
@@ -442,11 +451,12 @@ def test_the_functions_of_the_page(fork):
     """Each function on the page computes its equation."""
     assert names_in(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
     mask = torch.arange(8) < torch.tensor([5, 0, 2, 7])[:, None]
-    # VL norm: the weight of a completion is proportional to |o_i|^-0.75.
+    # VL norm: the weight of a token is |o_i|^-0.75 / (L Σ_j |o_j|^-0.75), where L = max_completion_length = 10.
     share = mask * torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)[:, None]
     weights = names_in(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
     torch.testing.assert_close(weights, share / (10 * share.amax(1).sum()), rtol=1e-14, atol=0.0)
     rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
+    # The advantage of the best reward is its lead over the second best. All others have 0, and so have two equal best.
     best = names_in(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
     assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
     rollout = names_in(fork, "rollout")
@@ -470,6 +480,7 @@ def test_the_token_baseline_of_the_page(fork):
     W = [[*itertools.accumulate(1 - 2 * math.exp(logp) + p for _, logp, p in row["tokens"])] for row in rows]
     for i, row in enumerate(rows):
         for t in range(row["length"]):
+            # Completions of the same prompt that have a token t. 8 is the default of --num_generations.
             there = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if rows[j]["length"] > t]
             weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
             expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
@@ -501,7 +512,7 @@ def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
 
 
 def test_distillation_has_the_gradient_of_the_kl(fork):
-    """A run with the diff changes the weights as a run does whose only loss is the k2 term with the same teacher."""
+    """A run with the diff changes the weights like a run whose whole loss is the k2 term, with the same teacher."""
     teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     teacher.get_output_embeddings().weight.data *= 0.8
     teacher.save_pretrained(fork / "teacher")
