@@ -81,7 +81,9 @@ def save(
         with suppress(KeyError, RuntimeError, TypeError, ValueError):
             text = json.dumps(about, indent=2, default=lambda x: _as_json(x, tensors_of_state))
             loaded = _from_text(text, tensors_of_state)
-        if repr(loaded) != repr(about):  # JSON turns a tuple into a list, for instance
+        # Compare the reprs, because == does not work on tensors. They also differ if a value would come back as another
+        # type. JSON turns a tuple into a list, for instance.
+        if repr(loaded) != repr(about):
             raise UserError("run.state would be loaded differently: use only JSON, tensors, arrays and Groups in it")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
         if first:
@@ -151,6 +153,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
+    # Each rank writes a separate file with this number, which contains its part of the tensors. So all tensors with the
+    # same number may together have FILE_BYTES for each rank.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -171,8 +175,9 @@ def check(folder: Path) -> None:
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. Any other
-    object raises an error here or when it is loaded."""
+    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
+    of a class that is in neither RECORDS nor ARRAYS raises an error: here if no tensor can be made of it, otherwise in
+    `_from_text`."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)

@@ -89,13 +89,14 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def stop_requests() -> list[int]:
     """Return a list to which each SIGTERM or SIGINT is appended from now on. The caller stops after the current step
-    once the list is not empty. Further signals change nothing, because torchrun passes on copies of the first."""
+    once the list is not empty. Later signals have no further effect. This matters because torchrun passes signals on to
+    the ranks, so one Ctrl-C may arrive several times."""
     caught: list[int] = []
 
     def note(number: int, frame: object) -> None:
         caught.append(number)
         if len(caught) == 1 and os.environ.get("RANK", "0") == "0":
-            # The signal may have interrupted a print, in which another print would be an error.
+            # The signal may have arrived in the middle of a print, and Python does not allow a print inside a print.
             os.write(2, b"\nstopping after this step; Ctrl-\\ (SIGQUIT) stops at once, without saving\n")
 
     for number in SIGNALS:

@@ -63,12 +63,16 @@ def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, sa
 
 
 def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """Return the limits of a micro-batch. If the model changes the output of its head, log-probs are computed from the
-    model's logits, and the model is called once for each row (fast/output_head.py). All ranks must call a sharded model
-    equally often, so each of its micro-batches is then a single row."""
+    """Return the limits of a micro-batch.
+
+    If a model changes the output of its head, log-probs are computed from the model's logits, and the model is called
+    once for each row (fast/output_head.py). If such a model is sharded, each micro-batch is a single row. The reason is
+    that all ranks must call a sharded model equally often. They have equally many micro-batches, but these may have
+    different numbers of rows."""
     if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     can_share_rows = reads_together(model, longest_prompt + config.max_completion_length)
+    # Limits needs the hidden size only to decide which completions share a row. With None, none of them do.
     hidden_size = model.config.get_text_config().hidden_size if can_share_rows else None
     return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)
 
@@ -91,7 +95,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     copy = compute_bytes * (adapters + (parameters if compute_bytes < weight_bytes or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
-    i = getattr(text, "intermediate_size", None) or 4 * h
+    feed_forward = getattr(text, "intermediate_size", None) or 4 * h
     all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and needs a smaller cache than this
     heads = getattr(text, "num_key_value_heads", None) or all_heads
     head_size = getattr(text, "head_dim", None) or h // all_heads
@@ -104,10 +108,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
     head_bytes = 2 * head_size * compute_bytes  # the key and the value of a token, in one head
     cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
-    # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of that in the blocks among
-    # which a GPU searches. To cut the distribution, it also has the sorted probability (4 bytes) and its id (8), the
-    # cumulative sum (4), what the cut leaves (4), and the same in the order of the ids (4). The remaining 6 bytes are
-    # for other cuts, and for the record of which ids are left.
+    # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of the probability. The
+    # copy is for a GPU, which divides the ids into blocks to pick one (rollout.py). To cut the distribution, the
+    # sampler also has the sorted probability (4 bytes) and its id (8), the cumulative sum (4), what the cut leaves (4),
+    # and the same in the order of the ids (4). The remaining 6 bytes are for other cuts, and for the record of which
+    # ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
@@ -119,9 +124,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     chunk = chunk_tokens(torch.cuda.is_available())
     between_bytes = compute_bytes if config.shard else weight_bytes  # of the activations between layers
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # There is a mask if completions of a prompt share a row, or if a layer has a sliding window. For each token of a
-    # row it has an entry for all tokens of the row. A shared row has a prompt of p tokens and k completions of c tokens
-    # each, where k = sqrt(p (p + 6 h)) / c (fast/shared_prompts.py), so it has p + sqrt(p (p + 6 h)) tokens.
+    # For each token, an attention mask has one entry for every token of the same row. So `mask`, the number of entries
+    # for a token, is the length of a row. If a layer has a sliding window, each row is one completion with its prompt.
+    # Otherwise there is a mask only if completions of a prompt share a row. Such a row has a prompt of p tokens and k
+    # completions of c tokens each, where k = sqrt(p (p + 6 h)) / c (fast/shared_prompts.py). That makes
+    # p + sqrt(p (p + 6 h)) tokens.
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
     # Bytes that a layer saves for its backward pass, for each token. First come the inputs of norms, as they are and in
@@ -129,18 +136,19 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # part. They count as 2.5 vectors, because these amounts must be upper bounds.
     layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
     # Then query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
-    layer += compute_bytes * (4 * all_heads * head_size + 4 * i + mask)
+    layer += compute_bytes * (4 * all_heads * head_size + 4 * feed_forward + mask)
     # Bytes that a layer keeps for each token until its backward pass. With gradient checkpointing, that is its input.
     saved = h * between_bytes if config.gradient_checkpointing else layer
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
-        # While a token is computed, one layer's keys and values are copied. With padded prompts they are also repeated
-        # for the query heads that share them. After that its distribution is needed.
+        # To compute a token, the keys and values of one layer at a time are copied. With padded prompts they are also
+        # repeated for the query heads that share them. Then come the logits in fp32 (4 bytes each). All this is freed
+        # before the sampler needs the distribution of the token.
         row=cache + max(head_bytes * all_heads * length + 4 * vocabulary, distribution),
         # Three vectors of the feed-forward part; three of the size that layers pass on; four of the size of all heads,
         # for which keys and values are repeated; a row of the mask, as truth values and as numbers.
-        read=compute_bytes * (3 * i + 3 * h + 4 * all_heads * head_size) + longest_prompt * (1 + compute_bytes),
+        read=compute_bytes * (3 * feed_forward + 3 * h + 4 * all_heads * head_size + longest_prompt) + longest_prompt,
         # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, its gradient from one
         # micro-batch, before that is added to the others.
         update=4 * trained_parameters + (gathered if config.shard else copy) + batch + gradient_bytes * h * vocabulary,
@@ -150,7 +158,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
         # With adapters, the input of a layer gets two gradients, one of them from the adapter. Both are in memory until
         # they are added.
-        layer=layer + (compute_bytes * i if adapters else 0),
+        layer=layer + (compute_bytes * feed_forward if adapters else 0),
         # The part of a rank may begin and end in the middle of a prompt's completions.
         prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (1 if world > 1 else 0),
         length=length,

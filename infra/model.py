@@ -175,7 +175,8 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
     """Make a model without weights, on the meta device."""
     with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
-        # `requires_grad_` makes it as trainable as after `from_pretrained`.
+        # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable, so
+        # do the same here.
         return AutoModelForCausalLM.from_config(model_config, **loading_options(config)).requires_grad_(True)
 
 

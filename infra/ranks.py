@@ -45,7 +45,8 @@ def start(shard: bool = False) -> torch.device:
             socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would retry for half an hour
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
-        # To find each other, the ranks have PyTorch's half an hour, which is enough as they start at the same time.
+        # `rendezvous` waits half an hour for the other ranks, which is PyTorch's default. That is enough, because all
+        # ranks start at about the same time. All later calls wait for TIMEOUT.
         store, number, count = next(dist.rendezvous("env://"))
         store.set_timeout(TIMEOUT)
         # torchrun uses the same store for all its restarts, so the store still has the addresses of processes that have

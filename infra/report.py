@@ -38,6 +38,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     lengths = [completion.length for completion in completions]
     # `written` says which tokens the model wrote. It is None unless the task replies to the model.
     in_turns = [completion for completion in completions if completion.written is not None]
+    # Either every group has `right` or none has. So this list is as long as `lengths`, or empty.
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
     spreads = [std(group.rewards) for group in groups]
     return {
@@ -51,8 +52,8 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
         "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        # The share of groups without a signal, which dynamic sampling leaves out if it is on, and the number of groups
-        # that it has left out.
+        # The share of groups without a signal, and the number of groups that dynamic sampling has replaced by others.
+        # A group that was replaced has no advantages.
         "rejected_groups": mean(not group.has_signal for group in groups),
         "groups_replaced": sum(group.advantages is None for group in groups),
         "without_reward": int(rewards.isnan().sum()),
@@ -189,7 +190,8 @@ class RunLog:
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
             # The first time that something happens which may keep the run from learning, print a note.
-            # The advantage of a completion is a number, or a tensor with a number for each token.
+            # `groups` does not contain the groups that dynamic sampling has replaced, so each group has advantages. The
+            # advantage of a completion is a number, or a tensor with a number for each token.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
@@ -227,8 +229,8 @@ class RunLog:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
         ends = [0]  # where the text of each token ends
-        # ids[:done] have their text. The tokens of the last piece of text are ids[before:done], and those that still
-        # wait for their text are ids[done:t].
+        # The text of ids[:done] is known, and ids[before:done] are the tokens of its newest piece. The text of
+        # ids[done:t] is not known yet.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
             # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.

@@ -6,9 +6,10 @@
     out/checkpoint/000040/    everything that is needed to resume after step 40 (see checkpoint.py)
     out/model/                the trained model, in fp32
 
-Nothing is written before everything is ready to start. The same command resumes a run. Other settings are refused. If
-the commit, the versions or the files that the run reads have changed, this is recorded and a note is printed. The
-results of a finished run are only printed again. --overwrite renames the folder and starts over.
+Nothing is written before everything is ready to start. The same command resumes a run. A command with other settings
+is refused, unless only settings in MAY_CHANGE differ. If the commit, the versions or the files that the run reads have
+changed, this is recorded and a note is printed. The results of a finished run are only printed again. --overwrite
+renames the folder and starts over.
 """
 
 import fcntl
@@ -54,6 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
+    # With --steps 0, a run only evaluates and writes no model. If `made` is not None, it has done that.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -74,7 +76,8 @@ def made_steps(out: Path) -> int | None:
         return saved[-1]
     if (out / "model").exists():
         return there.steps
-    # A line with step 0 is the first evaluation. It is worth keeping only if the run was to do nothing else.
+    # A line with step 0 is the first evaluation. It is worth keeping only if the run was to do nothing else. So return
+    # 0 if there is a line of a later step, or if the run has --steps 0 and there is any line.
     return 0 if any(line["step"] > 0 or there.steps == 0 for line in read_lines(out / "metrics.jsonl")) else None
 
 
@@ -188,8 +191,8 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
 def equal_on_all_ranks(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
     own = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
-    # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. Of an
-    # object that JSON does not have, it contains only the type, because its repr may differ between processes.
+    # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. For
+    # an object that JSON cannot represent, it contains only the type, because the repr may differ between processes.
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
     return settings | {"the code": [digest_of_code(), *own], "the rows": sum(zlib.crc32(x.encode()) for x in texts)}

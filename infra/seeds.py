@@ -20,9 +20,9 @@ def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
     generators produce the same random numbers only if the name, the seed and all numbers are equal.
 
     Completions, minibatches and epochs do not use this function. Their generators are seeded with plain lists, such as
-    [seed, step, ...], so that existing runs can be repeated. NumPy pads such lists with zeros, so [seed, step] and
-    [seed, step, 0, 0] give the same random numbers. This function avoids that, because it hashes the name together with
-    all the numbers."""
+    [seed, step, ...]. These lists are older than this function, and are kept so that old runs can be repeated. NumPy
+    pads such lists with zeros, so [seed, step] and [seed, step, 0, 0] give the same random numbers. This function
+    avoids that, because it hashes the name together with all the numbers."""
     # NumPy's integers have another repr, so convert them.
     key = hashlib.sha256(repr((name, int(seed), *map(int, numbers))).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(key)))

@@ -175,7 +175,7 @@ def test_warnings_about_combinations_that_are_seldom_wanted():
     for settings, *notes in (
         (dict(beta=0.1, kl_estimator="k1"), "nothing but noise"),
         (dict(beta=0.1, kl_estimator="k1", kl_importance=True),),
-        (dict(lora_rank=8), "learning_rate 0.0002 suits all weights"),
+        (dict(lora_rank=8), "learning_rate 0.0002 suits full fine-tuning"),
         (dict(lora_rank=8, learning_rate=1e-3),),
     ):
         assert_lines([*warnings(ready(Config(**settings), on_gpu=False))], notes)

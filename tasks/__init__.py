@@ -15,8 +15,9 @@ It returns a list with one value for each completion; None means that it does no
 the other columns of the rows, repeated for each completion. `completion_ids` are the sampled ids with their
 end-of-sequence token. A completion is a string, or a list of messages if its prompt is a chat. A call gets all the
 completions of some prompts. Which prompts share a call depends on the number of ranks, so a reward must not compare
-completions of different prompts. A
-task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
+completions of different prompts.
+
+A task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
 model wrote. Left out: prompts with images.
 """
 

@@ -45,7 +45,8 @@ class Replies:
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
             answer = self.reply(self.row, [*self.turns])
-        # The function has seen the last turn, too, but its answer to that turn is not used.
+        # After --max_turns turns, the completion is over whatever the function answers. The function is called all the
+        # same, so that it sees every turn.
         if answer is None or len(self.turns) == self.max_turns:
             return None
         self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)

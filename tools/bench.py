@@ -15,10 +15,10 @@ In `step`, the completions are drawn in advance. Both samplers do their usual wo
 the probability. So lengths, rewards and gradients are the same here and in TRL, and the gradient norms are compared to
 make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
 
-`long` takes one step of this codebase for each limit of the length of completions, and shows two costs for each token
-of each part of the step, as CPU-microseconds / bytes. The bytes are the size of what the part sends or writes or, if it
-does neither, the additional memory that it needs. These completions are drawn in advance, too. The model is tiny, so
-most of the cost is that of lists, tensors and files. This works on Linux only.
+`long` takes one step of this codebase with each of several values of --max_completion_length. For each part of the
+step, it shows two costs per token, as CPU-microseconds / bytes. The bytes are the size of what the part sends or writes
+or, if it does neither, the additional memory that it needs. These completions are drawn in advance, too. The model is
+tiny, so most of the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
@@ -53,7 +53,9 @@ STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
     --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
-SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}  # the tolerance is for rounding in bf16, which Adam amplifies
+# Metrics that must be the same for all ways, each with a relative tolerance. The tolerance of the gradient norm is for
+# rounding in bf16, which Adam amplifies.
+SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}
 FIGURES = {  # in place of {} goes the number of steps
     "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
     "learn": ["reward:1-{}", "eval/accuracy:last", "seconds:last", "seconds to target:last"],
@@ -110,7 +112,8 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
     shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
     shape.max_position_embeddings = 2 * int(limit)
-    sorting.small_config = lambda *_, **sizes: shape  # of the model that the task makes
+    # The task makes its model from the configuration that this function returns.
+    sorting.small_config = lambda *_, **sizes: shape
     out, costs = folder / "run", {}
     config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(out)], on_gpu=False)
     run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
@@ -208,7 +211,8 @@ def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
         log = log_of(args, way, seed)
         if not log.exists():
-            with ProcessPoolExecutor(max_tasks_per_child=1) as process:  # not a fork of this one
+            # With this argument, Python starts a new process and does not fork this one.
+            with ProcessPoolExecutor(max_tasks_per_child=1) as process:
                 call = measure_long if args.what == "long" else measure
                 process.submit(call, args, way, log.parent, [*args.flags, "--seed", seed]).result()
 
@@ -218,7 +222,8 @@ def table(args: argparse.Namespace) -> str:
     the ways did not do the same work."""
     logs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
     if args.what == "long":
-        costs = [[f"{time:,.0f} / {size:,.0f}" for time, size in line.values()] for [[line]] in logs]
+        # There is one seed, and its log has one line.
+        costs = [[f"{seconds:,.0f} / {size:,.0f}" for seconds, size in runs[0][0].values()] for runs in logs]
         return ablate.markdown(["limit", *logs[0][0][0]], *([way, *cells] for way, cells in zip(args.ways, costs)))
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):

@@ -5,10 +5,10 @@
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
 On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
-in results/NAME/, with the command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
-`tools.bench`. This command must be on one of the pages. The table `default` needs no command. Each command `python -m
-tools.plot ... --out results/...` on a page makes a picture, which contains a fingerprint of its logs and flags. Left
-out: noticing that the code that draws the pictures has changed.
+in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
+`tools.bench`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
+`default` needs no command. Each command `python -m tools.plot ... --out results/...` on a page makes a picture, which
+contains a fingerprint of its logs and flags. Left out: noticing that the code that draws the pictures has changed.
 """
 
 import argparse
@@ -87,7 +87,8 @@ def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.
 
 
 def keep(folders: list[Path]) -> None:
-    """Copy the logs of these runs to results/. There, paths are those of the command on the page, runs/NAME."""
+    """Copy the logs of these runs to results/. In the copies, absolute paths are shortened to runs/NAME, which is the
+    path in the command on the page."""
     for log in [log for folder in folders for log in folder.glob("*/*")]:
         if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
             to = ROOT / "results" / log.relative_to(log.parents[2])

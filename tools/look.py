@@ -26,7 +26,8 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
-    kept = {*steps[:: -math.ceil(len(json.dumps(trained)) / most_bytes)]}  # the last step is always among them
+    # If all steps take up to n times the bytes that are allowed, keep every n-th step, counted from the last one.
+    kept = set(steps[:: -math.ceil(len(json.dumps(trained)) / most_bytes)])
     shown = [line for line in trained if line["step"] in kept]
     sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # of the last, of the last two, ...
     fitting = list(itertools.takewhile(lambda size: size <= most_bytes, sizes))
