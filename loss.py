@@ -248,8 +248,8 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     """Return phi(w) = exp(lambda - lambda w) w^k, where w is the ratio of a whole completion, policy to sampler: the
-    product over its tokens. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are
-    clamped as in TRL."""
+    product over its tokens. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in
+    TRL."""
     lowest, highest = math.log(1e-8), 20.0
     # log(policy / sampler) = log(policy / old policy) + log(old policy / sampler); the latter is the correction.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)

@@ -102,8 +102,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         module.training = getattr(module, "gradient_checkpointing", False)
 
     # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update, the old
-    # policy is the current one, whose log-probs `accumulate` computes anyway. `until_it_fits` calls fixed_logprobs(run,
-    # batch, model), and again with smaller micro-batches if memory runs out.
+    # policy is the current one, whose log-probs `accumulate` computes anyway. If memory runs out, `until_it_fits` calls
+    # fixed_logprobs(run, batch, model) again with smaller micro-batches.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None or cfg.beta:
@@ -211,7 +211,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Linear warm-up, then the schedule. "linear" and "cosine" reach 0 only one step after the last."""
+    """Return the rate of a step: linear warm-up, then the schedule. Linear and cosine reach 0 after the last."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -269,8 +269,8 @@ def generate_groups(
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
-    groups = [completions[start : start + n] for start in range(0, len(completions), n)]
-    return [Group(prompts[p], rows[i], groups[p], index=i, step=step) for p, i in enumerate(picked)]
+    by_prompt = [completions[start : start + n] for start in range(0, len(completions), n)]
+    return [Group(prompts[p], rows[i], by_prompt[p], index=i, step=step) for p, i in enumerate(picked)]
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # are collected before they are copied; each takes a bit per row and id
+TOKENS_ON_DEVICE = 16  # the sets of this many tokens are copied together; each takes a bit per row and id
 
 
 @dataclass

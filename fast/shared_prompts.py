@@ -6,8 +6,7 @@ In the plain computation, every row is one completion with its prompt:
 
 A shared row has the prompt once, and then the completions one after another. An attention mask hides the completions
 from one another, and the position ids of each completion continue from the end of the prompt. So every token gets the
-same logits as in a separate row. Some models do not allow this. Then `hidden_size` is None, and
-rows are not shared.
+same logits as in a separate row. Some models do not allow this. Then `hidden_size` is None, and rows are not shared.
 
 `shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
 """

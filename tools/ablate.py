@@ -77,8 +77,9 @@ def finished(run: Run) -> Lines:
 def run_all(args: argparse.Namespace) -> None:
     """Make the runs that are not finished, but none if the settings of any run are wrong. If a run fails, the others
     continue."""
-    unfinished = [run for run in runs_of(args) if not log_if_finished(run)]
-    for run in runs_of(args):
+    runs = runs_of(args)
+    unfinished = [run for run in runs if not log_if_finished(run)]
+    for run in runs:
         about = run_folder.content_of(run.folder / "config.json")
         if about and about.get("code") != run_folder.digest_of_code() and not args.keep:
             sys.exit(f"error: {run.folder} was made by other code: give --keep to use it, or another --out")
