@@ -10,7 +10,6 @@ the weight of each token is fixed before the completions are split, and gradient
 """
 
 import math
-import os
 import signal
 import sys
 import time
@@ -21,8 +20,6 @@ from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends the program without a stack trace
-    if os.environ.get("RANK", "0") == "0":
-        print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)  # the imports take seconds
 
 import torch
 from torch import Tensor
@@ -69,9 +66,6 @@ class Run:
         self.logged.append((f"logged/{name}", float(value)))
 
 
-# ---- The step ----
-
-
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
     cfg = run.config
@@ -91,8 +85,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     batch = collate(groups, cfg.mask_truncated, run.device)
     # `gather` also compares the checksums, and ends the run if the ranks differ in completions, rewards or advantages.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
-    # If you rewrite `draw_groups`, it may replay groups of earlier steps.
-    if cfg.old_policy == "policy" and bool((batch.steps != step).any()):
+    if cfg.old_policy == "policy" and bool((batch.steps != step).any()):  # your own `draw_groups` may replay groups
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
@@ -101,9 +94,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update, the old
-    # policy is the current one, whose log-probs `accumulate` computes anyway. If memory runs out, `until_it_fits` calls
-    # fixed_logprobs(run, batch, model) again with smaller micro-batches.
+    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update,
+    # `accumulate` computes those of the old policy. If memory runs out, smaller micro-batches are tried.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None or cfg.beta:
@@ -118,20 +110,18 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
 
-    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_updates(updates)
-    metrics |= report.of_logged(run.logged)
+    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_logged(run.logged)
+    metrics |= report.of_updates(updates, run.optimizer)
     metrics |= report.of_machine(metrics["tokens"], sampled - start, time.perf_counter() - sampled)
-    rates = [group["lr"] for group in run.optimizer.param_groups]
-    metrics |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return metrics, groups
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
-    # The batch contains the completions of all ranks, so the weight of every token can be computed before anything is
-    # split. This makes the loss of a micro-batch a partial sum. However the update is split, the sum of the partial
-    # losses is the loss of the update, and the sum (not the mean) of their gradients over all ranks is its gradient.
+    # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
+    # Then the loss of a micro-batch is a partial sum. However the update is split, the partial losses add up to its
+    # loss, and their gradients, summed (not averaged) over all ranks, add up to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -178,8 +168,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss += part_loss.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
-            pair = torch.stack(pair).double()
-            totals[name] = report.together(name, totals.get(name, torch.zeros_like(pair)), pair)
+            totals[name] = report.together(name, totals.get(name), torch.stack(pair).double())
     return loss, totals
 
 
@@ -219,13 +208,9 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
     return highest * factor[cfg.lr_schedule]
 
 
-# ---- The completions of a step ----
-
-
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Return the groups to train on, and all groups that were drawn. With dynamic sampling (DAPO), groups without a
-    signal are replaced by groups of new prompts, in at most cfg.dynamic_sampling further rounds. Every rank has all
-    rewards, so all ranks make the same decision."""
+    """Return the groups to train on, and all that were drawn. With dynamic sampling (DAPO), groups without a signal are
+    replaced, in at most cfg.dynamic_sampling further rounds. Every rank has all rewards, so all ranks decide alike."""
     cfg = run.config
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
@@ -293,13 +278,9 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     rows, picked = run.task.eval, [*range(min(len(run.task.eval), run.config.eval_prompts))]
-    # The larger rollout comes first. If it runs out of memory, the smaller one starts with a size that fits.
     sampled = judge(run, generate_groups(run, rows, picked, run.config.eval_k, step=0), step)
     greedy = judge(run, generate_groups(run, rows, picked, 1, step=0, greedy=True), step)
     return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
-
-
-# ---- The run ----
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
@@ -335,8 +316,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 def train(cfg: Config) -> int:
     """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code."""
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
-    # A reward function may change the working directory, so the path is made absolute.
-    cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))
+    cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
     done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
     if done is None:

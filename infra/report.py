@@ -66,21 +66,26 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
     return {name: mean(x for other, x in logged if other == name) for name in sorted({name for name, _ in logged})}
 
 
-def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> dict:
+def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
     """Compute the metrics of the updates of a step. Each update is its loss, its gradient norm and, from this rank, a
     (sum, count) for each other metric. The loss and the gradient norm are averaged over the updates. The other metrics
-    are means over all tokens or completions that the updates trained on, or maxima."""
+    are means over all tokens or completions that the updates trained on, or maxima. If the optimizer has several
+    groups of parameters, each has its own learning rate."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     sums: dict[str, Tensor] = {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
-        sums[name] = together(name, sums.get(name, torch.zeros_like(pair)), pair)
+        sums[name] = together(name, sums.get(name), pair)
     means = {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    means |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
 
 
-def together(name: str, one: Tensor, other: Tensor) -> Tensor:
+def together(name: str, one: Tensor | None, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
     in _max has (maximum, 1) instead, or (0, 0) where nothing was counted, so both numbers are combined by maximum."""
+    if one is None:  # there is no earlier part
+        return other
     return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
