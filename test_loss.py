@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
-from infra.report import together
+from infra.report import combine
 from loss import (
     KL_ESTIMATORS,
     NORMALIZATIONS,
@@ -596,7 +596,7 @@ def test_any_split_of_the_step(normalization, switches):
         assert part_stats.keys() == stats.keys()
         for name, so_far in sum_stats.items():
             pairs = torch.tensor([so_far, part_stats[name]], dtype=F64)  # each is a total and a count
-            sum_stats[name] = tuple(together(name, *pairs).tolist())  # added in the way a run adds micro-batches
+            sum_stats[name] = tuple(combine(name, *pairs).tolist())  # added in the way a run adds micro-batches
     close(sum_loss, loss, 1e-12)
     close(sum_grad, grad, 1e-12)
     for name in stats:

@@ -40,7 +40,7 @@ from tasks._turns import check_template, replies_to, with_replies
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # means over tokens, or null
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # always reported; there may be others
 
 
 @dataclass
@@ -78,7 +78,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # Nothing can be learned here. But with a mean or std of the whole batch, advantages may differ from 0.
+        # No group has a signal, but with a baseline or scale of the whole batch, advantages could still differ from 0.
         advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
@@ -94,17 +94,18 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update,
-    # `accumulate` computes those of the old policy. If memory runs out, smaller micro-batches are tried.
+    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update, the
+    # policy is still the old one, and `accumulate` uses the log-probs that it computes anyway.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None or cfg.beta:
-        reference = run.reference or run.model
+        reference = run.reference or run.model  # with LoRA, the reference is the model without its adapters
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
 
-    for group in run.optimizer.param_groups:  # initial_lr: the one that the optimizer was made with
-        group["lr"] = learning_rate(cfg, step, group.setdefault("initial_lr", group["lr"]))
+    for params in run.optimizer.param_groups:
+        params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
+        params["lr"] = learning_rate(cfg, step, params["initial_lr"])
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
@@ -120,8 +121,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
-    # Then the loss of a micro-batch is a partial sum. However the update is split, the partial losses add up to its
-    # loss, and their gradients, summed (not averaged) over all ranks, add up to its gradient.
+    # Then the loss of a micro-batch is a partial sum. No matter how the update is split, the partial losses add up to
+    # its loss, and their gradients, summed (not averaged) over all ranks, add up to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -130,7 +131,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))
+        report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))  # raises an error
     if batch.mask.any():  # if everything is masked, only momentum would move the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -168,7 +169,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss += part_loss.detach()
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
-            totals[name] = report.together(name, totals.get(name), torch.stack(pair).double())
+            totals[name] = report.combine(name, totals.get(name), torch.stack(pair).double())
     return loss, totals
 
 
@@ -177,7 +178,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # a fully masked copy of a row may follow, with log-probs of 0
+        logp[rows] += logprobs(run, part, model)[0]  # not `=`, because `same_count` may repeat a row, fully masked
     ranks.sum_(logp)
     return logp
 
@@ -200,7 +201,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
-    """Return the rate of a step: linear warm-up, then the schedule. Linear and cosine reach 0 after the last."""
+    """Return the rate of a step: linear warm-up, then the schedule. `linear` and `cosine` end just above 0."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
     done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
@@ -220,8 +221,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    # There may be fewer groups than prompts_per_step. If none has a signal, return the first ones.
-    return alive or drawn[: cfg.prompts_per_step], drawn
+    return alive or drawn[: cfg.prompts_per_step], drawn  # the first groups, if none has a signal
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
@@ -235,14 +235,14 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the number of prompts that this step has drawn before. The random numbers of a prompt depend on its position."""
+    the number of prompts that this step drew before. With a prompt's place in `picked`, it names its random numbers."""
     # Rows that your own code has added during the run are not encoded yet.
     encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
-    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
+    uniform = uniforms(cfg.seed, step, [(first + p, sample) for p, sample in mine], cfg.max_completion_length)
 
-    # If memory runs out, `until_it_fits` calls this again with a smaller run.sampling.tokens_at_once.
+    # If memory runs out, `until_it_fits` calls this again, on the same prompts, with a smaller sampling.tokens_at_once.
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
@@ -255,7 +255,7 @@ def generate_groups(
         completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
     completions = ranks.gather(completions)
     by_prompt = [completions[start : start + n] for start in range(0, len(completions), n)]
-    return [Group(prompts[p], rows[i], by_prompt[p], index=i, step=step) for p, i in enumerate(picked)]
+    return [Group(prompts[p], rows[index], by_prompt[p], index=index, step=step) for p, index in enumerate(picked)]
 
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
@@ -287,11 +287,11 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     with ranks.fail_together():  # all mistakes that can be found before the weights are loaded
         task = load_task(cfg)
-        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)
+        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    same = run_folder.equal_on_all_ranks(cfg, task.train + task.eval)  # `memory.plan` compares these between ranks
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, same)
+    must_match = run_folder.must_match(cfg, task.train + task.eval)  # `memory.plan` compares this between ranks
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, must_match)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
@@ -304,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # with graphs, a drop costs a new capture
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # with graphs, dropping finished rows costs a new capture
         # The settings that have the same name as a field of Sampling:
         **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )

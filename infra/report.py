@@ -74,14 +74,14 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimize
     losses, grad_norms, totals = zip(*updates, strict=True)
     sums: dict[str, Tensor] = {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
-        sums[name] = together(name, sums.get(name), pair)
+        sums[name] = combine(name, sums.get(name), pair)
     means = {name: float(total / count) if count else None for name, (total, count) in sums.items()}
     rates = [group["lr"] for group in optimizer.param_groups]
     means |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
 
 
-def together(name: str, one: Tensor | None, other: Tensor) -> Tensor:
+def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
     in _max has (maximum, 1) instead, or (0, 0) where nothing was counted, so both numbers are combined by maximum."""
     if one is None:  # there is no earlier part

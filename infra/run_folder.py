@@ -188,7 +188,7 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
     return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
 
 
-def equal_on_all_ranks(config: Config, rows: list[dict]) -> dict:
+def must_match(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
     own = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
     # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. For
