@@ -11,8 +11,8 @@
 A checkpoint is either complete or absent: it is written under a temporary name, flushed to disk, and then renamed. It
 contains no random state, because every random number of a run is a function of the seed and the step. Weights are saved
 as safetensors and everything else as JSON, so that loading never unpickles anything. The settings in the optimizer's
-parameter groups are not saved, because the code sets them again. Left out: optimizers that add state after their first
-update.
+parameter groups are not saved, because the code sets them again. Not supported: optimizers that add state after their
+first update.
 """
 
 import json
@@ -46,7 +46,7 @@ from infra.shard import whole_weights
 from rollout import Completion
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # PyTorch warns if a single process saves
-FILE_BYTES = 2**28  # the size of a file of weights, per rank
+FILE_BYTES = 2**28  # about the size of a file of weights; each rank writes its own files
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 RECORDS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}  # dataclasses that Run.state may contain
 
@@ -67,7 +67,7 @@ def save(
     first = ranks.rank() == 0
     tensors_of_state: dict[str, Tensor] = {}  # `_as_json` adds the tensors to it
     parts = {part: trained(model) for part, model in models.items()}
-    if optimizer.state:  # without state, PyTorch would make an update to create it
+    if optimizer.state:  # if there is none yet, the next line would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
         for part, tensors in parts.items():
@@ -92,7 +92,8 @@ def save(
         for part, tensors in parts.items():
             writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-        # Each rank hashes what it has written. For a large model, one rank would need minutes to hash everything.
+        # Each rank hashes the shards that it has written, and the first rank also hashes all other files. For a large
+        # model, one rank would need minutes to hash everything.
         sums = ranks.gather(checksums(partial_folder, f"shard-{ranks.rank() + 1:05}-*", rest=first))
         if first:
             write_text(partial_folder / "SHA256SUMS", "\n".join([*sums, ""]))
@@ -119,6 +120,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
         about = _from_text((folder / "state.json").read_text(), load_file(folder / "state.safetensors"))
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = [(part, reader.read_metadata().state_dict_metadata) for part, reader in readers.items()]
+        # Describe each tensor in the checkpoint, and each one that is expected. What is only in one set is an error.
         there = {f"{name} of the {part} {[*x.size]}" for part, tensors in saved for name, x in tensors.items()}
         here = {f"{name} of the {part} {[*x.shape]}" for part, tensors in parts.items() for name, x in tensors.items()}
         if differing := there ^ here:
@@ -126,7 +128,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     for part, tensors in parts.items():
         dcp.load(tensors, storage_reader=readers[part])
     if flat:
-        # Plain numbers were saved as tensors.
+        # Numbers were saved as tensors, so turn them back. What was not saved stays as it is in `flat`.
         loaded = {name: x if isinstance(flat[name], Tensor) else x.item() for name, x in parts["optimizer"].items()}
         state_dict.set_optimizer_state_dict(models["model"], optimizer, flat | loaded, options=FLAT)
     return about["cursor"], about["state"]
@@ -153,8 +155,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # Each rank writes a separate file with this number, which contains its part of the tensors. So all tensors with the
-    # same number may together have FILE_BYTES for each rank.
+    # The tensors with one number are written to one file per rank, which contains that rank's part of them. So together
+    # they may have FILE_BYTES times the number of ranks.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -175,9 +177,9 @@ def check(folder: Path) -> None:
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    of a class that is in neither RECORDS nor ARRAYS raises an error: here if no tensor can be made of it, otherwise in
-    `_from_text`."""
+    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. What is
+    not in RECORDS becomes a tensor. If no tensor can be made of it, this raises an error. If its class is not in
+    ARRAYS, `_from_text` does."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)
@@ -203,7 +205,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     weights = whole_weights(model) if isinstance(model, FSDPModule) and not adapted_layers(model) else None
     with whole_folder(folder) as partial_folder:
         if ranks.rank() > 0:
-            return
+            return  # at the end of the block, `whole_folder` waits for the first rank
         tokenizer.save_pretrained(partial_folder)
         if adapted_layers(model):
             save_adapters(partial_folder, model)
@@ -211,7 +213,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             # `save_pretrained` may refuse the generation settings that came with the model, so they are written here.
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
-            model.generation_config = own  # your own code may save the model during a run (docs/extending.md)
+            model.generation_config = own  # a fork may save the model during a run, which then continues
             write_text(partial_folder / "generation_config.json", own.to_json_string())
 
 

@@ -30,10 +30,10 @@ BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "
 
 
 def parse(words: list[str], on_gpu: bool) -> Config:
-    """Return the settings that the user gave. The others come from the run that is resumed, or else from Config, where
-    many are None. A mistake ends the process with exit code 2."""
+    """Return all settings: those that the user gave, and the others from the run that is resumed, or else from Config,
+    where many are None. A mistake ends the process with exit code 2."""
     # A flag may be written with hyphens: --learning-rate=1e-6 becomes --learning_rate=1e-6. What follows "=" stays.
-    words = [re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word) for word in words]
+    words = [re.sub(r"(?<=^--)[^=]+", lambda match: match[0].replace("-", "_"), word) for word in words]
     parser = flags()
     try:
         if file := parser.parse_args(words).config:
@@ -139,7 +139,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. Switches that it does not read must have their defaults or the values of the preset.
+    # The objective. A switch that it does not read must have its default, or its value in the --algorithm preset.
     unread = set().union(*SWITCHES_READ.values()) - set(SWITCHES_READ[config.objective])
     for name in sorted(unread):
         if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
@@ -160,19 +160,19 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.tis_mode != Config.tis_mode and not has_tis:
         yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
     if has_tis and config.objective == "vespo" and not config.tis_mode.startswith("token"):
-        yield f"--tis_mode {config.tis_mode}: vespo multiplies the ratios of a completion itself; use a token mode"
+        yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
     if bounds and config.old_policy == "sampler":
         yield f"--{bounds[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
     corrected = bounds or config.off_policy_mask is not None or config.sampler_coef
     if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
-        yield "--keep_set false: old_policy sampler, tis_*, gate_*, off_policy_mask and sampler_coef need it to be true"
+        yield "--keep_set false: cannot be used with old_policy sampler, tis_*, gate_*, off_policy_mask or sampler_coef"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: cannot divide by the means, because --combine_rewards gdpo makes them 0"
     if config.normalization == "prompt" and config.minibatches > 1:
         yield "--normalization prompt: needs all completions of a prompt in one update; use --minibatches 1"
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
-        yield "--num_generations 1: leaves nothing to compare with in a group; use the batch's baseline and scale"
+        yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: can be used with --kl_estimator k1 or k3, but not with {config.kl_estimator}"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")

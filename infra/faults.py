@@ -1,7 +1,7 @@
 """How a run ends when something goes wrong, and which rank reports it.
 
 When a rank fails, torchrun ends the other ranks, and the last lines on the screen are the error of the rank that failed
-first. For this to be the real cause, a rank that has only lost contact with another one records no error of its own.
+first. A rank that has only lost contact with another one records no error, so that the error shown is the real cause.
 Left out: carrying on without the failed rank. The same command resumes from the last checkpoint instead.
 """
 
@@ -50,7 +50,7 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
             return stand_by(1)
         return report_failure(error, 1, traceback.format_exc())
     finally:
-        for number, handler in handlers.items():  # a notebook keeps running after this
+        for number, handler in handlers.items():  # in a notebook, the process continues after the run
             signal.signal(number, handler)
 
 

@@ -4,12 +4,12 @@
     install(80e9, shapes_only=True)      keep only the shapes of floating-point tensors: a 7B model fits anywhere
     on_pretended_gpu(function, *args)    call a function in a new process that has a pretended GPU; return its result
 
-A call with tensors of two devices raises an error, as on CUDA. Autocast is CUDA's own. Memory is counted in blocks of
-512 bytes, like in PyTorch's allocator, and torch.OutOfMemoryError is raised beyond the capacity. gpu.waits counts how
-often the host waits for the GPU; waiting while a CUDA graph is captured raises an error.
+A call with tensors of two devices raises an error, as on CUDA. Autocast follows CUDA's rules, not the CPU's. Memory is
+counted in blocks of 512 bytes, like in PyTorch's allocator, and torch.OutOfMemoryError is raised beyond the capacity.
+gpu.waits counts how often the host waits for the GPU; waiting while a CUDA graph is captured raises an error.
 
-A tensor is a wrapper subclass whose C++ device is XLA, because autograd supports that device without CUDA, and because
-CUDA's rules for autocast accept it. This relies on private names of torch 2.13.
+Each pretended tensor wraps one on the CPU. To C++, its device is XLA, because autograd supports that device without
+CUDA, and because CUDA's rules for autocast can be applied to it. This relies on private names of torch 2.13.
 Left out, because it cannot be pretended: kernels (limits, rounding and speed), streams, NCCL, fragmentation.
 """
 
@@ -78,7 +78,8 @@ def release(address: int) -> None:
 
 
 def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.UntypedStorage.resize_) -> None:
-    """FSDP resizes a storage to 0 to free weights that were gathered."""
+    """Replaces `UntypedStorage.resize_`, the original of which is the last argument, to count the memory. FSDP frees
+    weights that were gathered by resizing their storage to 0."""
     resize_(storage, size)
     if storage._cdata in _blocks:
         count(storage)
@@ -97,7 +98,8 @@ def each(f: Callable, x: Any) -> Any:
 class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
-        # Integers and booleans keep their numbers. If they have none, with_numbers makes some up.
+        # With shapes_only, floating-point tensors have no numbers. Integers and booleans keep theirs; those computed
+        # from tensors without numbers get made-up ones.
         if gpu.shapes_only:
             inner = inner.to("meta") if inner.is_floating_point() else with_numbers(inner)
         count(inner.untyped_storage())
@@ -141,17 +143,18 @@ class Pretended(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        tensors, outer = [], {}
+        tensors, wrapper_of = [], {}  # wrapper_of: the id of an inner tensor -> its wrapper
 
         def unwrap(x: torch.Tensor) -> torch.Tensor:
             tensors.append(x)
             if not isinstance(x, Pretended):
                 return x
-            outer[id(x.inner)] = x
+            wrapper_of[id(x.inner)] = x
             return x.inner
 
         def wrap(x: torch.Tensor) -> torch.Tensor:
-            return outer[id(x)] if id(x) in outer else Pretended(x)
+            # An operation in place returns its argument, so return the wrapper of this argument.
+            return wrapper_of[id(x)] if id(x) in wrapper_of else Pretended(x)
 
         args, kwargs = each(unwrap, args), {name: each(unwrap, x) for name, x in (kwargs or {}).items()}
         raise_on_two_devices(func, tensors)
@@ -170,7 +173,7 @@ class Pretended(torch.Tensor):
         if target == "cpu":
             return each(with_numbers, out)
         if func._schema.is_mutable:
-            for x in outer.values():
+            for x in wrapper_of.values():
                 if (x.inner.shape, x.inner.stride()) != (x.shape, x.stride()):
                     # The operation has resized the inner tensor, so the wrapper gets the new shape too.
                     torch.Tensor.data.__set__(x, Pretended(x.inner))
@@ -205,8 +208,9 @@ def compute_shapes(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Compute the shape of a result that depends on tensors without numbers. Integers that are made from these
     tensors are 0, and booleans are true. If the host reads a number it gets 1.0, and two such tensors are equal."""
     if name in ("_local_scalar_dense", "equal"):
-        return 1.0
+        return 1.0  # a number, or true
     if name == "copy_":
+        # Copying from a tensor without numbers to one with numbers writes zeros.
         return args[0] if args[0].is_meta else args[0].zero_()
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         # Replace each mask by the positions where it is true, because the shape of the result depends on them.
@@ -267,6 +271,7 @@ class Graph:
             again = compute(func, func._schema.name.partition("::")[2], args, kwargs)
             old_tensors, new_tensors = (x if isinstance(x, list | tuple) else [x] for x in (out, again))
             for old, new in zip(old_tensors, new_tensors, strict=True):
+                # A new result must go where the recorded one was. After an operation in place it is there already.
                 if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
 
@@ -298,7 +303,8 @@ _kept_alive: list = []
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
     """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
-    # Autograd asks for the number of devices and for their streams. This guard answers: one device, no streams.
+    # Autograd asks for the number of devices and for their streams. The guard inherits its answers: one device, and no
+    # streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
     library = torch.library.Library("aten", "IMPL")
     _kept_alive.extend([guard, library])
@@ -313,9 +319,10 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     for key in ("CUDA", "XLA"):
         library.impl("empty.memory_format", partial(allocate, torch.empty), key)
         library.impl("empty_strided", partial(allocate, torch.empty_strided), key)
-    # Without a kernel, PyTorch would decompose this operation. It is never called: __torch_dispatch__ comes first.
+    # PyTorch would decompose this operation if it had no kernel. The kernel itself is never called, because
+    # __torch_dispatch__ comes first.
     library.impl("silu_backward", lambda *_: None, "XLA")
-    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") is a copy that can be counted
+    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device="cuda") calls _to_copy
 
     answers = dict(
         is_available=True, is_initialized=True, is_bf16_supported=True, device_count=gpus, current_device=0,
@@ -337,7 +344,8 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps weights tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention
-    replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")  # there is no NCCL
+    # `replace` passes the original function, which is not needed. There is no NCCL.
+    replace("infra.ranks.backend", lambda original: lambda device: "cpu:gloo,cuda:gloo")
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu

@@ -52,10 +52,8 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
         "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        # The share of groups without a signal, and the number of groups that dynamic sampling has replaced by others.
-        # A group that was replaced has no advantages.
-        "rejected_groups": mean(not group.has_signal for group in groups),
-        "groups_replaced": sum(group.advantages is None for group in groups),
+        "rejected_groups": mean(not group.has_signal for group in groups),  # those that dynamic sampling would replace
+        "groups_replaced": sum(group.advantages is None for group in groups),  # a group that is replaced gets none
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
@@ -67,10 +65,10 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
-    """Compute the metrics of the updates of a step. Each update is its loss, its gradient norm and, from this rank, a
-    (sum, count) for each other metric. The loss and the gradient norm are averaged over the updates. The other metrics
-    are means over all tokens or completions that the updates trained on, or maxima. If the optimizer has several
-    groups of parameters, each has its own learning rate."""
+    """Compute the metrics of the updates of a step. For each update, there are its loss and its gradient norm, which
+    are the same on all ranks, and a (sum, count) for each other metric, which covers this rank only. The loss and the
+    gradient norm are averaged over the updates. The other metrics are means over all tokens or completions that the
+    updates trained on, or maxima. If the optimizer has several groups of parameters, each has its own learning rate."""
     losses, grad_norms, totals = zip(*updates, strict=True)
     sums: dict[str, Tensor] = {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
@@ -92,7 +90,7 @@ def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
     """Compute the metrics of time and memory. All ranks must call this."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, these functions return 0
+    peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, functions of torch.cuda return 0
     return {
         "seconds_rollout": seconds_rollout,
         "seconds_update": seconds_update,
@@ -126,9 +124,9 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """Compute what `ranks.gather` compares between the ranks, which must all train on the same values. In a modified
-    copy of this code the values may differ, if it draws random numbers, reads a clock, or puts something into
-    `run.state` that depends on the rank."""
+    """Compute checksums that `ranks.gather` compares, because all ranks must train on the same values. The values may
+    differ in a fork that draws random numbers, reads a clock, or puts something into `run.state` that depends on the
+    rank."""
     tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}
     return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in tensors.items()}
 
@@ -171,7 +169,8 @@ class RunLog:
         self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def open(self, done: int) -> None:
-        """Open the files. Remove the lines of steps that will be run again, and an incomplete last line."""
+        """Open the files. Remove the lines of steps that will be run again, and an incomplete last line. A run that
+        starts from the beginning repeats the evaluation at step 0 as well, so no line stays if `done` is 0."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
             run_folder.write_text(self.out / name, as_json(lines))
@@ -194,9 +193,8 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # The first time that something happens which may keep the run from learning, print a note.
-            # `groups` does not contain the groups that dynamic sampling has replaced, so each group has advantages. The
-            # advantage of a completion is a number, or a tensor with a number for each token.
+            # For each sign that the run may not be learning, print a note once. These are the groups that are trained
+            # on, so all have advantages. That of a completion is a number, or a tensor with a number for each token.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
@@ -234,8 +232,8 @@ class RunLog:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
         ends = [0]  # where the text of each token ends
-        # The text of ids[:done] is known, and ids[before:done] are the tokens of its newest piece. The text of
-        # ids[done:t] is not known yet.
+        # The text is decoded in pieces that end at whole characters. The newest piece is that of ids[before:done], and
+        # the text of ids[done:t] is not known yet.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
             # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.
@@ -261,7 +259,7 @@ class RunLog:
         return 128 + signal_number
 
     def say(self, line: str, end: str = "\n") -> None:
-        with suppress(OSError):  # the run goes on if nobody reads this any more, or its disk is full
+        with suppress(OSError):  # stdout may be a closed pipe, or on a full disk
             if not self.quiet:
                 print(line, end=end, flush=True)
 

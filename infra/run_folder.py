@@ -44,7 +44,7 @@ def step_to_continue_after(config: Config) -> int | None:
     finished. Raise a UserError if this run must not write there. Nothing is written."""
     out = Path(config.out)
     if (out / ".lock").exists():
-        lock(out)  # wait for a process that is still writing; every process that writes here makes this file first
+        lock(out)  # wait for a process that is still writing; without the file, no process has written here
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
@@ -55,7 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # With --steps 0, a run only evaluates and writes no model. If `made` is not None, it has done that.
+    # With --steps 0, a run only evaluates and writes no model. If it had not evaluated yet, `made` would be None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -67,9 +67,9 @@ def step_to_continue_after(config: Config) -> int | None:
 
 
 def made_steps(out: Path) -> int | None:
-    """Return how many steps the run in this folder has made that can be kept: all of them if it is finished, otherwise
-    those up to its newest checkpoint, or 0 if it has made steps but no checkpoint. Return None if there is no run, or
-    if it has not made a step yet, because then nothing is lost by starting over."""
+    """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
+    checkpoint, or 0 if it has none. Return None if nothing is lost by starting over: if there is no run, or if it has
+    made no step (or, with --steps 0, no evaluation)."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
@@ -138,7 +138,8 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def begin(config: Config, given: Config, done: int) -> list[str]:
-    """Take over the folder and write config.json, once everything is ready to start. Return notes for the user."""
+    """Take over the folder and write config.json, once everything is ready to start. Return notes for the user. `given`
+    has the settings as they were parsed, and `config` those with the defaults filled in."""
     out, notes, beginnings = Path(config.out), [], []
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
@@ -159,7 +160,7 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         notes += notes_on_changes(config, now)
         about, settings = content_of(out / "config.json"), vars(settings_of(out))
         beginnings = about["beginnings"]
-        # Keep what earlier commands gave, and add what this command changes.
+        # Keep the settings that earlier commands gave, and add those that this command changes.
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
@@ -218,7 +219,7 @@ def digest_of_code() -> str:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each file, and of all files in each folder, that the run reads."""
-    # Only one of the two gives files: the path itself if it is a file, and `glob` if it is a folder.
+    # A path is a file, and then `glob` finds nothing, or a folder, which `digest_of` leaves out of the list.
     return {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
 
 
@@ -237,7 +238,7 @@ def sha256_of(file: Path) -> str:
 def lock(out: Path) -> None:
     """Make sure that only one process writes to a folder. The lock is released when that process ends, which may take a
     moment. Child processes that it leaves behind, such as those of a reward function, do not keep the lock."""
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed, which would release the lock
+    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # kept open: closing it would release the lock
     for _ in range(10):
         with suppress(BlockingIOError, PermissionError):
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
