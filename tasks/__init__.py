@@ -39,7 +39,7 @@ from rollout import Completion
 from tasks._files import hold_out, read_rows
 from tasks._rewards import as_list, call_rewards, load_function
 
-Prompt = str | list[dict]
+Prompt = str | list[dict]  # a text, or the messages of a chat; completions and replies have the same type
 REAL_MODEL_DEFAULTS = dict(
     num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
 )
@@ -70,8 +70,8 @@ class Task:
         return [f"{name}_{n}" if n > 1 else name for name, n in zip(names, counts, strict=True)]
 
     def right(self, reward_parts: Tensor) -> Tensor | None:
-        """Return which answers are right, as booleans (...), given the values of the K rewards (..., K). NaN is not
-        right. Return None if no reward says which answers are right."""
+        """Return which answers are right, as booleans (...), given the values of the K rewards (..., K). An answer
+        whose reward is NaN is not right. Return None if no reward says which answers are right."""
         if self.correct is None:
             return None
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
@@ -95,7 +95,7 @@ def task_file(name: str) -> ModuleType:
     if name not in task_names() or (colon and name != "gym"):
         raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
     file = importlib.import_module(f"tasks.{name}")
-    # A task may set what is None in Config, except the settings of the objective, which --algorithm decides.
+    # A task may set the settings whose default is None, except those of the objective, which --algorithm decides.
     allowed = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
     if forbidden := getattr(file, "DEFAULTS", {}).keys() - allowed:
         raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(forbidden))}; delete it from DEFAULTS")
@@ -171,9 +171,9 @@ def score(
     """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
     call of each reward.
 
-    Return two lists. The first has a pair for each group: a list of K rewards for each completion, NaN where a reward
-    gave none; and a dictionary for each completion, of what log_extra got for it. The second list has a pair of a name
-    and a value for each call of log_metric."""
+    Return two lists. The first has a pair (rewards, extras) for each group. Both are lists with an entry for each
+    completion: the values of the K rewards, NaN where a reward gave none, and a dictionary of what the rewards passed
+    to `log_extra`. The second list has a pair (name, value) for each call of `log_metric`."""
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
@@ -190,7 +190,7 @@ def score(
 
     def log_extra(name: str, values: Any) -> None:
         for extra, value in zip(extras, as_list(values), strict=True):
-            extra[name] = json.loads(json.dumps(value, default=str))  # what samples.jsonl can have
+            extra[name] = json.loads(json.dumps(value, default=str))  # samples.jsonl needs a value of JSON
 
     state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: a user's reward may divide by it
     run_arguments = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)

@@ -42,7 +42,7 @@ def load_function(name: str, own: dict[str, Callable], setting: str = "--reward"
         raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
     module, folders = import_file(Path(path)) if path.endswith(".py") else (importlib.import_module(path), ())
     found = getattr(module, function)
-    # A partial works like the function, and takes attributes, which a built-in function does not.
+    # Wrap the function in a partial, because the attributes below cannot be set on a built-in function.
     reward = functools.update_wrapper(functools.partial(found), found)
     reward.__name__, reward.folders = getattr(found, "__name__", function), folders
     return reward
@@ -72,7 +72,7 @@ def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
     dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
     names = own_names(folders)
     modules_outside = swap_modules(names, modules_of.get(folders, {}))
-    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # the folders come first, and are in the list only once
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # they come first, each once, and stay
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield
@@ -86,8 +86,8 @@ def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
 
 @functools.cache
 def own_names(folders: tuple[str, ...]) -> set[str]:
-    """Return the names of the modules in these folders. Modules of this program are not among them, because a reward in
-    the program's own folder shares them."""
+    """Return the names of the modules in these folders, which `surroundings` swaps. A reward in the folder of this
+    program uses the same modules as the program, so that folder is skipped."""
     names = {module.name for module in pkgutil.iter_modules(folder for folder in folders if folder != PROGRAM)}
     return names - sys.stdlib_module_names
 
@@ -123,8 +123,9 @@ def call_rewards(
         # They run at the same time, so they all have the surroundings of the first one.
         folders = getattr(rewards[awaited[0]], "folders", ())
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
-            for i, result in zip(awaited, thread.submit(event_loop().run, gather()).result(), strict=True):
-                results[i] = as_list(result)
+            gathered = thread.submit(event_loop().run, gather()).result()
+        for i, result in zip(awaited, gathered, strict=True):
+            results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
 
 

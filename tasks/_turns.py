@@ -45,8 +45,8 @@ class Replies:
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
             answer = self.reply(self.row, [*self.turns])
-        # After --max_turns turns, the completion is over whatever the function answers. The function is called all the
-        # same, so that it sees every turn.
+        # After --max_turns turns, the completion ends, even if the function answers. The function is still called, so
+        # that it sees every turn.
         if answer is None or len(self.turns) == self.max_turns:
             return None
         self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
@@ -79,7 +79,8 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        # Some templates leave out messages of certain roles. Then the text stays the same if the reply is changed.
+        # Some templates leave out messages of certain roles. To find this out, change the reply: if the text stays the
+        # same, the template leaves it out.
         changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *messages], **how) for messages in (reply, changed))

@@ -12,7 +12,7 @@ from tasks import Task
 from tasks._characters import EOS_ID, MODELS, exact, split
 
 DEFAULTS = dict(num_generations=8, max_completion_length=64, steps=80, learning_rate=2e-4, warmup_steps=5)
-ALPHABET = "0123456789+=#,."  # "." fills steps, to make their length vary
+ALPHABET = "0123456789+=#,."  # the model may pad its steps with ".", so that their lengths vary
 
 
 def draw_row(rng: random.Random) -> dict:

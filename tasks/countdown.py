@@ -20,7 +20,7 @@ Write an expression that equals {target}. Use each of the numbers {numbers} exac
 Think inside <think> </think>, then give the expression alone inside <answer> </answer>, like this: \
 <answer>(1 + 2) / 3</answer>"""
 ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
-# A thought without further tags inside, whose opening tag may be missing, and then one answer.
+# A thought, which has no tags inside and may lack its <think>, and then one answer.
 SHAPE = re.compile(r"(<think>)?((?!</?(think|answer)>).)*</think>\s*" + ANSWER.pattern, re.DOTALL)
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 

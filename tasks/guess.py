@@ -2,7 +2,7 @@
 the secret number is higher, or "l" if it is lower, and the model guesses again. It has five guesses.
 
 The reward is 1 if the last guess is the number, and 0 otherwise. Even perfect play does not always win: five guesses
-are enough for a range of 31 numbers, but ranges have 10 to 99. The model comes with the repository
+are always enough for up to 31 numbers, but a range may have 99. The model comes with the repository
 (tools/make_models.py made it). It has learned from games in which each guess is a random one of the numbers that are
 still possible. Columns: prompt, number.
 """

@@ -31,7 +31,7 @@ def equal_answer(prompts, completions, completion_ids, answer: list, **columns) 
         _, box, inside = text.rpartition("\\boxed{")
         return parse(box + inside, [LatexExtractionConfig(boxed_match_priority=0)]) if box else []
 
-    # Every answer is put into a box, so that it is read as completions are.
+    # Every answer is put into a box, so that it is parsed in the same way as completions.
     golds = [text if "\\boxed{" in text else f"\\boxed{{{text.strip(' $')}}}" for text in map(str, answer)]
     for prompt, wanted, gold in zip(prompts, answer, golds, strict=True):
         if wanted is None or not last_box(gold):  # without this error, every completion would silently count as wrong

@@ -1,7 +1,7 @@
 """Sorting: the answer to "cab>" is "abc".
 
 The model starts from random weights, so right answers are rare at first. The reward therefore gives partial credit: it
-is the mean of two shares, of the letters that were kept and of the letters that are in the right place. Columns:
+is the mean of two shares: how many of the letters were kept, and how many are in the right place. Columns:
 prompt, answer.
 """
 
