@@ -124,8 +124,8 @@ def call_rewards(
         folders = getattr(rewards[awaited[0]], "folders", ())
         with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
             gathered = thread.submit(event_loop().run, gather()).result()
-        for i, result in zip(awaited, gathered, strict=True):
-            results[i] = as_list(result)
+            for i, result in zip(awaited, gathered, strict=True):
+                results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
 
 
