@@ -85,7 +85,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         members = [next(completions) for _ in range(count)]
         # The prompt, and the first tokens of these completions, as long as they are the same in all of them. The zip
         # gives the first token of every member, then the second of every member, and so on.
-        shared = [same[0] for same in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*members))]
+        shared = [same[0] for same in takewhile(lambda x: len(set(x)) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
