@@ -50,8 +50,8 @@ def group_advantages(
     of tokens of each completion that are trained on. Without it, every completion with a reward counts as one token.
 
     NaN is a missing reward. Its advantage is 0, and it is left out of every mean and std. A completion of length 0 is
-    not trained on. Its reward still counts in the group's mean and std, as in DAPO, but not in "length" and "whiten",
-    which weight rewards by tokens.
+    not trained on. Its reward still counts in the group's mean and std, as in DAPO, but not in baseline="length"
+    or scale="whiten", which weight each reward by its number of tokens.
 
     If the baseline or the scale comes from the group, a group in which nothing can be compared (all rewards are equal,
     or fewer than two completions are trained on) has advantages of exactly 0. If the baseline or the scale comes from
@@ -92,8 +92,9 @@ def group_advantages(
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        of_trained = advantages.masked_fill(~trained, torch.nan)  # `all_equal` leaves out NaN
-        no_signal = no_signal | ~trained | all_equal(of_trained.reshape(1, -1))
+        # `all_equal` ignores NaN, so it compares only the completions that are trained on.
+        trained_advantages = advantages.masked_fill(~trained, torch.nan).reshape(1, -1)
+        no_signal = no_signal | ~trained | all_equal(trained_advantages)
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
@@ -114,8 +115,8 @@ def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: fl
 
 
 def all_equal(rewards: Tensor) -> Tensor:
-    """Return for each row of rewards (P, G) whether all its rewards are equal, (P, 1). This compares the minimum with
-    the maximum, because the std of equal floats may differ from 0 by rounding."""
+    """Return for each row of rewards (P, G) whether all its rewards are equal, (P, 1). NaN is ignored. This compares
+    the minimum with the maximum, because the std of equal floats may differ from 0 by rounding."""
     low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
     return low >= high  # low > high in a row without rewards

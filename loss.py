@@ -14,8 +14,7 @@ any split (into micro-batches, over ranks, in any order, with any padding) add u
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
-Left out: KL inside the reward, value losses, Clip-Cov, KL-Cov, and dual-clip under its own name (`delta` does the
-same).
+Left out: KL inside the reward, value losses, Clip-Cov and KL-Cov. Dual-clip is the argument `delta`.
 """
 
 import math
@@ -61,7 +60,8 @@ def token_weights(
             raise ValueError("normalization='prompt' needs prompts: the number of the prompt of each completion")
         same_prompt = prompts[:, None] == prompts  # (N, N)
         tokens = same_prompt.double() @ lengths.double()  # (N, 1), in all completions of the prompt
-        w = one / (prompts[lengths[:, 0] > 0].unique().numel() * tokens)
+        trained_prompts = prompts[lengths[:, 0] > 0].unique().numel()  # those with a completion that is trained on
+        w = one / (trained_prompts * tokens)
     elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
         if max_completion_length is None:
             raise ValueError("normalization='constant' divides by max_completion_length, which is missing")
@@ -124,33 +124,39 @@ def policy_loss(
     each as (sum, count). A statistic whose name ends in _max is (maximum, 1), or (0, 0) if every token is masked.
 
     logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
-    log-probs under the policy before the updates of this step. The denominator of the ratio is old_logp, or
-    sampler_logp if old_policy is "sampler". infra/command_line.py checks which switches make sense together.
+    log-probs under the policy before the updates of this step, computed like logp. sampler_logp are those that the
+    sampler recorded. They may differ from old_logp, because sampling and training round differently. The denominator of
+    the ratio is old_logp, or sampler_logp if old_policy is "sampler".
+
+    The tis_* arguments correct the policy term for the difference between the old policy and the sampler. The gate_*
+    arguments drop completions in which this difference is too large. infra/command_line.py checks which arguments make
+    sense together.
     """
     if old_policy not in OLD_POLICIES:
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
     needs_sampler = old_policy == "sampler" or off_policy_mask is not None or sampler_coef != 0.0
-    corrects_sampler = tis_cap is not None or tis_floor is not None
+    has_tis = tis_cap is not None or tis_floor is not None
     has_gate = gate_low is not None or gate_high is not None
-    if sampler_logp is None and (needs_sampler or corrects_sampler or has_gate):
+    if sampler_logp is None and (needs_sampler or has_tis or has_gate):
         raise ValueError("old_policy='sampler', tis_*, gate_*, off_policy_mask and sampler_coef need sampler_logp")
     mask = mask.bool()
     tokens, stats = mask.sum(), {}
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
-    A = _clean(advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask), mask).to(logp.dtype)
-    w = _clean(weights, mask).to(logp.dtype)
+    A = advantages[:, None] if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
+    A, w = (_clean(x, mask).to(logp.dtype) for x in (A, weights))  # (B, T)
     if sampler_logp is not None:
         stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
     denominator = sampler_logp if old_policy == "sampler" else old_logp  # of the ratio, as log-probs
 
-    # The ratio of the new to the old policy. `too_low` marks tokens whose ratio is below the lower bound and would fall
-    # further, because A is negative. `too_high` marks those above the upper bound whose A is positive.
+    # The ratio of the new to the old policy. `too_low` and `too_high` are filled in below, where the ratio is clipped.
+    # `too_low` marks tokens whose ratio is below the lower bound and would fall further, because A is negative.
+    # `too_high` marks tokens whose ratio is above the upper bound and would rise further, because A is positive.
     too_low = too_high = torch.zeros_like(mask)
     lowest, highest = 1 - epsilon_low, 1 + epsilon_high
     log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "geometric":  # GMPO 2507.20673: the same mean, of log-ratios that are clipped before
+    elif ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
         if delta is not None:
             raise ValueError("ratio='geometric' clips log-ratios, so it cannot be used with delta")
         too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
@@ -163,18 +169,19 @@ def policy_loss(
 
     # The correction for completions that another policy sampled is a constant factor of the policy term.
     correction = torch.ones_like(log_rho)
-    if corrects_sampler or has_gate:
-        log_ratio = (denominator - sampler_logp).detach()  # (B, T)
-        to_sampler = _sampler_ratio(log_ratio, tis_mode)
-        beyond = _is_beyond(to_sampler, tis_floor, tis_cap)
-        if corrects_sampler:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
+    if has_tis or has_gate:
+        log_ratio = (denominator - sampler_logp).detach()  # (B, T), log(pi_old / pi_sampler)
+        tis_ratio = _sampler_ratio(log_ratio, tis_mode)  # pi_old / pi_sampler of the token or of its whole completion
+        beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
+        if has_tis:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
             truncates = tis_mode.endswith("truncate")
-            correction = to_sampler.clamp(tis_floor, tis_cap) if truncates else to_sampler.masked_fill(beyond, 0.0)
-        gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)  # VACO 2603.01365
-        to_sampler = to_sampler.masked_fill(~mask, 0.0)
+            correction = tis_ratio.clamp(tis_floor, tis_cap) if truncates else tis_ratio.masked_fill(beyond, 0.0)
+        # VACO 2603.01365: drop the completions whose geometric mean of pi_old / pi_sampler is outside of the gate.
+        gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)
+        tis_ratio = tis_ratio.masked_fill(~mask, 0.0)
         stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
-        stats["tis_ratio"] = (to_sampler.sum(), tokens)
-        stats["tis_ratio_max"] = (to_sampler.max(), mask.any().to(to_sampler.dtype))
+        stats["tis_ratio"] = (tis_ratio.sum(), tokens)
+        stats["tis_ratio_max"] = (tis_ratio.max(), mask.any().to(tis_ratio.dtype))
         stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
 
     # The policy term. It is minimised, so it is minus the objective of the paper.
@@ -201,7 +208,7 @@ def policy_loss(
     else:
         raise _unknown("objective", objective, OBJECTIVES)
 
-    if corrects_sampler and objective != "vespo":  # the weight of VESPO includes the correction
+    if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
     if has_gate:
         policy = policy.masked_fill(gated, 0.0)
@@ -247,9 +254,9 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-    """Return phi(w) = exp(lambda - lambda w) w^k, where w is the ratio of a whole completion, policy to sampler: the
-    product over its tokens. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in
-    TRL."""
+    """Return phi(w) = exp(lambda - lambda w) w^k, with k = 2 and lambda = 3 where A >= 0, else k = 3 and lambda = 2.
+    w is the ratio of policy to sampler for a whole completion, the product over its tokens. phi(1) is 1, and phi goes
+    to 0 for small and for large w. Logarithms are clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
     # log(policy / sampler) = log(policy / old policy) + log(old policy / sampler); the latter is the correction.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)

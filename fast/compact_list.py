@@ -23,7 +23,8 @@ class CompactList:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> list | None:
-        if instance is None and not self.optional:  # the dataclass asks for the default, and there is none
+        # With instance=None, the dataclass asks for the field's default. Only optional fields have one (None).
+        if instance is None and not self.optional:
             raise AttributeError(self.name)
         array = None if instance is None else vars(instance)[self.name]
         return None if array is None else array.tolist()

@@ -24,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS_ON_DEVICE = 16  # the sets of this many tokens are copied together; each takes a bit per row and id
+# The sets of this many tokens are copied to the host together. Until then, each token takes one bit on the device for
+# every id of the vocabulary, in every row of the batch.
+TOKENS_ON_DEVICE = 16
 
 
 @dataclass
@@ -88,15 +90,17 @@ class SetsOfBatch:
         """Copy the sets from the device to the host. Call it before `rows` change, and at the end."""
         if not self.bits:
             return
-        bits = torch.stack(self.bits, 1)  # (B, t, V / 32)
-        B, t, W = bits.shape  # rows, tokens, words of 32 ids
+        bits = torch.stack(self.bits, 1)
+        B, T, W = bits.shape  # rows, tokens, words of 32 ids
         self.bits.clear()
-        # The indices of the words that are not 0. The index of a word is (row * t + token) * W + its number in the set.
+        # Copy only the words that are not 0, and their places in the flat `bits`. The place of word w of a token is
+        # (row * T + token) * W + w. Places and words are stacked (as int64), so that one copy is enough.
         place = bits.flatten().nonzero().squeeze(1)
         place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
-        # Unpack every word into 32 booleans. For each id, `which` is the index of its word, and `bit` its place there.
+        # Unpack every copied word into 32 booleans. Each True stands for an id in a set: it is bit number `bit` of
+        # words[which], a word whose place is place[which].
         which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (place[which] % W * 32 + bit).astype(np.int32)
-        counts = np.bincount(place[which] // W, minlength=B * t).reshape(B, t)
+        counts = np.bincount(place[which] // W, minlength=B * T).reshape(B, T)
         for row, its_ids, its_counts in zip(rows.tolist(), np.split(ids, counts.sum(1).cumsum()[:-1]), counts):
             self.sets[row].extend(its_ids, its_counts, self.vocabulary)

@@ -3,8 +3,11 @@
 The plain computation, with the logits z of the positions that predict the targets y, is:
 
     log_p = (z / temperature).log_softmax(-1)
-    logp = log_p.gather(-1, y)                     # if a token has a kept set, minus the logsumexp of log_p over it
+    logp = log_p.gather(-1, y)
     entropy = -(log_p.exp() * log_p).sum(-1)
+
+The kept set of a token is the set of ids that top-k, top-p and min-p left for the sampler to choose from. If a token
+has a kept set, its log-prob is normalized over this set: `logp - log_p[kept].logsumexp(-1)`.
 
 8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would keep several
 copies of them. So only the positions that are needed go through the output head, one chunk at a time. Inside the
@@ -48,8 +51,9 @@ def score_tokens(
     """Return the log-prob and the entropy of each target, (n, 2).
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
-    of these R * L tokens. sets[i] is a pair (s, t), and s[t] is the kept set of target i. It is looked up only when
-    its chunk is computed, because the ids of all sets may take more memory than the logits of a chunk.
+    of these R * L tokens. sets[i] is a pair: a sequence of kept sets, and the index in it of the set of target i. The
+    set is looked up only when the chunk of target i is computed, because the ids of all sets may take more memory than
+    the logits of a chunk.
     """
 
     def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
@@ -108,15 +112,16 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
         if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
 
             def record(hidden: Tensor) -> Tensor:
-                # Return values that any cap or scale would change. The head's own output may be 0, or too small for a
-                # cap. Return a copy of them, because some models change the output in place.
+                # Return values that any cap or scale would change. The head's own output would not do, because it may
+                # be 0, or so small that a cap does not change it. Return a copy, because some models change the output
+                # in place.
                 values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
 
             with torch.no_grad(), forward_replaced(head, record):
                 logits = model(input_ids=ids[:1, :8], use_cache=False).logits
-        # If the head is not plain, nothing was recorded.
+        # If the head is not plain, `seen` is empty. Then `same` is False, and `logits` is not read.
         same = len(seen) == 1 and seen[0].shape == logits.shape and torch.equal(seen[0].to(logits.dtype), logits)
         _returns_logits[model] = same
         if not same:
@@ -178,11 +183,11 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # The part of logp in d_z is g_logp * (onehot - q). Without sets, q is p, so -g_p * p is added for all ids,
-            # with g_p = g_logp. With sets, q is 0 outside of a set, so d_set = -g_logp * q is added at its ids, and g_p
-            # = 0.
+            # logp contributes g_logp * onehot - g_logp * q to d_z. Without sets, q is p. So the second term is -g_p * p
+            # with g_p = g_logp, and it is computed for all ids, together with the gradient of the entropy.
             g_p = g_logp
             if sets is not None:
+                # q is 0 outside of the set. So the second term is d_set, for the ids of the set only, and g_p is 0.
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p
@@ -223,9 +228,9 @@ def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, tem
 def _log_p_of_sets(log_p: Tensor, sets: list[tuple[Sets, int]]) -> tuple[Tensor, Tensor]:
     """Return the ids of each set and their log_p, both (n, K), for log_p (n, V). K is the size of the largest set.
     Smaller sets are padded with id 0 and a log_p of -inf."""
-    found = [sets_of_row[t] for sets_of_row, t in sets]
+    found = [sequence[t] for sequence, t in sets]
     all_ids = torch.arange(log_p.shape[1])  # for targets without a set
-    ids = [torch.as_tensor(all_ids if one is None else one, dtype=torch.int32) for one in found]
+    ids = [torch.as_tensor(all_ids if kept is None else kept, dtype=torch.int32) for kept in found]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
     at = ids.clamp(min=0).long()
     return at, log_p.gather(1, at).masked_fill_(ids < 0, -torch.inf)

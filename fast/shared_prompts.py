@@ -6,9 +6,10 @@ In the plain computation, every row is one completion with its prompt:
 
 A shared row has the prompt once, and then the completions one after another. An attention mask hides the completions
 from one another, and the position ids of each completion continue from the end of the prompt. So every token gets the
-same logits as in a separate row. Some models do not allow this. Then `hidden_size` is None, and rows are not shared.
+same logits as in a separate row.
 
-`shared_rows` decides which completions share a row, and `model_inputs` builds the rows.
+`shared_rows` decides which completions share a row, and `model_inputs` builds the rows. Some models cannot read shared
+rows. For them, the caller passes hidden_size=None to `shared_rows`, which then puts each completion into its own row.
 """
 
 import math
@@ -33,7 +34,7 @@ class Facts(NamedTuple):
 class SharedRow(NamedTuple):
     has_gradient: bool
     length: int  # tokens that the model reads
-    members: list[int]  # the completions in this row, as row numbers of the batch
+    members: list[int]  # the completions in this row, by their index in the batch
 
 
 def shared_rows(
@@ -56,7 +57,9 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Take the fewest rows n that are all allowed. If none are, there is one completion in each row.
+        # Take the fewest rows n that are all allowed. If no n below the number of completions is allowed, each has its
+        # own row. The completions, the longest first, are dealt to the n rows in turn, so that the rows have about the
+        # same length.
         for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
@@ -80,8 +83,9 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     columns = []  # one list for each completion: the column of each of its tokens
     for count in together:
         members = [next(completions) for _ in range(count)]
-        # The prompt, and the first tokens of these completions, as long as they are the same in all of them:
-        shared = [tokens_at[0] for tokens_at in takewhile(lambda tokens_at: len({*tokens_at}) == 1, zip(*members))]
+        # The prompt, and the first tokens of these completions, as long as they are the same in all of them. The zip
+        # gives the first token of every member, then the second of every member, and so on.
+        shared = [same[0] for same in takewhile(lambda x: len(set(x)) == 1, zip(*members))]
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
