@@ -3,9 +3,9 @@
     python -m tools.ablate --vary normalization=sequence,global,constant --seeds 1,2,3,4,5 --out runs/normalization
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --out runs/clip --figures entropy:last -- --num_iterations 4
 
-Each run is a `train.py` with its own folder. It gets the flags after `--`, and its settings from the grid, which win if
-both name a setting. Repeating a command continues the runs that were stopped and does not repeat finished runs. Runs
-that were made by other code are used only with --keep.
+Each run is a `train.py` with its own folder. It gets the flags after `--` and its settings of the grid. A setting that
+is in both gets its value from the grid. Repeating a command continues the runs that were stopped and does not repeat
+finished runs. Runs that were made by other code are used only with --keep.
 
 Each row of the table shows a metric: its mean over the second half of a run (`entropy`), its mean over some steps
 (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first one, seed by seed. The
@@ -43,6 +43,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     for seed, variant in itertools.product(args.seeds, args.variants):
         words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
         given = command_line.parse(words, on_gpu=False)
+        # The machine of the run chooses the dtype if it is "auto", so it stays as it was given.
         config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
         name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
         runs.append(Run(args.out / f"{name}-{config.seed}", words, config))
@@ -125,11 +126,11 @@ def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[lis
     """Return a row of the table for each variant: its mean, its difference from the first variant, and a verdict."""
     values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])  # (variants, seeds)
     digits, rows = decimals(values[0].mean()), []
-    for variant, seeds, differences in zip(variants, values, values - values[0], strict=True):
-        spread = seeds.std(ddof=1) if len(seeds) > 1 else math.nan
+    for variant, by_seed, differences in zip(variants, values, values - values[0], strict=True):
+        spread = by_seed.std(ddof=1) if len(by_seed) > 1 else math.nan
         mean, half = interval(differences)
-        verdict = "too few seeds" if len(seeds) < 3 else "**differs**" if abs(mean) > half else "no clear difference"
-        row = [*variant.values(), f"{seeds.mean():.{digits}f} ± {spread:.{digits}f}"]
+        verdict = "too few seeds" if len(by_seed) < 3 else "**differs**" if abs(mean) > half else "no clear difference"
+        row = [*variant.values(), f"{by_seed.mean():.{digits}f} ± {spread:.{digits}f}"]
         is_first = variant is variants[0]
         rows.append([name, *row, "", ""] if is_first else ["", *row, with_interval(differences, digits), verdict])
     return rows
@@ -141,6 +142,7 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
     if n < 2:
         return differences[0], math.inf
     # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
+    # The density is symmetric, so the positive half is enough for a two-sided interval.
     angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
     within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
     t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles[1:]))

@@ -6,19 +6,21 @@
     python -m tools.bench long --out runs/lengths            what a token costs, up to completions of 16,384
 
 Install tools/requirements-bench.txt first. What is compared are three ways to train: "ours", "TRL", and "TRL, plain
-head", which is TRL with a plain output head; --ways chooses some of them. Flags after `--` go to train.py, and TRL gets
-the same settings where it has them. Every run is a separate process with its own folder, and runs of the different ways
-alternate. Repeating a command makes only the runs that are missing. The table shows the mean of each metric, its
-difference from the first way as in tools/ablate.py, and the ratio of the means.
+head", where TRL's tiled output head is replaced by one that computes all logits at once; --ways chooses some of them.
+Flags after `--` go to train.py, and TRL gets the same settings where it has them. Every run is a separate process with
+its own folder, and runs of the different ways alternate. Repeating a command makes only the runs that are missing. The
+table shows the mean of each metric, its difference from the first way as in tools/ablate.py, and the ratio of the
+means.
 
-In `step`, the completions are drawn in advance. Both samplers do their usual work, but the planned token has nearly all
-the probability. So lengths, rewards and gradients are the same here and in TRL, and the gradient norms are compared to
-make sure. The first step only warms up and is left out of the table. In `learn`, each way samples its own completions.
+In `step`, the completions are planned: their tokens are drawn in advance. Our sampler and TRL's do their usual work,
+but the logit of the planned token is raised so far that they pick it. So lengths, rewards and gradients are the same
+here and in TRL, and the gradient norms are compared to make sure. The first step only warms up and is left out of the
+table. In `learn`, each way samples its own completions.
 
 `long` takes one step of this codebase with each of several values of --max_completion_length. For each part of the
-step, it shows two costs per token, as CPU-microseconds / bytes. The bytes are the size of what the part sends or writes
-or, if it does neither, the additional memory that it needs. These completions are drawn in advance, too. The model is
-tiny, so most of the cost is that of lists, tensors and files. This works on Linux only.
+step, it shows two costs per token, such as "12 / 340": CPU-microseconds, and then bytes. The bytes are the size of what
+the part sends or writes or, if it does neither, the additional memory that it needs. These completions are planned too.
+The model is tiny, so most of the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
@@ -46,7 +48,7 @@ from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
-LIMITS = ["256", "1024", "4096", "16384"]  # of --max_completion_length; `long` compares these as `step` compares ways
+LIMITS = ["256", "1024", "4096", "16384"]  # of --max_completion_length; in `long`, these take the place of the ways
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
@@ -87,7 +89,7 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         lines.append(line)
         clock[:] = [read_clock()]
 
-    wrap(run.model, "generate", timed)
+    wrap(run.model, "generate", timed)  # all ways sample with it
     if way == "ours":
         if args.what == "step":
             force_ours(plan_step(run, args))
@@ -112,7 +114,7 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
     shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
     shape.max_position_embeddings = 2 * int(limit)
-    # The task makes its model from the configuration that this function returns.
+    # The task calls `small_config` to make its model. Replace it, so that the model gets this shape.
     sorting.small_config = lambda *_, **sizes: shape
     out, costs = folder / "run", {}
     config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(out)], on_gpu=False)
@@ -190,8 +192,8 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
 
 
 def force_ours(tokens: Tensor) -> None:
-    """Make our sampler pick the planned tokens. Each random number becomes the id of the planned token plus 0.5:
-    `forced` raises the logit of this id, and passes on 0.5 as the random number."""
+    """Make our sampler pick the planned tokens. In place of its random number, it gets the id of the planned token plus
+    0.5. `forced` takes the two apart: it raises the logit of this id, and passes on 0.5 as the random number."""
 
     def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
         return sample(logits.scatter_(1, u.long()[:, None], LIKELY), u % 1, *args)
@@ -223,8 +225,9 @@ def table(args: argparse.Namespace) -> str:
     logs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
     if args.what == "long":
         # There is one seed, and its log has one line.
-        costs = [[f"{seconds:,.0f} / {size:,.0f}" for seconds, size in runs[0][0].values()] for runs in logs]
+        costs = [[f"{microseconds:,.0f} / {size:,.0f}" for microseconds, size in runs[0][0].values()] for runs in logs]
         return ablate.markdown(["limit", *logs[0][0][0]], *([way, *cells] for way, cells in zip(args.ways, costs)))
+    # `ablate.paired` takes variants as {setting: value}. A way is a variant with one setting, which has no name.
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]

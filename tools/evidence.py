@@ -89,11 +89,13 @@ def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.
 def keep(folders: list[Path]) -> None:
     """Copy the logs of these runs to results/. In the copies, absolute paths are shortened to runs/NAME, which is the
     path in the command on the page."""
-    for log in [log for folder in folders for log in folder.glob("*/*")]:
-        if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
-            to = ROOT / "results" / log.relative_to(log.parents[2])
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(log.read_text().replace(f"{log.parents[2].resolve()}/", "runs/"))
+    for folder in folders:
+        for log in folder.glob("*/*"):
+            # --overwrite has renamed the folders of earlier runs to NAME.replaced-1 and so on.
+            if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
+                to = ROOT / "results" / log.relative_to(folder.parent)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                to.write_text(log.read_text().replace(f"{folder.parent.resolve()}/", "runs/"))
 
 
 def main(words: list[str]) -> None:

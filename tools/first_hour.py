@@ -31,19 +31,19 @@ def measure(words: list[str], steps: int, device: torch.device) -> dict:
     run, *_ = train.set_up(config, device)  # prints the memory plan
     longest = max(len(row["prompt_ids"]) for row in [*run.task.train, *run.task.eval])
     cost = memory.costs(run.model.config, run.config, ranks.world(), longest)
-    decoded: list[int] = []
-    run.progress = lambda tokens, rows: decoded.append(tokens)
+    decode_calls: list[int] = []  # has an element for each decode step
+    run.progress = lambda tokens, rows: decode_calls.append(tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     rewards = []
     for step in range(1, steps + 1):
-        decoded.clear()
+        decode_calls.clear()
         metrics, _ = train.training_step(run, step)
         rewards.append(round(metrics["reward"], 3))
     names = "tokens completion_length seconds_rollout seconds_update sampler_gap peak_memory_reserved_gb peak_memory_gb"
     found = {name: metrics[name] for name in names.split()}
     found |= {"planned_memory_gb": memory.peak(run.config, cost) / 1e9, "dtype": run.config.dtype}
-    found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decoded)
+    found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decode_calls)
     for part in ("rollout", "update"):
         found[f"tokens_per_second_{part}"] = metrics["tokens"] / metrics[f"seconds_{part}"]
     return found | {"rewards": rewards}

@@ -26,10 +26,10 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
-    # If all steps take up to n times the bytes that are allowed, keep every n-th step, counted from the last one.
-    kept = set(steps[:: -math.ceil(len(json.dumps(trained)) / most_bytes)])
+    every = math.ceil(len(json.dumps(trained)) / most_bytes)
+    kept = set(steps[::-every])  # every second step, for instance, counted from the last one
     shown = [line for line in trained if line["step"] in kept]
-    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # of the last, of the last two, ...
+    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # last one, last two, ...
     fitting = list(itertools.takewhile(lambda size: size <= most_bytes, sizes))
     shown = shown[-max(1, len(fitting)) :]
     shown_evaluations = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last

@@ -55,7 +55,7 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
 
 
 def force(tokens: Tensor, likely: float, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Call `generate` so that it picks the planned tokens (N, L), because their logits are `likely`."""
+    """Call `generate`, but set the logits of the planned tokens (N, L) to `likely`, so that it picks them."""
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], likely)
