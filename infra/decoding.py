@@ -27,12 +27,13 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
     """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
         is_graph = decode == "graph" and can_be_graphs(model, dtype)
-        with forward_replaced(model, Steps(model.forward, max_tokens)) if is_graph else nullcontext():
+        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
             yield
 
 
 def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
-    """Compute logits as training does, without rounding them to the dtype of the weights."""
+    """Compute logits as training does: in fp32, without rounding them to the dtype of the weights. A model that changes
+    the output of its head is left as it is, because training uses the logits of such a model (fast/output_head.py)."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
     return in_fp32 if dtype != torch.float32 and head_returns_logits(model, ids) else nullcontext()
@@ -52,13 +53,13 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             p.data = weight
 
 
-class Steps:
+class GraphForward:
     """Replaces the forward of a model, so that a CUDA graph can compute most of the tokens.
 
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
     tensors that stay in place, the keys and values into a cache of fixed length. Whenever the cache has new tensors,
-    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph, the second is
-    captured, and the graph is replayed for all others. A full cache is doubled. It starts small, because attention
+    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph, the one after it
+    is captured, and the graph is replayed for all others. A full cache is doubled. It starts small, because attention
     reads all of it for every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):
@@ -69,11 +70,12 @@ class Steps:
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):  # this call reads the prompts into a new cache
             self.keys = self.graph = self.out = None  # frees the memory that earlier prompts took
-            self.tokens, self.most = input_ids.shape[1], input_ids.shape[1] + self.max_tokens
+            self.length = input_ids.shape[1]  # how many tokens each row has, with its prompt and padding
+            self.final_length = self.length + self.max_tokens
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
             if others := {type(layer).__name__ for layer in layers} - {"DynamicLayer"}:
                 raise TypeError(f"the model's cache has a layer of type {min(others)}")
-            make_static(layers, min(self.most, self.tokens + FIRST_ROOM))
+            make_static(layers, min(self.final_length, self.length + FIRST_ROOM))
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
         if self.keys is not layers[0].keys:  # the cache has new tensors
@@ -81,11 +83,11 @@ class Steps:
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
         call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
-        # The first token is computed without a graph: it warms up the kernels, and shows whether the host waits for the
-        # GPU, which it cannot do in a graph.
+        # `out` is None at the first token with new tensors. That token is computed without a graph. This warms up the
+        # kernels, and it raises an error if the model makes the CPU wait for the GPU, which is impossible in a graph.
         if self.out is None or not self.ids.is_cuda:
             try:
-                sync_debug_mode(2)  # from now on, waiting raises an error
+                sync_debug_mode(2)  # from now on, waiting for the GPU raises an error
                 self.out = call()
             finally:
                 sync_debug_mode(0)
@@ -95,9 +97,9 @@ class Steps:
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
                     self.out = call()  # records the kernels without running them
             self.graph.replay()
-        self.tokens += 1
-        if self.tokens == layers[0].max_cache_len and self.tokens < self.most:
-            make_static(layers, min(self.most, 2 * self.tokens))
+        self.length += 1
+        if self.length == layers[0].max_cache_len and self.length < self.final_length:
+            make_static(layers, min(self.final_length, 2 * self.length))
         return self.out
 
 
@@ -109,15 +111,15 @@ def make_static(layers: list[CacheLayerMixin], length: int) -> None:
 
 
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether the model gives the same log-probs with `Steps` as without. Each model is tried once."""
+    """Return whether the model gives the same log-probs with `GraphForward` as without. Each model is tried once."""
     if not hasattr(model, "can_be_graphs"):
         # Pick three greedy tokens after each of two prompts of different length. No id is -1, so neither ends early.
         sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
         try:
             plain = [completion.logp for completion in sample()]
-            with forward_replaced(model, Steps(model.forward, 3)):
-                steps = [completion.logp for completion in sample()]
-            torch.testing.assert_close(steps, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
+            with forward_replaced(model, GraphForward(model.forward, 3)):
+                graph = [completion.logp for completion in sample()]
+            torch.testing.assert_close(graph, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
             model.can_be_graphs = True
         except Exception as error:
             faults.warn(f"--decode graph: not used, {type(model).__name__} cannot be a graph: {error}".splitlines()[0])

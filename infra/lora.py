@@ -23,9 +23,10 @@ from transformers import Conv1D, PreTrainedModel
 from config import UserError
 from infra.seeds import generator
 
-# The settings of plain LoRA in adapter_config.json. A setting that is not here must be false or empty ...
+# The settings of plain LoRA that `save_adapters` writes to adapter_config.json. `read_adapters` accepts a setting that
+# has the value given here, that is false or empty, or whose name is in ANY.
 PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
-# ... except for these, which may have any value: they are read, or they have no effect on plain LoRA.
+# These settings may have any value, because `read_adapters` uses them or they have no effect on plain LoRA.
 ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
 ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
 
@@ -97,10 +98,11 @@ def notes(model: PreTrainedModel) -> Iterator[str]:
     if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
         reached = linear / (linear + others)
         yield f"adapters reach {reached:.0%} of the weights; convolutions, and experts stored as one tensor, get none"
+    # Run the model once, forward and backward. Where an adapter gets no gradient, its layer was not called.
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=ids, use_cache=False).logits.sum().backward()
     if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
-        yield f"{len(idle)} adapted layers were not called for a short input and may not learn: {', '.join(idle[:3])}"
+        yield f"{len(idle)} adapted layers were not called for a short input and might not learn: {', '.join(idle[:3])}"
     model.zero_grad()
 
 
@@ -134,8 +136,9 @@ def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     """Load saved adapters into a model that has adapters in all the same layers."""
     saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
-    there = {(name, x.shape) for name, x in saved.items()}
-    if wrong := there ^ {(name, x.shape) for name, x in trained(model).items()}:
+    in_file = {(name, x.shape) for name, x in saved.items()}
+    in_model = {(name, x.shape) for name, x in trained(model).items()}
+    if wrong := in_file ^ in_model:  # those that are in only one of the two
         raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)[0]} differs")
     model.load_state_dict(saved, strict=False)
     return model

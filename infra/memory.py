@@ -35,7 +35,8 @@ SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micr
 
 @dataclass
 class Costs:
-    """How many bytes each thing needs on a rank, and how many of these things there are. `needed` adds them up."""
+    """The bytes that the parts of a run need on a rank (in all, or for each completion or token), and the numbers of
+    prompts, tokens and completions. `needed` computes the total of each part."""
 
     stays: dict[str, float]  # what stays in memory from step to step: weights, Adam, reference
     rollout: float  # a rollout, without its completions
@@ -47,9 +48,9 @@ class Costs:
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
     length: int  # of the longest prompt with a completion of full length
-    sampled: int  # the most completions that a rank samples
-    trained: int  # the most completions that a rank trains on
-    checkpoints: float  # on disk, for all ranks; a new one is written before an old one is deleted
+    sampled: float  # the most completions that a rank samples
+    trained: float  # the most completions that a rank trains on
+    checkpoints: float  # all checkpoints on disk, of all ranks
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, same: dict) -> tuple[Config, str]:
@@ -86,12 +87,14 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     weight_bytes = weights_dtype(config).itemsize
     part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # the shard of this rank
     adapters = config.lora_rank * sum(sum(layer.weight.shape) for layer in linear_layers(model).values())
-    # Without adapters, all weights are trained, and each has a gradient in fp32.
-    trained_parameters, gradient_bytes = (adapters, 0) if adapters else (part, 4)
+    trained_parameters = adapters or part
+    # Each weight of the model has a gradient in fp32, unless adapters are trained instead of the weights.
+    gradient_bytes = 0 if adapters else 4
     adam = 8 * trained_parameters if config.steps != 0 else 0  # bytes
     # Bytes of the reference. With adapters there is none, because they can be switched off.
     reference = weight_bytes * part if config.beta and not adapters else 0
-    # Bytes of the weights in the dtype of the computation, if a rollout or an update has to convert or gather them.
+    # Bytes of the copy that a rollout or an update makes, in the dtype of the computation. Adapters are in fp32 and are
+    # always counted. The weights of the model are copied only if they are in a larger dtype, or if they are sharded.
     copy = compute_bytes * (adapters + (parameters if compute_bytes < weight_bytes or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
@@ -110,9 +113,9 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
     # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of the probability. The
     # copy is for a GPU, which divides the ids into blocks to pick one (rollout.py). To cut the distribution, the
-    # sampler also has the sorted probability (4 bytes) and its id (8), the cumulative sum (4), what the cut leaves (4),
-    # and the same in the order of the ids (4). The remaining 6 bytes are for other cuts, and for the record of which
-    # ids are left.
+    # sampler needs 30 bytes more: the sorted probability (4) and its id (8), the cumulative sum (4), the probability
+    # after the cut, once in sorted order (4) and once in the order of the ids (4), and 6 for other cuts and for the
+    # record of which ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time, which also have whole gradients.
@@ -124,16 +127,14 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     chunk = chunk_tokens(torch.cuda.is_available())
     between_bytes = compute_bytes if config.shard else weight_bytes  # of the activations between layers
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # For each token, an attention mask has one entry for every token of the same row. So `mask`, the number of entries
-    # for a token, is the length of a row. If a layer has a sliding window, each row is one completion with its prompt.
-    # Otherwise there is a mask only if completions of a prompt share a row. Such a row has a prompt of p tokens and k
-    # completions of c tokens each, where k = sqrt(p (p + 6 h)) / c (fast/shared_prompts.py). That makes
-    # p + sqrt(p (p + 6 h)) tokens.
+    # `mask` is how many entries the attention mask has for each token: one for every token of the row. If a layer has
+    # a sliding window, each row is one completion with its prompt. Otherwise only shared rows have a mask. Such a row
+    # has a prompt of p tokens, and then completions of about sqrt(p (p + 6 h)) tokens in all (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
-    # Bytes that a layer saves for its backward pass, for each token. First come the inputs of norms, as they are and in
-    # fp32, and the inputs of the products with weights, which are one vector of attention and one of the feed-forward
-    # part. They count as 2.5 vectors, because these amounts must be upper bounds.
+    # Bytes that a layer saves for its backward pass, for each token. Each norm saves its input, as it is and in fp32.
+    # Attention and the feed-forward part each save one vector, the input of their products with weights. These two are
+    # counted as 2.5 vectors, because all amounts must be upper bounds.
     layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
     # Then query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
     layer += compute_bytes * (4 * all_heads * head_size + 4 * feed_forward + mask)
@@ -149,12 +150,13 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         # Three vectors of the feed-forward part; three of the size that layers pass on; four of the size of all heads,
         # for which keys and values are repeated; a row of the mask, as truth values and as numbers.
         read=compute_bytes * (3 * feed_forward + 3 * h + 4 * all_heads * head_size + longest_prompt) + longest_prompt,
-        # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, its gradient from one
-        # micro-batch, before that is added to the others.
+        # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, a second gradient of
+        # its weight: that of the current micro-batch, until it is added to the sum of the earlier ones.
         update=4 * trained_parameters + (gathered if config.shard else copy) + batch + gradient_bytes * h * vocabulary,
         # What all layers save; embeddings, last norm, input of the head and its gradient; the mask as truth values.
         token=layers * saved + 2 * h * (between_bytes + compute_bytes) + mask,
-        # The logits and log-probs of a chunk; or its log-probs, their gradient, and the chunk's gradient of the head.
+        # The larger of two amounts. The forward pass has the logits and log-probs of a chunk. The backward pass has the
+        # log-probs of a chunk, the gradient of its logits, and what it adds to the gradient of the head's weight.
         head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
         # With adapters, the input of a layer gets two gradients, one of them from the adapter. Both are in memory until
         # they are added.
@@ -164,6 +166,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         length=length,
         sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
         trained=math.ceil(trained / world),
+        # Each trained parameter takes 4 bytes itself, 8 for Adam, and 4 for the reference if there is one. One more
+        # checkpoint is counted than is kept, because a new one is written before an old one is deleted.
         checkpoints=(adapters or parameters) * (16 if reference else 12) * (config.keep_checkpoints + 1),
     )
 
@@ -172,8 +176,9 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
     """Choose the budgets that are None. Each has room for as many completions of full length as fit, rounded down to a
     power of two, so it seldom changes when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
-    # Plan as if there were more completions than any budget has room for, so that their number does not matter.
-    cost = replace(cost, sampled=MOST_ROLLOUT_TOKENS, trained=MOST_ROLLOUT_TOKENS)
+    # `needed` counts no more completions than a rank has. The budgets must not depend on how many it has, so assume that
+    # there are always enough.
+    cost = replace(cost, sampled=math.inf, trained=math.inf)
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
@@ -242,7 +247,9 @@ def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: An
     """Return compute(run, *work). Whenever memory runs out, let `make_smaller` halve a budget of the run, and start the
     work again. The result stays the same, because no budget changes what is computed."""
     while True:
-        with suppress(torch.OutOfMemoryError):  # the tensors of the failed attempt are free only after this block
+        # If memory runs out, the lines below this block run. The tensors of the failed attempt are free by then, which
+        # they would not be in an `except` block.
+        with suppress(torch.OutOfMemoryError):
             return compute(run, *work)
         torch.cuda.empty_cache()
         make_smaller(run, *work)
@@ -263,7 +270,8 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
-    # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so take
-    # half of the tokens in that micro-batch, without its padding.
+    # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
+    # new limit is half of the tokens in that micro-batch. They are counted without padding. The limit counts padding
+    # too, which only makes the new micro-batches smaller.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -24,7 +24,8 @@ from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_file
 
-EVAL_ONLY = "can only be evaluated; training starts from whole weights, so merge adapters into their base model first"
+# The end of an error message, for a checkpoint or saved adapters that are given as --model but cannot be trained.
+EVAL_ONLY = "can only be evaluated; for training, give whole weights (merge adapters into their base model first)"
 
 # Under autocast, compute the products of experts in bf16, as a rollout does. PyTorch has no such rule of its own, so an
 # update would compute them in fp32, which is slow.
@@ -49,19 +50,19 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     if isinstance(source, tuple):
         model, tokenizer = source
         if config.lora_rank:
-            raise UserError("--lora_rank: give a --model, because adapters are saved with the name of their base")
+            raise UserError("--lora_rank: give a --model; the task's own model has no name that adapters can refer to")
         for p in model.parameters():
             p.data = p.data.to(weights_dtype(config))
-        return Opened(model.config, tokenizer, model.eval)  # eval returns the model
+        return Opened(model.config, tokenizer, load=lambda: model.eval())  # its weights are already loaded
     if source.count("/") > 1 and not Path(source).exists():  # names on the hub have one slash at most
         raise UserError(f"--model {source}: there is no such folder")
     if (Path(source) / "state.json").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
         return _open_adapters(Path(source), config)
-    with _named(source, "configuration"):
+    with _explain_errors(source, "configuration"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    with _named(source, "tokenizer"):
+    with _explain_errors(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if config.chat_template_kwargs:
         given = dict(json.loads(config.chat_template_kwargs))
@@ -78,14 +79,17 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
 
 
 def _open_checkpoint(folder: Path, config: Config) -> Opened:
-    """Open the model that the run of this checkpoint started from. Its weights come from the checkpoint."""
+    """Open a checkpoint: its weights, with the configuration and tokenizer of the model that its run started from."""
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
-        raise UserError(f"--model {folder}: this checkpoint is not in the folder of its run, which has a config.json")
+        raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
+    # Adapters are saved with the name of their base model. For new adapters on a checkpoint, that would be the model
+    # that its run started from, which has other weights.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
-    of_run = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    opened = open_model(settings.model or task_file(settings.task).model(settings), of_run)
+    # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.
+    config = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
+    opened = open_model(settings.model or task_file(settings.task).model(settings), config)
     # With LoRA, a checkpoint contains only the adapters, so it is loaded after they have been added to the base model.
     if opened.adapt is not None:
         return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
@@ -96,7 +100,7 @@ def _open_adapters(folder: Path, config: Config) -> Opened:
     """Open the base model of saved adapters, and these adapters."""
     if config.steps:
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
-    with _named(str(folder), "adapters"):
+    with _explain_errors(str(folder), "adapters"):
         about, tensors = read_adapters(folder)
         base = about["base_model_name_or_path"]
         config = replace(config, lora_rank=int(about["r"]), lora_alpha=float(about["lora_alpha"]))
@@ -135,11 +139,11 @@ def load(
             model = opened.load().to(device)
         if ranks.world() > 1:
             checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
-            ranks.gather([], {"the weights": checksums})
+            ranks.gather([], same={"the weights": checksums})  # fails if any rank has loaded other weights
         reference = copy.deepcopy(model) if has_reference else None
     with ranks.fail_together():
         if opened.adapt is not None:
-            opened.adapt(model)
+            opened.adapt(model)  # changes the model in place
         ends = eos_ids(model, opened.tokenizer)
     on_gpu = device.type == "cuda"
     if on_gpu and config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -158,7 +162,7 @@ def load(
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
     # Where weights are missing or have another shape, transformers puts random ones. So ask it what it has loaded.
     options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
-    with _named(name, "weights"):
+    with _explain_errors(name, "weights"):
         model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
     if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
         raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
@@ -174,7 +178,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
 
 def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
     """Make a model without weights, on the meta device."""
-    with _named(model_config.name_or_path, "architecture"), torch.device("meta"):
+    with _explain_errors(model_config.name_or_path, "architecture"), torch.device("meta"):
         # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable, so
         # do the same here.
         return AutoModelForCausalLM.from_config(model_config, **loading_options(config)).requires_grad_(True)
@@ -192,7 +196,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 
 
 @contextmanager
-def _named(name: str, part: str) -> Iterator[None]:
+def _explain_errors(name: str, part: str) -> Iterator[None]:
     """Turn an error of transformers into one line that names the model and the part that cannot be loaded."""
     try:
         yield
@@ -201,9 +205,10 @@ def _named(name: str, part: str) -> Iterator[None]:
 
 
 def reads_together(model: PreTrainedModel, length: int) -> bool:
-    """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py), if none of
-    them is longer than `length` tokens with its prompt. This is tried on two short completions. They cannot reveal a
-    sliding window that is longer than they are, so the configuration is searched for windows."""
+    """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py). A prompt
+    and one completion together have at most `length` tokens. The model is tried on two short completions. They cannot
+    reveal a sliding window that is longer than they are, so the configuration is searched for windows shorter than
+    `length`."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):

@@ -42,7 +42,8 @@ def start(shard: bool = False) -> torch.device:
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         try:
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # `rendezvous` would retry for half an hour
+            # If this name is unknown, fail now. `rendezvous` would keep looking it up for half an hour.
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
         # `rendezvous` waits half an hour for the other ranks, which is PyTorch's default. That is enough, because all
@@ -89,7 +90,8 @@ def gather(own: list, same: dict[str, Any] | None = None) -> list:
     if dist.is_initialized():
         dist.all_gather_object(parts, (own, same or {}))  # replaces each element with that of its rank
     for other, (_, theirs) in enumerate(parts):
-        if differing := [name for name, x in theirs.items() if x != parts[0][1].get(name)]:
+        # parts[0][1] is the `same` of rank 0, with which every other rank is compared.
+        if differing := [name for name, value in theirs.items() if value != parts[0][1].get(name)]:
             error = UserError if rank() == 0 else faults.FailedElsewhere
             raise error(f"rank {other} differs from rank 0 in {', '.join(differing)}")
     return [item for part, _ in parts for item in part]
@@ -105,8 +107,9 @@ def on_first(call: Callable, *args: Any) -> Any:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If any rank raises a UserError in this block, make all ranks fail at its end. The first of the ranks that raised
-    one reports it. A rank that has raised an error skips the rest of the block, so ranks must not communicate there."""
+    """Make every rank fail at the end of this block if any rank raises a UserError inside it. If several ranks do, only
+    the one with the lowest number reports its error. A rank that raises an error skips the rest of the block, so ranks
+    must not communicate inside the block."""
     own = None
     try:
         yield

@@ -12,7 +12,7 @@ Every rank must take part in each forward and backward pass of an update. During
 
 Left out: tensor parallelism and offloading to the CPU. Without tensor parallelism, weights do not stay split during a
 rollout, so a full copy in the dtype of the computation must fit on one GPU. Before torch 2.13, models in which a
-micro-batch may not use all parameters of a layer, such as mixtures of experts, cannot be sharded.
+micro-batch can leave parameters of a layer unused, such as mixtures of experts, cannot be sharded.
 """
 
 import os
@@ -48,11 +48,10 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (world,))
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
-    mesh = torch.arange(world).view(-1, sizes[0])
-    # The ranks in a row of `mesh` share one copy of the model. The ranks in a column, which is a row of `mesh.T`, have
-    # the same shard. Each row becomes a group.
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=ranks.TIMEOUT)[0] for rows in (mesh.T, mesh)]
-    return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
+    copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
+    # Each row of `copies.T` lists the ranks that have the same shard. Each row of either table becomes a group.
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=ranks.TIMEOUT)[0] for rows in (copies.T, copies)]
+    return DeviceMesh.from_group(groups, device.type, mesh=copies, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(
@@ -63,11 +62,12 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
     units += [empty.get_input_embeddings(), empty.get_output_embeddings()]
-    # A weight that several modules use, such as that of tied embeddings, is gathered with the root, not with one unit.
+    # Modules that share a weight, such as tied embeddings, are not units. Their weights are gathered with those that
+    # belong to no unit, when the forward pass of the whole model (`empty`) starts.
     users = Counter(p for unit in units for p in unit.parameters())
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
     for module in [*units, empty]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # True is not the root's default
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # not the default for `empty`
         module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks, not averaged
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
