@@ -61,7 +61,7 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether it leaves at least a third of the other remaining numbers on either side."""
+    """Return for each guess whether it leaves at least a third of the other remaining numbers on both sides."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
     made = []
     for turn in game["turns"]:
@@ -97,7 +97,7 @@ def table() -> str:
     sizes = [size_of(game) for game in read_games("before")]
     chance, best = (statistics.fmean(map(of, sizes)) for of in (random_player, bisection))
     head = [
-        "| | found, 95 % interval | mean turns | near the middle, by guess: 1 | 2 | 3 | 4 | 5 |",
+        "| | found (95 % interval) | mean turns | near the middle: guess 1 | guess 2 | guess 3 | guess 4 | guess 5 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = [f"| random player | {chance:.3f} | | | | | | |", *map(line, names)]

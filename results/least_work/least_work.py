@@ -94,13 +94,13 @@ def seconds(prompts: int, way: str, part: str) -> float:
 
 if __name__ == "__main__":
     titles = [
-        "prompts, prompt, limit",
+        "prompts × completions, prompt tokens, completion limit",
         "rollout: ours",
-        "TRL",
-        "least",
+        "rollout: TRL",
+        "rollout: least",
         "update: ours",
-        "TRL",
-        "least",
+        "update: TRL",
+        "update: least",
         "step: ours / TRL",
     ]
     print(ablate.markdown(titles, *map(least_work, sys.argv[1:])))
