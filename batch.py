@@ -1,9 +1,9 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
-One optimizer update is computed from one minibatch. Which completions are in it depends only on the seed, the step and
-the iteration over the step's completions. A micro-batch is the part of a minibatch that goes through the model at
-once. How large it is depends on the ranks and the memory, but the result does not: the weight of every token is fixed
-before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same sum.
+One optimizer update is computed from one minibatch. Which completions are in it depends only on the seed, the step, and
+the number of the pass over the step's completions. A micro-batch is the part of a minibatch that goes through the model
+at once. How large it is depends on the ranks and the memory, but the result does not: the weight of every token is
+fixed before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same sum.
 """
 
 import math
@@ -50,7 +50,7 @@ class Batch:
     attention: Tensor  # (N, T), 0 for padding
     mask: Tensor  # (N, T), 1 for the tokens that are trained on
     advantages: Tensor  # (N,) or (N, T)
-    prompts: Tensor  # (N,), the position in the step of the prompt of each row
+    prompts: Tensor  # (N,), for each row, the number of its prompt in this step: 0, 1, ...
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     sampler_entropy: Tensor  # (N, T), 0 if it was not recorded
@@ -66,8 +66,10 @@ class Batch:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        index = torch.tensor(rows, device=self.ids.device)  # one copy to the device; a list would make one for every x
+        # Copy the row numbers to the device once. Indexing with a list would copy them again for each tensor.
+        index = torch.tensor(rows, device=self.ids.device)
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        # `together` stays None: `micro_batches` sets it for the rows of a whole micro-batch.
         return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
 
     @property
@@ -78,11 +80,11 @@ class Batch:
 
 @dataclass
 class Limits:
-    """The limits of a micro-batch. It is full when it reaches either of them."""
+    """The limits of a micro-batch, which is full when it reaches `rows` or `tokens`."""
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # set if completions may share a row (fast/shared_prompts.py)
+    hidden_size: int | None = None  # of the model, to decide how many completions share a row; None: none do
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -181,13 +183,13 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # First, all ranks compute in the same way which rank gets which rows. They must not use the limits of rows and
-    # tokens, because a rank that runs out of memory lowers its own. A row has at most the fair share of a rank, so
-    # that no rank is left without work.
+    # First, every rank computes the same deal: which rank gets which shared rows. The deal must not depend on `limits`,
+    # because a rank that runs out of memory lowers its own. No shared row has more completions than an even deal would
+    # give to each rank. Otherwise, a few large rows could leave some ranks without work.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # Then each rank cuts its part into pieces that its own limits allow.
+    # Then each rank takes its shared rows apart, forms new ones within its own limits, and cuts them into pieces.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for row in deal[rank::world] for i in row.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)
@@ -196,7 +198,8 @@ def micro_batches(
     for piece in pieces:
         rows = [i for row in piece for i in row.members]
         yield rows, replace(batch[rows], together=[len(row.members) for row in piece])
-    if same_count:  # with sharded weights, no rank lowers its limits, so this rank knows how many pieces others have
+    if same_count:
+        # With sharded weights, no rank lowers its limits, so this rank can compute how many pieces the others have.
         most = max(len(pieces_of(other)) for other in range(world))
         filler = deal[-1].members[:1]  # any completion would do, because it is masked
         for _ in range(most - len(pieces)):
@@ -208,7 +211,8 @@ def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
     those with a gradient first, and within each kind the longest first."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
-        extended = [*pieces[-1], row] if pieces else [row]  # the first row is the longest
+        extended = [*pieces[-1], row] if pieces else [row]
+        # The first row is the longest, and the others are padded to its length.
         fits = limits.allow(sum(len(one.members) for one in extended), len(extended) * extended[0].length)
         if pieces and fits and extended[0].has_gradient == row.has_gradient:
             pieces[-1].append(row)

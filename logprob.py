@@ -1,14 +1,14 @@
 """The log-prob and the entropy of each completion token under the model. The plain computation is:
 
-    log_p = (model(ids).logits[:, :-1] / temperature).log_softmax(-1)
-    logp = log_p.gather(-1, ids[:, 1:, None])         # the score of tokens 1, 2, ... of each row
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    all_logp = (model(ids).logits[:, :-1] / temperature).log_softmax(-1)
+    logp = all_logp.gather(-1, ids[:, 1:, None])      # the score of tokens 1, 2, ... of each row
+    entropy = -(all_logp.exp() * all_logp).sum(-1)
 
 If top-k, top-p or min-p cut the distribution that a token was sampled from, its log-prob is normalized over the set of
-token ids that remained: `logp - log_p[kept].logsumexp(-1)`.
+token ids that remained: `logp - all_logp[kept].logsumexp(-1)`.
 
-The logits of a whole batch rarely fit into memory, so fast/output_head.py computes them in chunks. A prompt need not be
-read again for each of its completions, so fast/shared_prompts.py puts them into one row. The results are the same.
+The logits of a whole batch rarely fit into memory, so fast/output_head.py computes them in chunks. So that a prompt is
+read only once, fast/shared_prompts.py puts it into one row with several of its completions. The results are the same.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,9 @@ def token_logprobs(
 
     Position t of the result belongs to token t, and is 0 where completion_mask is 0. Padding may be on either side.
     entropy_grad gives the entropy a gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None
-    for the whole vocabulary. The entropy is always over the whole vocabulary. `together` says how many consecutive rows
-    share a prompt and are read as one row (fast/shared_prompts.py). The result does not depend on it.
+    for the whole vocabulary. The entropy is always over the whole vocabulary. `together` lists the sizes of
+    groups of consecutive rows. The rows of a group have the same prompt and are read as one row, see
+    fast/shared_prompts.py. The result does not depend on `together`.
     """
     # Move all padding to the right. A causal model then needs neither a mask nor position ids, and attention is faster
     # without a mask.
@@ -57,15 +58,16 @@ def token_logprobs(
     T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
     inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # For each scored token t, the place in the output of token t - 1, which predicts it, (n,). If all rows are single
-    # tokens, T is 1, but nothing is scored.
+    # For each scored token t, the place in the output of token t - 1, which predicts it, (n,). If every row is a single
+    # token, `places` has one column and scored[:, 1:] has none, so cut `places`.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # For each scored token, the sets of its row, and its position in that row of input_ids:
-        sets = [(kept[row], t) for row, t in zip(scored.nonzero()[:, 0].tolist(), order[scored].tolist())]
+        # Each scored token gets the sets of its row, and its position in input_ids, which is where its set is.
+        rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
+        sets = [(kept[row], position) for row, position in zip(rows, positions)]
     with_entropy = with_entropy or entropy_grad
     how = dict(temperature=temperature, chunk=chunk, with_entropy=with_entropy, entropy_grad=entropy_grad)
     values = score_tokens(model, inputs, predictors, ids[scored], sets, **how)  # (n, 2)

@@ -45,7 +45,7 @@ Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the r
 BLOCK = 512  # size of a block of the vocabulary
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
-KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer  # caches of these layers can read prompts in pieces
+PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # limit of the cache; every row counts with its longest possible length
-    drop_share: float = 0.25  # share of finished rows at which they are dropped from the batch
+    tokens_at_once: int = 1 << 19  # limit of tokens in the cache, even if all rows reach their maximum length
+    drop_share: float = 0.25  # finished rows are dropped from the batch once they make up this share of it
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
     to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode; `stop` needs it
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. A field `= CompactList(...)` has no default value: it
-    is set to a list, stored as an array, and read as a list."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` is not a default value: it makes
+    a field that is set to a list, stored as an array, and read as a list. With optional=True, the default is None."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -163,7 +163,7 @@ def _generate(
             logp=logp[i, :n],
             truncated=cut_off,
             entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # of n tokens
+            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # n sets have n + 1 offsets
             written=None if written is None else written[i, :n].cpu(),
         )
         for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
@@ -198,10 +198,11 @@ def _decode(
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
 
-    # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples. With
-    # --decode graph, infra/decoding.py has replaced this model's `forward` by one that takes prompts whole.
-    past, is_graph = kwargs.get("past_key_values"), "forward" in vars(model)
-    if past is not None and not is_graph and all(type(layer) in KEYS_AND_VALUES for layer in past.layers):
+    # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples.
+    past = kwargs.get("past_key_values")
+    # --decode graph sets `forward` on this model object (infra/decoding.py). That function needs whole prompts.
+    is_graph = "forward" in vars(model)
+    if past is not None and not is_graph and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
@@ -247,7 +248,7 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-            kept.to_host(live)
+            kept.to_host(live)  # while `live` still says whose sets these are
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -290,7 +291,8 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
 def _pick(p: Tensor, u: Tensor) -> Tensor:
     """Return the first token (B, 1) whose cumulative probability exceeds u (B, 1), for p (B, V)."""
     cdf = p.cumsum(-1)
-    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])  # if p was cut, or by rounding, the sum is not 1
+    # The sum of p is not 1 if p was cut, or because of rounding. So scale u by the sum.
+    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
