@@ -2,12 +2,12 @@
 
 The plain computation, with the logits z of the positions that predict the targets y, is:
 
-    log_p = (z / temperature).log_softmax(-1)
-    logp = log_p.gather(-1, y)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    all_logp = (z / temperature).log_softmax(-1)
+    logp = all_logp.gather(-1, y)
+    entropy = -(all_logp.exp() * all_logp).sum(-1)
 
 The kept set of a token is the set of ids that top-k, top-p and min-p left for the sampler to choose from. If a token
-has a kept set, its log-prob is normalized over this set: `logp - log_p[kept].logsumexp(-1)`.
+has a kept set, its log-prob is normalized over this set: `logp - all_logp[kept].logsumexp(-1)`.
 
 8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would keep several
 copies of them. So only the positions that are needed go through the output head, one chunk at a time. Inside the
