@@ -48,9 +48,9 @@ class Costs:
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
     length: int  # of the longest prompt with a completion of full length
-    sampled: int  # the most completions that a rank samples
-    trained: int  # the most completions that a rank trains on
-    checkpoints: float  # on disk, for all ranks; a new one is written before an old one is deleted
+    sampled: float  # the most completions that a rank samples
+    trained: float  # the most completions that a rank trains on
+    checkpoints: float  # all checkpoints on disk, of all ranks
 
 
 def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, same: dict) -> tuple[Config, str]:
@@ -166,8 +166,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         length=length,
         sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
         trained=math.ceil(trained / world),
-        # A parameter needs 4 bytes for its weight, 8 for Adam, and 4 for the reference if there is one. There is one
-        # checkpoint more than are kept, because a new one is written before an old one is deleted.
+        # Each trained parameter takes 4 bytes itself, 8 for Adam, and 4 for the reference if there is one. One more
+        # checkpoint is counted than is kept, because a new one is written before an old one is deleted.
         checkpoints=(adapters or parameters) * (16 if reference else 12) * (config.keep_checkpoints + 1),
     )
 
@@ -176,7 +176,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
     """Choose the budgets that are None. Each has room for as many completions of full length as fit, rounded down to a
     power of two, so it seldom changes when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
-    # `needed` counts at most the completions that a rank has. Budgets must not depend on that, so make it infinite.
+    # `needed` counts no more completions than a rank has. Budgets must not depend on that number, so make it infinite.
     cost = replace(cost, sampled=math.inf, trained=math.inf)
 
     def largest(part: str, most: int) -> int:

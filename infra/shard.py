@@ -49,7 +49,7 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
-    # Each row of `copies.T` lists the ranks that have the same shard. All these rows become groups.
+    # Each row of `copies.T` lists the ranks that have the same shard. Each row of either table becomes a group.
     groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=ranks.TIMEOUT)[0] for rows in (copies.T, copies)]
     return DeviceMesh.from_group(groups, device.type, mesh=copies, mesh_dim_names=("replicate", "shard"))
 
