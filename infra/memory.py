@@ -176,8 +176,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
     """Choose the budgets that are None. Each has room for as many completions of full length as fit, rounded down to a
     power of two, so it seldom changes when the free memory changes a little."""
     room = ROOM * free - sum(cost.stays.values())
-    # `needed` counts no more completions than a rank has. The budgets must not depend on how many it has, so assume that
-    # there are always enough.
+    # `needed` counts no more completions than a rank has. Budgets must not depend on that number, so make it infinite.
     cost = replace(cost, sampled=math.inf, trained=math.inf)
 
     def largest(part: str, most: int) -> int:
