@@ -104,7 +104,7 @@ def table() -> str:
     return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}.", "", *games_of("before", "seed-4")])
 
 
-def games_of(*names: str, count: int = 5) -> list[str]:
+def games_of(*names: str, count: int = 3) -> list[str]:
     """Return a table of the first game of each of the first held-out rows, as each of these models played it."""
     rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
     for games in list(zip(*(read_games(name)[::SAMPLES] for name in names)))[:count]:
