@@ -97,14 +97,14 @@ def table() -> str:
     sizes = [size_of(game) for game in read_games("before")]
     chance, best = (statistics.fmean(map(of, sizes)) for of in (random_player, bisection))
     head = [
-        "| | found (95 % interval) | mean turns | near the middle: guess 1 | guess 2 | guess 3 | guess 4 | guess 5 |",
+        "| | found (95 % interval) | mean turns | near the middle, by guess: 1 | 2 | 3 | 4 | 5 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = [f"| random player | {chance:.3f} | | | | | | |", *map(line, names)]
     return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}.", "", *games_of("before", "seed-4")])
 
 
-def games_of(*names: str, count: int = 3) -> list[str]:
+def games_of(*names: str, count: int = 5) -> list[str]:
     """Return a table of the first game of each of the first held-out rows, as each of these models played it."""
     rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
     for games in list(zip(*(read_games(name)[::SAMPLES] for name in names)))[:count]:
