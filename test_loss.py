@@ -69,18 +69,19 @@ def b(request):
 
 def clipped(x, low=0.2, high=0.2, delta=math.inf):
     """Return min(min(ρ, δ) A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ. The derivative is
-    ρ A, or 0 where ρ is clipped."""
+    ρ A, or 0 where ρ is clipped. x has the numbers of one token, among them ρ as x.ratio and A as x.A."""
     slope = x.ratio * x.A
-    # Each of the two is a pair: the value and its derivative.
+    # `free` and `bound` are the two arguments of the outer min, each as a pair (value, derivative).
     free = (min(x.ratio, delta) * x.A, slope if x.ratio < delta else 0.0)
     bound = (min(max(x.ratio, 1 - low), 1 + high) * x.A, slope if 1 - low <= x.ratio <= 1 + high else 0.0)
     return free if free[0] < bound[0] else bound
 
 
 def minus_sum(b, J, A, weights, ratio="token"):
-    """Return −Σ_i Σ_t w_it J and its gradient. J(x) is the term of a token and its derivative with respect to log ρ.
-    A and weights are (N,) or (N, T). With ratio="sequence", the ratio of all tokens is GSPO's s_i, the exponential of
-    the mean of log ρ over the completion. Then every log-prob of a completion changes all of its terms."""
+    """Return −Σ_i Σ_t w_it J_it and its gradient. J is a function that gets the numbers x of one token. It returns the
+    token's term J_it and the derivative of this term with respect to log ρ. A and weights are (N,) or (N, T). With
+    ratio="sequence", the ratio of all tokens is GSPO's s_i, the exponential of the mean of log ρ over the completion.
+    Then every log-prob of a completion changes all of its terms."""
     loss, grad = 0.0, torch.zeros_like(b.logp)
     A, weights = (torch.as_tensor(x, dtype=F64).reshape(N, -1).expand_as(grad) for x in (A, weights))
     for i, length in enumerate(LENGTHS):
@@ -90,9 +91,11 @@ def minus_sum(b, J, A, weights, ratio="token"):
             x = SimpleNamespace(i=i, t=t, A=A[i, t].item(), **{k: v[i, t].item() for k, v in vars(b).items()})
             x.ratio = s if ratio == "sequence" else math.exp(x.logp - x.old)
             value, derivative = J(x)
-            loss, grad[i, t] = loss - weights[i, t] * value, -weights[i, t] * derivative
+            loss = loss - weights[i, t] * value
+            grad[i, t] = -weights[i, t] * derivative
         if ratio == "sequence":
-            # The derivative of log s_i with respect to each log-prob is 1/length, so each token gets the mean.
+            # So far, grad[i, t] is the derivative of term t with respect to log s_i. The derivative of log s_i with
+            # respect to each log-prob is 1/length.
             grad[i, :length] = grad[i].sum() / length
     return loss, grad
 
@@ -102,7 +105,7 @@ def run(logp, *args, **switches):
     logp = logp.clone().requires_grad_()
     loss, stats = policy_loss(logp, *args, **switches)
     loss.backward()
-    assert loss.dtype == logp.dtype, "the loss has the dtype of the log-probs, whatever that of the weights"
+    assert loss.dtype == logp.dtype, "the loss must have the dtype of the log-probs, even if the weights have another"
     assert not any(getattr(x, "requires_grad", False) for pair in stats.values() for x in pair)
     return loss.detach(), logp.grad, {name: (float(total), float(count)) for name, (total, count) in stats.items()}
 
@@ -116,8 +119,9 @@ def close(ours, theirs, tolerance=1e-10):
 
 
 def check(b, A, normalization, J=None, advantage_settings=None, **switches):
-    """Compare advantages, loss, gradient and the statistics of clipping with those of the paper. J is the term of a
-    token, by default S(ρ, A). group_advantages must return A with `advantage_settings`."""
+    """Compare advantages, loss, gradient and the statistics of clipping with those of the paper. A is the paper's
+    advantage of each completion. group_advantages must compute the same when it is called with `advantage_settings`.
+    J is a function as in `minus_sum`, by default the one for S(ρ, A)."""
     settings = (advantage_settings or {}) | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
     close(group_advantages(torch.tensor(GROUPS, dtype=F64), **settings).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
@@ -133,7 +137,8 @@ def check(b, A, normalization, J=None, advantage_settings=None, **switches):
         if "ref_logp" not in switches:  # a clipped token has no gradient, unless there is a KL term
             no_gradient = (paper[1] == 0) & b.mask
             # Where A < 0, only the lower bound clips, and where A > 0, only the upper one.
-            at_low, at_high = ((no_gradient & (sign * A > 0)[:, None]).sum() for sign in (-1, 1))
+            at_low = (no_gradient & (A < 0)[:, None]).sum()
+            at_high = (no_gradient & (A > 0)[:, None]).sum()
             assert stats["clip_low"] == (at_low, TOKENS) and stats["clip_high"] == (at_high, TOKENS)
     return stats
 
@@ -189,14 +194,15 @@ def test_cispo():
 
 
 def test_rloo(b):
-    """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) log π_θ(o_i), that is Σ_t log π_θ(o_it)."""
+    """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
     advantage_settings = {"scale": "none", "baseline": "leave_one_out"}
     check(b, A, "sum", lambda x: (x.A * x.logp, x.A), advantage_settings=advantage_settings, objective="reinforce")
 
 
 def over_tokens(values):
-    """Return (r − mean)/std. Mean and std are over the tokens of the batch, so a value counts once for each of them."""
+    """Return (r − mean)/std. Mean and std are over all tokens of the batch: the value of a completion counts once for
+    each of its tokens."""
     token_values = [r for r, length in zip(values, LENGTHS) for _ in range(length)]
     return [(r - fmean(token_values)) / stdev(token_values) for r in values]
 
@@ -226,16 +232,17 @@ def test_opo(b):
 
 def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
-    log_ratio, low, high = b.logp - b.old, 0.3, 0.4
-    A = torch.tensor(OVER_STD)[:, None]
-    cut = ((A > 0) & (log_ratio > high)) | ((A < 0) & (log_ratio < -low))
-    s = []
+    low, high = 0.3, 0.4
+    s = []  # for each completion, the factor of A_i
     for i, length in enumerate(LENGTHS):
-        bound = high if A[i] > 0 else -low
-        s.append(math.exp(fmean(bound if cut[i, t] else log_ratio[i, t].item() for t in range(length))))
+        log_ratios = (b.logp - b.old)[i, :length].tolist()
+        s.append(math.exp(fmean(min(x, high) if OVER_STD[i] > 0 else max(x, -low) for x in log_ratios)))
 
-    def J(x):  # a clipped log-ratio is a constant in the mean
-        return s[x.i] * x.A, 0.0 if cut[x.i, x.t] else s[x.i] * x.A
+    def J(x):
+        # The weights 1/(N |o_i|) of a completion add up to 1/N, so each of its tokens has the value s_i A_i. The
+        # derivative of s_i A_i / N with respect to log ρ_it is s_i A_i / (N |o_i|), or 0 where log ρ_it is clipped.
+        is_clipped = x.ratio > math.exp(high) if x.A > 0 else x.ratio < math.exp(-low)
+        return s[x.i] * x.A, 0.0 if is_clipped else s[x.i] * x.A
 
     check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=low, epsilon_high=high)
 
@@ -263,23 +270,23 @@ def test_dppo(b):
     check(b, OVER_STD, "global", J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
 
 
-@pytest.mark.parametrize("how", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
-def test_vespo(b, how):
-    """VESPO, arXiv 2602.10693: J = 1/Σ_i|o_i| Σ_i Σ_t sg(φ(w_i)) A_i log π_θ, φ(w) = w^k exp(λ (1 − w)), w_i = Π_t ρ_it
-    times the sampler's corrections, (k, λ) = (2, 3) where A >= 0, else (3, 2). The limits are those of TRL: e^±20 for
-    the ratio of a token, 1e-8 and e^20 for a correction and for the product. Some of these data are beyond them."""
+@pytest.mark.parametrize("tis", [{}, {"tis_cap": 1.1, "tis_floor": 0.9}, {"tis_mode": "token_mask", "tis_cap": 1.2}])
+def test_vespo(b, tis):
+    """VESPO, arXiv 2602.10693: J = 1/Σ_i|o_i| Σ_i Σ_t sg(φ(w_i)) A_i log π_θ, φ(w) = w^k exp(λ (1 − w)). Here (k, λ)
+    is (2, 3) if A >= 0, else (3, 2). w_i is Π_t ρ_it u_it. The correction u_it is π_old/π_sampler of the token, bounded
+    as `tis` says, or 1 if `tis` is empty. As in TRL, ρ_it is clamped to [e^−20, e^20], u_it is at least 1e-8, and w_i
+    is clamped to [1e-8, e^20]. Some of these data are beyond these limits."""
     b.old[2, 0] = b.logp[2, 0] - 30  # the log-ratio of this token is 30
     b.old[4, :2] = b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # and of these it is −30 and 19
     b.sampler[4] = b.old[4] - 0.05
     phi = []
     for i, length in enumerate(LENGTHS):
         logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
-        # Without bounds there are no corrections.
-        corrections = [math.exp(x) for x in (b.old - b.sampler)[i, :length].tolist()] if how else []
+        corrections = [math.exp(x) for x in (b.old - b.sampler)[i, :length].tolist()] if tis else []
         for correction in corrections:
-            u = min(max(correction, how.get("tis_floor", 0.0)), how["tis_cap"])
+            u = min(max(correction, tis.get("tis_floor", 0.0)), tis["tis_cap"])
             # In the mode token_mask, a correction beyond a bound becomes 0 and not the bound.
-            u = 0.0 if how.get("tis_mode") == "token_mask" and u != correction else u
+            u = 0.0 if tis.get("tis_mode") == "token_mask" and u != correction else u
             logs.append(math.log(max(u, 1e-8)))
         w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
         k, decay = (2, 3) if OVER_STD[i] >= 0 else (3, 2)
@@ -289,7 +296,7 @@ def test_vespo(b, how):
     def J(x):
         return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
 
-    check(b, OVER_STD, "global", J, objective="vespo", sampler_logp=b.sampler, **how)
+    check(b, OVER_STD, "global", J, objective="vespo", sampler_logp=b.sampler, **tis)
 
 
 # ---- Facts that hold for any policy ----
@@ -301,14 +308,16 @@ def gradients(theta, *scalars):
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_estimators_on_policy(estimator):
-    """The mean value Σ_x π_θ(x) k(x) is KL(π_θ ‖ π_ref), but k2 and abs are biased. The mean gradient Σ_x π_θ(x) ∇k(x)
-    is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, k1+ and k3+, and ∇KL(π_ref ‖ π_θ) for k3. For abs it is the gradient of no KL
-    divergence."""
+    """For every estimator but k2 and abs, the mean value Σ_x π_θ(x) k(x) is KL(π_θ ‖ π_ref). The mean gradient
+    Σ_x π_θ(x) ∇k(x) is 0 for k1, ∇KL(π_θ ‖ π_ref) for k2, k1+ and k3+, and ∇KL(π_ref ‖ π_θ) for k3. For abs it is the
+    gradient of no KL divergence."""
     logits = torch.randn(2, 6, 1, generator=torch.Generator().manual_seed(0), dtype=F64)  # a vocabulary of six tokens
     theta = logits[0].clone().requires_grad_()
     logp, ref = theta.log_softmax(0), logits[1].log_softmax(0)
     kl, reverse_kl = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
-    absolute = (logp.exp() * (logp - ref).sign().detach()).sum()  # because π_θ ∇|log π_θ − log π_ref| = ± ∇π_θ
+    # `absolute` is not the mean of abs, but has the same gradient: π_θ ∇|log π_θ − log π_ref| is ∇π_θ times the sign of
+    # log π_θ − log π_ref.
+    absolute = (logp.exp() * (logp - ref).sign().detach()).sum()
     mean = (logp.detach().exp() * kl_divergence(logp, ref, estimator)).sum()
     assert (abs(mean - kl) < 1e-12) == (estimator not in ("k2", "abs"))
     expected = {"k1": 0 * kl, "k2": kl, "k3": reverse_kl, "abs": absolute, "k1+": kl, "k3+": kl}[estimator]
@@ -318,9 +327,10 @@ def test_kl_estimators_on_policy(estimator):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
-    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. Off-policy, the term has the right value and gradient. A completion ends
-    with token 0, or after three tokens. Let o run over all completions, and p over all unfinished ones, from the empty
-    one on. Let k_ot be the estimate at token t of o. For every π_θ,
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. With kl_importance, the KL term has the value and the gradient of the
+    exact KL divergence, even if the completions were sampled from π_old. The test lists all completions of a toy model:
+    each ends with token 0 or after three tokens. Let o run over these completions, and p over all prefixes after which
+    another token follows, including the empty prefix. Let k_ot be the estimate at token t of o. For every π_θ,
     Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
@@ -366,9 +376,9 @@ def test_two_sided_clipping(delta):
     loss, grad, stats = run(b.logp, b.old, A, token_weights(b.mask, "global"), b.mask, delta=delta)
     close((loss, grad), minus_sum(b, partial(clipped, delta=delta), A, WEIGHTS["global"]))
     ratio = (b.logp - b.old).exp()
-    low, high = ratio < 1 - 0.2, ratio > 1 + 0.2  # clipped only where A pushes further
-    assert stats["clip_low"] == ((low & (A < 0) & b.mask).sum(), TOKENS) and stats["clip_low"][0] > 0
-    assert stats["clip_high"] == ((high & (A > 0) & b.mask).sum(), TOKENS) and stats["clip_high"][0] > 0
+    # A ratio beyond a bound counts as clipped only if A pushes it further out.
+    assert stats["clip_low"] == (((ratio < 0.8) & (A < 0) & b.mask).sum(), TOKENS) and stats["clip_low"][0] > 0
+    assert stats["clip_high"] == (((ratio > 1.2) & (A > 0) & b.mask).sum(), TOKENS) and stats["clip_high"][0] > 0
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -385,12 +395,15 @@ def test_kl_term(estimator):
 
     args = b.logp, b.old, A, token_weights(b.mask, "global"), b.mask
     reference = {"ref_logp": b.ref, "kl_estimator": estimator}
-    ours, measured, without = run(*args, beta=0.3, **reference), run(*args, **reference), run(*args)
-    surrogate, minus_kl = (minus_sum(b, J, A, WEIGHTS["global"]) for J in (clipped, k))
-    close(ours[:2], (surrogate[0] - 0.3 * minus_kl[0], surrogate[1] - 0.3 * minus_kl[1]))
-    close(ours[2]["kl"], (-TOKENS * minus_kl[0], TOKENS))
-    # Without β, the KL is measured, but changes nothing.
-    assert torch.equal(measured[1], without[1]) and measured[2]["kl"] == ours[2]["kl"] and "kl" not in without[2]
+    loss, grad, stats = run(*args, beta=0.3, **reference)
+    # Pairs of value and gradient: −Σ w S and −Σ w k.
+    minus_surrogate, minus_kl = (minus_sum(b, J, A, WEIGHTS["global"]) for J in (clipped, k))
+    close((loss, grad), (minus_surrogate[0] - 0.3 * minus_kl[0], minus_surrogate[1] - 0.3 * minus_kl[1]))
+    close(stats["kl"], (-TOKENS * minus_kl[0], TOKENS))
+    # With β = 0, the KL is measured, but changes nothing.
+    no_beta, no_reference = run(*args, **reference), run(*args)
+    assert torch.equal(no_beta[1], no_reference[1])  # the gradients
+    assert no_beta[2]["kl"] == stats["kl"] and "kl" not in no_reference[2]
 
 
 SAMPLER_CORRECTIONS = {  # mode: cap, floor; with these data some ratios are beyond each bound and some are not
@@ -403,33 +416,34 @@ GATES = [None, None], [0.8, 1.18], [None, 1.0], [1.0, None]  # the last three dr
 
 
 def correction(b, mode, cap, floor, gate=(None, None)):
-    """Return the factor of each token. It is w = π_old/π_sampler of the token, or the product of w over its completion;
-    truncated to the bounds, or 0 outside of them. The gate is a pair of bounds for exp(1/|o_i| Σ_t log w): outside of
-    them, the factor of the whole completion is 0."""
-    w = torch.zeros_like(b.logp)
+    """Return the factor of each token: π_old/π_sampler of the token or, in a sequence mode, the product of these ratios
+    over the completion. A factor outside of [floor, cap] becomes the nearest bound in a truncate mode, and 0 in a mask
+    mode. The gate is a pair of bounds for the geometric mean of the ratios of a completion. Outside of the gate, all
+    factors of the completion are 0."""
+    factor = torch.zeros_like(b.logp)
     for i, length in enumerate(LENGTHS):
-        logs = [(b.old - b.sampler)[i, t].item() for t in range(length)]
+        logs = (b.old - b.sampler)[i, :length].tolist()
+        if not (gate[0] or 0.0) <= math.exp(fmean(logs)) <= (gate[1] or math.inf):
+            continue
         for t in range(length):
-            ratio = math.exp({"token": logs[t], "sequence": sum(logs)}[mode.split("_")[0]])
-            if not (gate[0] or 0.0) <= math.exp(fmean(logs)) <= (gate[1] or math.inf):
-                w[i, t] = 0.0
-            elif mode.endswith("truncate"):
-                w[i, t] = max(min(ratio, cap), floor)
-            else:
-                w[i, t] = ratio if floor <= ratio <= cap else 0.0
-    return w
+            ratio = math.exp(logs[t] if mode.startswith("token") else sum(logs))
+            if mode.endswith("truncate"):
+                factor[i, t] = max(min(ratio, cap), floor)
+            elif floor <= ratio <= cap:
+                factor[i, t] = ratio
+    return factor
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("mode", TIS_MODES)
 @pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "cispo"}, {"objective": "reinforce"}])
 def test_sampler_correction(switches, mode, gate):
-    """The correction is a constant factor of the policy term and does not change the KL term. A gate without other
-    bounds only drops completions."""
+    """The correction is a constant factor of the policy term and does not change the KL term. With a gate, but without
+    tis_cap and tis_floor, some completions are dropped and the others are not corrected."""
     b, A, (cap, floor) = draw(0), torch.tensor(REWARDS, dtype=F64) - 0.3, SAMPLER_CORRECTIONS[mode]
     weights, kl = token_weights(b.mask, "global"), {"ref_logp": b.ref, "beta": 0.1}
     factor = correction(b, mode, cap, floor, gate)
-    unbounded = correction(b, mode.replace("mask", "truncate"), math.inf, 0.0)[b.mask]
+    unbounded = correction(b, mode, math.inf, 0.0)[b.mask]
     too_low, too_high = unbounded < floor, unbounded > cap
     assert too_low.any() and too_high.any() and not (too_low | too_high).all()
     policy = run(b.logp, b.old, A, weights * factor, b.mask, **switches)[:2]
@@ -451,7 +465,7 @@ def test_sampler_correction(switches, mode, gate):
 
     _, grad, stats = run(b.logp, b.old, A, weights, b.mask, **gates, **switches)
     close(grad, run(b.logp, b.old, A, weights * kept, b.mask, **switches)[1])
-    # Without bounds nothing is bounded, and the statistic may be missing.
+    # Without tis_cap and tis_floor, nothing is bounded: tis_bounded is 0, or missing if there is no gate either.
     assert stats.get("tis_bounded", (0, TOKENS)) == (0, TOKENS) and "sampler_gap" in stats
 
 
@@ -490,10 +504,9 @@ def test_off_policy_sequence_masking(b):
     keep = torch.tensor([1.0 if a > 0 or d <= threshold else 0.0 for a, d in zip(A, drift)], dtype=F64)
     assert keep.sum() == 6
     weights, kl = token_weights(b.mask, "sequence"), {"ref_logp": b.ref, "beta": 0.1}
-    # A masked completion still counts in the weights of the others, and has its KL term.
-    kept = run(b.logp, b.old, A * keep, weights, b.mask, **kl)[:2]
     loss, grad, stats = run(b.logp, b.old, A, weights, b.mask, sampler_logp=b.sampler, off_policy_mask=threshold, **kl)
-    close((loss, grad), kept)
+    # A masked completion still counts in the weights of the others, and has its KL term.
+    close((loss, grad), run(b.logp, b.old, A * keep, weights, b.mask, **kl)[:2])
     assert stats["off_policy"] == (sum(n for n, k in zip(LENGTHS, keep) if k == 0), TOKENS)
 
 
@@ -517,10 +530,11 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_switches_that_an_objective_reads(objective):
-    """A switch changes the gradient of an objective if SWITCHES_READ lists it there, and only then."""
+    """A switch changes the gradient of an objective if and only if SWITCHES_READ lists it for this objective."""
     b, A = draw(0, spread=1.0), torch.tensor(OVER_STD, dtype=F64)
     args = b.logp.float(), b.old.float(), A, token_weights(b.mask, "global"), b.mask
-    switches = {"objective": objective, "epsilon_high": 1.1}  # a cap of cispo that only some of the ratios reach
+    # For cispo, epsilon_high is the cap itself, and only some of these ratios reach 1.1.
+    switches = {"objective": objective, "epsilon_high": 1.1}
     _, before, _ = run(*args, **switches)
     grads = {name: run(*args, **switches | {name: value})[1] for name, value in OTHER_VALUES.items()}
     assert {name for name, grad in grads.items() if not torch.equal(grad, before)} == set(SWITCHES_READ[objective])
@@ -587,12 +601,12 @@ def test_any_split_of_the_step(normalization, switches):
     for number, rows in enumerate(([4], [7, 2, 5, 0, 8], [6, 1], [3])):
         width = max(1, int(whole.mask[rows].sum(1).max())) + number % 3
         part = {name: tensor[rows] for name, tensor in vars(whole).items()}
-        wider = (0, width - whole.mask.shape[1])  # pad() cuts where this is negative
-        part = SimpleNamespace(**{name: pad(x, wider) if x.dim() == 2 else x for name, x in part.items()})
+        change = width - whole.mask.shape[1]  # of the width; where it is negative, pad() removes columns
+        part = SimpleNamespace(**{name: pad(x, (0, change)) if x.dim() == 2 else x for name, x in part.items()})
         part_loss, part_grad, part_stats = run_all(part, switches)
         assert part.mask.any() or set(part_stats.values()) == {(0, 0)}, "a masked row counts in no statistic"
         sum_loss += part_loss
-        sum_grad[rows] += pad(part_grad, (0, -wider[1]))
+        sum_grad[rows] += pad(part_grad, (0, -change))
         assert part_stats.keys() == stats.keys()
         for name, so_far in sum_stats.items():
             pairs = torch.tensor([so_far, part_stats[name]], dtype=F64)  # each is a total and a count
@@ -612,8 +626,8 @@ RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0,
 @every_normalization
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_token_weights(normalization, dtype):
-    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count, because the third has only the
-    masked row. Each of the two has four tokens.
+    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count, because prompt 0 has only the
+    masked row. Prompts 7 and 2 have four tokens each.
 
         sequence: 1/(N |o_i|)       global: 1/Σ_j |o_j|       prompt: 1/(P Σ |o_j| of the prompt)
         constant: 1/(N L)           sum: 1/N
@@ -625,8 +639,7 @@ def test_token_weights(normalization, dtype):
     weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100, prompts=prompts)
     assert weights.dtype == F64
     close(weights, expected, 1e-15)
-    nothing = token_weights(0 * RAGGED, normalization, max_completion_length=100, prompts=prompts)
-    close(nothing, torch.zeros(4, 5), 0)
+    close(token_weights(0 * RAGGED, normalization, max_completion_length=100, prompts=prompts), torch.zeros(4, 5), 0)
 
 
 # ---- Errors name what is valid or what is missing ----
@@ -640,6 +653,7 @@ ERRORS = [  # switches of the loss, or arguments of token_weights; and words of 
     *(({"kl_importance": True, "kl_estimator": k}, ["kl_importance", k]) for k in ("k2", "abs", "k1+", "k3+")),
     ({"ratio": "geometric", "delta": 2.0}, ["delta", "geometric"]),
     ({"ref_logp": None}, ["ref_logp"]),
+    # Take away sampler_logp and tis_cap, which run_all passes, and set one switch that needs sampler_logp.
     *(({"sampler_logp": None, "tis_cap": None, name: 0.9}, ["sampler_logp"]) for name in NEED_SAMPLER),
     ({"normalization": "k9"}, NORMALIZATIONS),
     ({"normalization": "constant"}, ["max_completion_length"]),
