@@ -25,23 +25,27 @@ PROMPTS = [DISTINCT[p] for p, _ in SAMPLES]
 SAMPLING = Sampling(12, eos_ids=[2, 4, 8, 11, 22, 33, 44, 55], temperature=0.9)
 
 build = partial(tiny_model, dtype=torch.float32, spread=2.0)  # no distribution is uniform or certain
-OF_FLOAT32 = rounding(torch.float32)  # log-probs and entropies are between 1 and 10
-close = partial(torch.testing.assert_close, rtol=OF_FLOAT32, atol=OF_FLOAT32)
+# Log-probs and entropies are between 1 and 10, so the same number serves as relative and as absolute tolerance.
+TOLERANCE = rounding(torch.float32)
+close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def streams(samples=SAMPLES):
-    return uniforms(0, 3, samples, 12)
+def streams(samples=SAMPLES, length=12):
+    """Return the random numbers of these samples in step 3 of a run with seed 0."""
+    return uniforms(0, 3, samples, length)
 
 
 @torch.no_grad()
 def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[Completion], temperature: float):
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + completion.ids])
+        # Only tokens that the model wrote are scored. `written` is None if it wrote all of them.
         mask = torch.tensor([[False] * len(prompt) + (completion.written or [True] * len(completion.ids))])
         how = dict(temperature=temperature, with_entropy=True)
         how["kept"] = None if completion.kept is None else [completion.kept.padded(len(prompt), 0)]
-        scored = torch.cat(token_logprobs(model, ids, torch.ones_like(ids), mask, **how))  # there is no padding
-        close(torch.tensor([completion.logp, completion.entropy]), scored[:, len(prompt) :].float())
+        # The attention mask is all ones, because there is no padding.
+        logp, entropy = token_logprobs(model, ids, torch.ones_like(ids), mask, **how)
+        close(torch.tensor([completion.logp, completion.entropy]), torch.cat([logp, entropy])[:, len(prompt) :].float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,21 +58,23 @@ def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
     assert_scored_as_sampled(model, PROMPTS, completions, temperature)
     plain = rollout(model, PROMPTS, streams(), sampling)
     assert plain == [replace(completion, entropy=None) for completion in completions]
+    # Reply functions that never reply change nothing but `written`, which is None without reply functions.
     unanswered = rollout(model, PROMPTS, streams(), sampling, replies=[lambda turn: None] * len(PROMPTS))
     assert [replace(completion, written=None) for completion in unanswered] == plain
-    over_all = rollout(model, PROMPTS, streams(), replace(sampling, with_entropy=True, keep_set=False))
-    assert_scored_as_sampled(model, PROMPTS, over_all, temperature)
-    assert [c.ids for c in over_all] == [c.ids for c in plain] and all(c.kept is None for c in over_all)
-    assert max(a - b for x, y in zip(plain, over_all) for a, b in zip(x.logp, y.logp)) > 0.01, "the kept set matters"
+    # The same tokens are sampled, but their log-probs are over the full vocabulary.
+    full = rollout(model, PROMPTS, streams(), replace(sampling, with_entropy=True, keep_set=False))
+    assert_scored_as_sampled(model, PROMPTS, full, temperature)
+    assert [c.ids for c in full] == [c.ids for c in plain] and all(c.kept is None for c in full)
+    assert max(a - b for x, y in zip(plain, full) for a, b in zip(x.logp, y.logp)) > 0.01, "the kept set matters"
 
 
-def left_of(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """Return the ids that remain of a distribution (V,) after the cuts. Probabilities are added up one by one."""
+def kept_ids(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """Return the ids that the cuts keep of a distribution p (V,). Probabilities are added up one by one."""
     ids = p.argsort(descending=True).tolist()[: top_k or None]
-    mass, left = float(p[ids].sum()), []
-    while not left or float(p[left].sum()) < top_p * mass:
-        left.append(ids[len(left)])  # the next id
-    return sorted(v for v in left if p[v] >= min_p * p.max())
+    mass, kept = float(p[ids].sum()), []
+    while not kept or float(p[kept].sum()) < top_p * mass:
+        kept.append(ids[len(kept)])  # the next id
+    return sorted(v for v in kept if p[v] >= min_p * p.max())
 
 
 @pytest.mark.parametrize("budget, rows", [(1, 1), (38, 2), (80, 4), (10**6, 6)])
@@ -87,14 +93,14 @@ def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
     """The growing cache gives the same completions, bit for bit, as the cache of transformers, which concatenates."""
     model = build(kind, sliding_window=5)
     sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
-    u = uniforms(0, 3, SAMPLES, 150)
     grown, move = [], GrowingLayer._move
     # `_move` returns nothing, so what the lambda returns is not used.
     monkeypatch.setattr(GrowingLayer, "_move", lambda *args: (grown.append(1), move(*args)))
-    in_place = rollout(model, PROMPTS, u, sampling)
+    in_place = rollout(model, PROMPTS, streams(length=150), sampling)
     assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
+    # Without make_room, the cache remains that of transformers.
     monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
-    assert in_place == rollout(model, PROMPTS, u, sampling)
+    assert in_place == rollout(model, PROMPTS, streams(length=150), sampling)
 
 
 # The kind of model, how many tokens of prompts it may read at once, and how many tokens of each prompt it then reads in
@@ -105,13 +111,15 @@ READING = [("qwen2", 1000, [7]), ("qwen2", 14, [4, 3]), ("gemma2", 14, [4, 3]), 
 @pytest.mark.parametrize("kind, at_once, pieces", READING)
 def test_each_prompt_is_read_once_and_finished_rows_leave_the_batch(kind, at_once, pieces, monkeypatch):
     """There are 6 completions of 3 prompts, which have up to 7 tokens and are padded to this length."""
-    shapes, model = [], build(kind, sliding_window=5) if kind == "gemma2" else build(kind)
+    model = build(kind, sliding_window=5) if kind == "gemma2" else build(kind)
+    shapes = []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
     monkeypatch.setattr(rollout_module, "PROMPT_TOKENS", at_once)
     model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
     completions = rollout(model, PROMPTS, streams(), SAMPLING)
     reading, sampling = shapes[: len(pieces)], shapes[len(pieces) :]
     assert reading == [(3, width) for width in pieces]
+    # There is one call less than tokens in the longest completion, because reading the prompts gives the first token.
     assert len(sampling) == max(len(c.ids) for c in completions) - 1 and {width for _, width in sampling} == {1}
     rows = [rows for rows, _ in sampling]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
@@ -149,22 +157,24 @@ def is_over(turn: list[int], sampling: Sampling) -> bool:
 
 
 def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut: dict) -> tuple:
-    """Sample one completion in a loop without cache or padding. The cuts leave some ids, and the token is the first of
-    them at which the cumulative probability exceeds the random number. Return the ids, which of them the model wrote,
-    whether the completion is truncated, its turns, and the ids that the cuts left for each token."""
+    """Sample one completion in a loop without cache or padding. Return the ids, which of them the model wrote, whether
+    the completion is truncated, its turns, and the ids that the cuts kept for each token."""
     ids, written, turns, sets = [], [], [[]], []
     for t in range(sampling.max_completion_length):
-        if t < len(ids):  # in a reply
+        if t < len(ids):  # a reply has filled this position
             continue
         p = (model(torch.tensor([prompt + ids])).logits[0, -1].double() / sampling.temperature).softmax(-1)
-        left = left_of(p, **cut)
-        token = left[(p[left].cumsum(0) <= numbers[t] * p[left].sum()).sum()]
-        ids, written, sets = [*ids, token], [*written, True], [*sets, left]
+        kept = kept_ids(p, **cut)
+        # The token is the first kept id at which the cumulative probability exceeds the random number times the
+        # probability of all kept ids. The number of ids before it is its index.
+        token = kept[(p[kept].cumsum(0) <= numbers[t] * p[kept].sum()).sum()]
+        ids, written, sets = [*ids, token], [*written, True], [*sets, kept]
         turns[-1].append(token)
         if is_over(turns[-1], sampling):
             reply = replied(turns[-1])
             if reply is None or t + 1 + len(reply) >= sampling.max_completion_length:
-                # The completion ends here. It counts as truncated if there was a reply, which did not fit.
+                # There is no reply, or no room for the reply and one more token. In the second case, the completion is
+                # truncated.
                 return ids, written, reply is not None, turns, sets
             ids, written, sets = ids + reply, written + [False] * len(reply), sets + [None] * len(reply)
             turns.append([])
@@ -180,19 +190,19 @@ CONVERSATIONS = [*zip(KINDS, CUTS, [[]] * 6), ("qwen2", CUTS[5], STOPS[0]), ("qw
 @torch.no_grad()
 def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop):
     """A completion is the same in a batch as when the loop of `talk` samples it. Neither the division of rows into
-    batches nor the moment when finished rows are dropped makes a difference. A stop string ends a turn with the token
-    that completes the string, if the whole string is in that turn."""
+    batches nor the moment when finished rows are dropped makes a difference. The token that completes a stop string is
+    the last of its turn. A string that begins in one turn and ends in another does not count."""
     model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
     samples = [(p, i) for p in range(3) for i in range(3)]
-    prompts, u = [DISTINCT[p] for p, _ in samples], uniforms(0, 3, samples, 20)
+    prompts, u = [DISTINCT[p] for p, _ in samples], streams(samples, 20)
     sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, with_entropy=True, stop=stop, **cut)
     sampling.to_text = text_of
     expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
-    _, _, all_cut_off, all_turns, all_sets = zip(*expected)
-    assert any(len(turns) > 2 for turns in all_turns) and any(all_cut_off)
+    _, _, all_truncated, all_turns, all_sets = zip(*expected)
+    assert any(len(turns) > 2 for turns in all_turns) and any(all_truncated)
     texts = [text_of(turn) for turns in all_turns for turn in turns]
     assert all(any(string in text for text in texts) for string in stop)
-    assert not cut or max(len(left) for sets in all_sets for left in sets if left) < VOCAB / 2
+    assert not cut or max(len(kept) for sets in all_sets for kept in sets if kept) < VOCAB / 2
     for how in (dict(drop_share=0.01), dict(drop_share=1.0), dict(tokens_at_once=60)):
         heard = [[] for _ in prompts]
         # append() returns None, so each function notes the turn and returns the reply.
@@ -200,10 +210,10 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
         completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
         ended = [[turn for turn in turns if turn and is_over(turn, sampling)] for turns in all_turns]
         assert heard == ended, "the reply function must be called once for each turn"
-        for completion, (ids, written, cut_off, turns, sets) in zip(completions, expected, strict=True):
-            assert (completion.ids, completion.written, completion.truncated) == (ids, written, cut_off)
+        for completion, (ids, written, truncated, turns, sets) in zip(completions, expected, strict=True):
+            assert (completion.ids, completion.written, completion.truncated) == (ids, written, truncated)
             assert completion.turns == [turn for turn in turns if turn] and completion.length == sum(written)
-            kept = completion.kept and [None if ids is None else ids.tolist() for ids in completion.kept]
+            kept = None if completion.kept is None else [None if x is None else x.tolist() for x in completion.kept]
             assert kept == (sets if cut else None)
         assert_scored_as_sampled(model, prompts, completions, 0.9)
 
@@ -231,7 +241,8 @@ def test_kept_sets(vocabulary):
     assert all(map(np.array_equal, padded, expected)) and np.array_equal(padded[-2], sets[-1])
 
 
-# The number of ids in the largest set, at least and at most, and the bytes that a token may take.
+# A spread of 0.1 makes each distribution nearly uniform, and 30 makes it nearly certain. The largest kept set must have
+# between `least` and `most` ids. On average, the set of a token may take less than `token_bytes` when it is pickled.
 @pytest.mark.parametrize("spread, least, most, token_bytes", [(0.1, 130_001, 152_000, 19_500), (30.0, 1, 99, 100)])
 def test_sets_of_a_large_vocabulary_stay_small(spread, least, most, token_bytes):
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
@@ -250,7 +261,8 @@ def test_logits_in_bfloat16_are_sampled_from_in_float32():
 
 def test_a_sampled_pad_token_is_a_token_like_any_other():
     model, pad = build(), 0  # the id with which rollout pads
-    model.lm_head.weight.data[pad] = 0.0  # logit 0, so it is sampled often
+    # The logit of the pad token is 0 and all others are near 0, so it is about as likely as any other token.
+    model.lm_head.weight.data[pad] = 0.0
     model.lm_head.weight.data[1:] *= 0.1
     prompts = [DISTINCT[1]] * 50
     completions = rollout(model, prompts, streams([(1, i) for i in range(50)]), Sampling(12, [2], with_entropy=True))
@@ -263,6 +275,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored(training):
     """The model's mode and generation settings are also restored after an exception."""
     model, modes = build().train(training), []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
+    # Checkpointing has an effect only in training mode, so it must not change a rollout.
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, eos_token_id=7, max_length=5,
