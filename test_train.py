@@ -54,8 +54,8 @@ def letters(prompts, completions, **columns):
 
 
 def judged(completions, completion_ids, log_metric, **columns):
-    """Log the lengths. Judge a completion by its first letter, but give no reward to a text of up to three characters
-    or of a multiple of three."""
+    """Log the lengths. Judge a completion by its first letter, but give no reward if the number of its characters is at
+    most three or divisible by three."""
     for ids in completion_ids:
         log_metric("tokens", len(ids))
     return [float(text[:1] < "f") if len(text) % 3 and len(text) > 3 else None for text in completions]
@@ -96,7 +96,8 @@ def go(sorting, tmp_path, monkeypatch):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return a function that records all calls of another one: its arguments, keyword arguments and result."""
+    """Return a function that replaces the function `name` of `owner` by one that records its calls. The record of each
+    call has its arguments, its keyword arguments and its result."""
 
     def watched(owner: object, name: str) -> list[SimpleNamespace]:
         calls, function = [], getattr(owner, name)
@@ -125,7 +126,7 @@ def untrained() -> Tensor:
 
 
 # A gradient in float32 is accurate to about 1e-5. After several updates it is less accurate: Adam divides each entry of
-# the gradient by its size, so entries that are little more than rounding change a weight as much as all others.
+# the gradient by its size, so an entry that is little more than rounding changes its weight as much as any other entry.
 ONE_UPDATE, SOME_UPDATES = 1e-4, 5e-3
 
 
@@ -156,7 +157,7 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     one = go("one", **settings)
     run(sorting | settings | of_many, tmp_path / "many", world=world)
     assert_same_run(tmp_path / "many", one)
-    steps = [line for line in metrics(one) if line["step"]]
+    steps = [line for line in metrics(one) if line["step"]]  # step 0 is the evaluation before the first step
     assert all(line["grad_norm"] > 0.01 for line in steps)
     assert all(line["turns"] > 1.2 and line["reply_length"] > 0.5 for line in steps if "reply" in settings)
 
@@ -242,7 +243,7 @@ STEPS = {
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
     "mask_truncated": dict(mask_truncated=True, normalization="prompt"),
     "several turns": TURNS | dict(normalization="global", entropy_coef=0.3),
-    "several turns, no rows shared": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
+    "several turns, micro-batches of one row": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
     "some without a reward": dict(reward=paths("sometimes"), normalization="constant"),
     "three passes, clipped gradients": dict(num_iterations=3, learning_rate=0.02, max_grad_norm=0.2),
     "KL": dict(num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, normalization="global"),
@@ -257,8 +258,10 @@ STEPS = {
 def test_a_step_is_the_papers_equation(go, updates, name):
     settings = STEPS[name]
     out = go(**dict(steps=1, num_generations=6, micro_batch_size=5) | settings)
-    actual = [*updates]  # a copy, because `updates` will also record the optimizer of by_hand
+    # `updates` records the gradient and the learning rates of each update. Copy it now, as it will also record by_hand.
+    actual = [*updates]
     rows, (figures,) = to_rows(samples(out), 6, "reply" in settings), metrics(out)
+    # The run above has these three settings as well, unless STEPS changes them.
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None or (cfg.mask_truncated and row["truncated"])}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
@@ -270,7 +273,8 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     ]
     model, _ = sorting_model(cfg)
     losses, norms, grads, weights = by_hand(model, rows, rows_by_update, cfg)
-    for (ours, _), expected in zip(actual, grads, strict=True):  # float32 and float64
+    for (ours, _), expected in zip(actual, grads, strict=True):
+        # `ours` was computed in float32, `expected` in float64.
         assert distance(ours, expected) <= (ONE_UPDATE if len(grads) == 1 else SOME_UPDATES)
     assert figures["loss"] == pytest.approx(statistics.mean(losses), abs=1e-5, rel=1e-3)
     assert figures["grad_norm"] == pytest.approx(statistics.mean(norms), rel=1e-3) and max(norms) > 0.2
@@ -285,7 +289,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     of replies are in infra/test_report.py."""
     names = "draw_groups", "group_advantages", "minibatches", "update", "logprobs", "policy_loss"
     draws, advantage_calls, minibatch_calls, update_calls, logprob_calls, loss_calls = (watch(train, x) for x in names)
-    # Drawing the groups takes 3 s, and an update takes 5 s.
+    # On this clock, drawing the groups takes 3 s, an update takes 5 s, and everything else takes no time.
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
     of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05)
@@ -300,8 +304,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     lengths, rewards, advantages, truncated, rewards_by_name = ([row[name] for row in rows] for name in names)
     weighted = [[w * x for w, x in zip((0.5, 2.0), named.values()) if x is not None] for named in rewards_by_name]
     assert rewards == [sum(values) if values else None for values in weighted]
-    counts = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
-    trained_lengths = [n if counted else 0 for n, counted in zip(lengths, counts)]
+    trained_on = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
+    trained_lengths = [n if is_trained_on else 0 for n, is_trained_on in zip(lengths, trained_on)]
     assert [call.kwargs["lengths"].flatten().tolist() for call in advantage_calls] == [trained_lengths]
     rows_by_update = [rows_of_update for call in minibatch_calls for rows_of_update in call.result]
     for call, rows_of_update in zip(update_calls, rows_by_update, strict=True):
@@ -312,8 +316,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         assert torch.equal(batch.advantages, on_high_entropy(A, batch.sampler_entropy, batch.mask, 0.5))
 
     loss, totals = 0.0, np.zeros((len(train.STATS), 2))
-    # Only `accumulate` passes a keyword argument: it asks for entropies. The other calls score the completions for the
-    # old policy and the reference.
+    # Keep only the calls in which `accumulate` scores the policy. They alone have a keyword argument, which asks for
+    # entropies. The other calls score the old policy and the reference.
     entropies = [call.result[1].detach() for call in logprob_calls if call.kwargs]
     for call, entropy in zip(loss_calls, entropies, strict=True):
         assert of_loss.items() <= call.kwargs.items()
@@ -328,7 +332,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
     given = [[r for r in rewards[i : i + 3] if r is not None] for i in range(0, len(rows), 3)]
     right = [named["judged"] == 1.0 for named in rewards_by_name]
-    # For each group, the set of its verdicts. A group with one verdict is rejected.
+    # For each group, the set of its verdicts. A group is rejected if it has fewer than two different verdicts, or fewer
+    # than two completions that are trained on.
     verdicts = [{right[i + j] for j in range(3) if rewards[i + j] is not None} for i in range(0, len(rows), 3)]
     expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,
@@ -342,7 +347,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(truncated),
         "dead_groups": mean(len({*values}) < 2 for values in given),
-        "rejected_groups": mean(len(verdicts[i]) < 2 or sum(counts[3 * i : 3 * i + 3]) < 2 for i in range(16)),
+        "rejected_groups": mean(len(verdicts[i]) < 2 or sum(trained_on[3 * i : 3 * i + 3]) < 2 for i in range(16)),
         "groups_replaced": 0,
         "tokens": sum(lengths),
         "logged/tokens": mean(lengths),
@@ -369,14 +374,14 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     one = go("one", **settings, tis_cap=9.0)
     factor_of_1 = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, gate_low=0.9999, gate_high=1.0001)
     run(sorting | settings | factor_of_1, tmp_path / "two", world=2)
-    assert_same_run(tmp_path / "two", one)  # which also bounds sampler_gap by rounding
+    assert_same_run(tmp_path / "two", one)  # this also checks that sampler_gap is no more than rounding
     first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """If the sampler is the old policy, no other old log-probs are computed. Then sampler_gap compares the sampler with
-    the current policy, and the gap is only rounding here."""
+    """They are refused with --old_policy policy. With --old_policy sampler, no old log-probs are computed. Therefore
+    sampler_gap compares the sampler with the current policy. Here the two differ only by rounding."""
     # Add a group that was sampled in an earlier step.
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
@@ -410,7 +415,7 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
-def test_nothing_that_a_model_does_only_in_training_acts_on_the_scores(go, monkeypatch, settings):
+def test_log_probs_are_computed_as_in_eval_mode(go, monkeypatch, settings):
     """Dropout, or a router that draws random numbers, must not act when completions are scored."""
     model, tokenizer = sorting_model(Config())
     model.model.norm.register_forward_hook(lambda norm, _, out: torch.dropout(out, 0.5, norm.training))
@@ -452,6 +457,7 @@ def test_each_update_has_its_minibatch_and_the_learning_rate_of_its_step(go, wat
     out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
     assert len(calls) == 3 * 2 and len({str(call.result) for call in calls}) == 6
     assert all(sorted(itertools.chain(*call.result)) == list(range(12)) for call in calls)
+    # learning_rate/1 is that of the second group of parameters, and learning_rate that of the first.
     assert [line["learning_rate/1"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
     assert [line["learning_rate"] for line in metrics(out)] == pytest.approx([2e-5, 4e-5, 4e-5])
     assert [lr for _, lr in updates] == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4) for _ in range(6)]
@@ -514,7 +520,7 @@ def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws)
 
 def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
     out = go(reward=paths("never"), dynamic_sampling=3)
-    drawn = (1 + 3) * 3
+    drawn = (1 + 3) * 3  # the first draw and three more rounds, of 3 prompts each
     assert draws()[0] == list(range(2 * drawn)) and len(samples(out)) == 2 * 3 * G
     expected = {"grad_norm": 0.0, "reward": None, "reward/never": None}
     expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
@@ -533,13 +539,14 @@ def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
 # ---- Evaluation ----
 
 
-def test_evaluation_against_counting(go, watch):
+def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout")
     out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky")
     calls = [call.kwargs | {"values": call.result} for call in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
-    kinds = ["sampled", "greedy", "step", "step", "sampled", "greedy", "step", "sampled", "greedy"]  # of the calls
+    # Each rollout, with its call of the reward, is the sampled or the greedy one of an evaluation, or a training step's.
+    kinds = ["sampled", "greedy", "step", "step", "sampled", "greedy", "step", "sampled", "greedy"]
     assert len(calls) == 9 and len(samples(out, "eval")) == 6
     assert [call.args[3].temperature == 0.0 for call in rollouts] == [kind == "greedy" for kind in kinds]
     trained_on = {prompt for call, kind in zip(calls, kinds) if kind == "step" for prompt in call["prompts"]}
@@ -552,7 +559,7 @@ def test_evaluation_against_counting(go, watch):
             assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 
-def test_an_evaluation_without_training_is_that_of_a_run(go):
+def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     """This holds for the initial model, the trained one, and a checkpoint."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
@@ -592,9 +599,9 @@ def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
         assert message == {"role": "assistant", "content": line["completion"].replace(EOS, "").replace("<pad>", "")}
         assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
         assert line["reward"] == call.result[i] and line["columns"] == {"answer": columns["answer"][i]}
-    assert {ids[-1] for ids in columns["completion_ids"]} & {*ENDS[1:]}, "not only the first end token ends one"
+    assert {ids[-1] for ids in columns["completion_ids"]} & {*ENDS[1:]}, "end tokens other than the first must occur"
 
     before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (tmp_path / "model", out / "model"))
     assert before["eos_token_id"] == ENDS
-    assert before | {"transformers_version": 0} == after | {"transformers_version": 0}
+    assert before == after
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
