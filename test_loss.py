@@ -94,8 +94,8 @@ def minus_sum(b, J, A, weights, ratio="token"):
             loss = loss - weights[i, t] * value
             grad[i, t] = -weights[i, t] * derivative
         if ratio == "sequence":
-            # So far, grad[i, t] is the derivative of term t with respect to log s_i. The derivative of log s_i with
-            # respect to each log-prob is 1/length.
+            # So far, grad[i, t] is the derivative of term t with respect to log s_i. Each log-prob affects log s_i, and
+            # so all of these terms: the derivative of log s_i with respect to each log-prob is 1/length.
             grad[i, :length] = grad[i].sum() / length
     return loss, grad
 
@@ -282,6 +282,7 @@ def test_vespo(b, tis):
     phi = []
     for i, length in enumerate(LENGTHS):
         logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
+        # An empty `tis` turns the corrections off.
         corrections = [math.exp(x) for x in (b.old - b.sampler)[i, :length].tolist()] if tis else []
         for correction in corrections:
             u = min(max(correction, tis.get("tis_floor", 0.0)), tis["tis_cap"])
@@ -327,10 +328,10 @@ def test_kl_estimators_on_policy(estimator):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
-    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. With kl_importance, the KL term has the value and the gradient of the
-    exact KL divergence, even if the completions were sampled from π_old. The test lists all completions of a toy model:
-    each ends with token 0 or after three tokens. Let o run over these completions, and p over all prefixes after which
-    another token follows, including the empty prefix. Let k_ot be the estimate at token t of o. For every π_θ,
+    """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. With kl_importance, the expected KL term has the value and the gradient
+    of the exact KL divergence, even if the completions were sampled from π_old. The test lists all completions of a toy
+    model: each ends with token 0 or after three tokens. Let o run over these completions, and p over all prefixes after
+    which another token follows, including the empty prefix. Let k_ot be the estimate at token t of o. For every π_θ,
     Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
@@ -424,7 +425,7 @@ def correction(b, mode, cap, floor, gate=(None, None)):
     for i, length in enumerate(LENGTHS):
         logs = (b.old - b.sampler)[i, :length].tolist()
         if not (gate[0] or 0.0) <= math.exp(fmean(logs)) <= (gate[1] or math.inf):
-            continue
+            continue  # all factors of the completion remain 0
         for t in range(length):
             ratio = math.exp(logs[t] if mode.startswith("token") else sum(logs))
             if mode.endswith("truncate"):
@@ -626,8 +627,8 @@ RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0,
 @every_normalization
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_token_weights(normalization, dtype):
-    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count, because prompt 0 has only the
-    masked row. Prompts 7 and 2 have four tokens each.
+    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count: prompt 7 (row 0) and
+    prompt 2 (rows 2 and 3) have four tokens each. Prompt 0 has only row 1, which is masked.
 
         sequence: 1/(N |o_i|)       global: 1/Σ_j |o_j|       prompt: 1/(P Σ |o_j| of the prompt)
         constant: 1/(N L)           sum: 1/N

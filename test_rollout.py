@@ -25,7 +25,7 @@ PROMPTS = [DISTINCT[p] for p, _ in SAMPLES]
 SAMPLING = Sampling(12, eos_ids=[2, 4, 8, 11, 22, 33, 44, 55], temperature=0.9)
 
 build = partial(tiny_model, dtype=torch.float32, spread=2.0)  # no distribution is uniform or certain
-# Log-probs and entropies are between 1 and 10, so the same number serves as relative and as absolute tolerance.
+# Log-probs and entropies have sizes between 1 and 10, so the same number serves as relative and as absolute tolerance.
 TOLERANCE = rounding(torch.float32)
 close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -119,7 +119,7 @@ def test_each_prompt_is_read_once_and_finished_rows_leave_the_batch(kind, at_onc
     completions = rollout(model, PROMPTS, streams(), SAMPLING)
     reading, sampling = shapes[: len(pieces)], shapes[len(pieces) :]
     assert reading == [(3, width) for width in pieces]
-    # There is one call less than tokens in the longest completion, because reading the prompts gives the first token.
+    # The longest completion takes one call fewer than it has tokens, because reading the prompts gives the first one.
     assert len(sampling) == max(len(c.ids) for c in completions) - 1 and {width for _, width in sampling} == {1}
     rows = [rows for rows, _ in sampling]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(PROMPTS)
@@ -242,7 +242,7 @@ def test_kept_sets(vocabulary):
 
 
 # A spread of 0.1 makes each distribution nearly uniform, and 30 makes it nearly certain. The largest kept set must have
-# between `least` and `most` ids. On average, the set of a token may take less than `token_bytes` when it is pickled.
+# between `least` and `most` ids. On average, the pickled set of a token must take less than `token_bytes`.
 @pytest.mark.parametrize("spread, least, most, token_bytes", [(0.1, 130_001, 152_000, 19_500), (30.0, 1, 99, 100)])
 def test_sets_of_a_large_vocabulary_stay_small(spread, least, most, token_bytes):
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)

@@ -258,7 +258,7 @@ STEPS = {
 def test_a_step_is_the_papers_equation(go, updates, name):
     settings = STEPS[name]
     out = go(**dict(steps=1, num_generations=6, micro_batch_size=5) | settings)
-    # `updates` records the gradient and the learning rates of each update. Copy it now, as it will also record by_hand.
+    # `updates` records the gradient and the learning rates of each update. Copy it, because by_hand will add its own.
     actual = [*updates]
     rows, (figures,) = to_rows(samples(out), 6, "reply" in settings), metrics(out)
     # The run above has these three settings as well, unless STEPS changes them.
@@ -316,8 +316,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         assert torch.equal(batch.advantages, on_high_entropy(A, batch.sampler_entropy, batch.mask, 0.5))
 
     loss, totals = 0.0, np.zeros((len(train.STATS), 2))
-    # Keep only the calls in which `accumulate` scores the policy. They alone have a keyword argument, which asks for
-    # entropies. The other calls score the old policy and the reference.
+    # Keep the calls in which `accumulate` scores the policy. Only they have a keyword argument: it asks for entropies.
+    # The other calls score the old policy and the reference.
     entropies = [call.result[1].detach() for call in logprob_calls if call.kwargs]
     for call, entropy in zip(loss_calls, entropies, strict=True):
         assert of_loss.items() <= call.kwargs.items()
@@ -374,14 +374,14 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     one = go("one", **settings, tis_cap=9.0)
     factor_of_1 = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, gate_low=0.9999, gate_high=1.0001)
     run(sorting | settings | factor_of_1, tmp_path / "two", world=2)
-    assert_same_run(tmp_path / "two", one)  # this also checks that sampler_gap is no more than rounding
+    assert_same_run(tmp_path / "two", one)  # it also checks that sampler_gap is no more than rounding
     first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """They are refused with --old_policy policy. With --old_policy sampler, no old log-probs are computed. Therefore
-    sampler_gap compares the sampler with the current policy. Here the two differ only by rounding."""
+    """Such completions are refused with --old_policy policy. With --old_policy sampler, no old log-probs are computed,
+    so sampler_gap compares the sampler with the current policy. Here the two differ only by rounding."""
     # Add a group that was sampled in an earlier step.
     monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
     out = go("sampler", old_policy="sampler", top_p=0.9)
@@ -457,7 +457,7 @@ def test_each_update_has_its_minibatch_and_the_learning_rate_of_its_step(go, wat
     out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
     assert len(calls) == 3 * 2 and len({str(call.result) for call in calls}) == 6
     assert all(sorted(itertools.chain(*call.result)) == list(range(12)) for call in calls)
-    # learning_rate/1 is that of the second group of parameters, and learning_rate that of the first.
+    # learning_rate/1 is the rate of the second group of parameters, and learning_rate that of the first.
     assert [line["learning_rate/1"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
     assert [line["learning_rate"] for line in metrics(out)] == pytest.approx([2e-5, 4e-5, 4e-5])
     assert [lr for _, lr in updates] == [pytest.approx([0.1 * x, x]) for x in (2e-4, 4e-4, 4e-4) for _ in range(6)]
@@ -545,7 +545,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     calls = [call.kwargs | {"values": call.result} for call in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [0, 2, 3]
-    # Each rollout, with its call of the reward, is the sampled or the greedy one of an evaluation, or a training step's.
+    # The purpose of each rollout and of its call of the reward: a part of an evaluation, or a training step.
     kinds = ["sampled", "greedy", "step", "step", "sampled", "greedy", "step", "sampled", "greedy"]
     assert len(calls) == 9 and len(samples(out, "eval")) == 6
     assert [call.args[3].temperature == 0.0 for call in rollouts] == [kind == "greedy" for kind in kinds]
