@@ -78,7 +78,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # No group has a signal, but with a baseline or scale of the whole batch, advantages could still differ from 0.
+        # Nothing can be learned here, but a baseline or scale computed over the whole batch would give advantages.
         advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
@@ -178,7 +178,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # not `=`, because `same_count` may repeat a row, fully masked
+        logp[rows] += logprobs(run, part, model)[0]  # `+=`: with `same_count`, a row may come again, all masked
     ranks.sum_(logp)
     return logp
 
@@ -221,7 +221,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
-    return alive or drawn[: cfg.prompts_per_step], drawn  # the first groups, if none has a signal
+    return (alive or drawn[: cfg.prompts_per_step]), drawn  # the first groups, if none has a signal
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[int]:
@@ -235,7 +235,7 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the number of prompts that this step drew before. With a prompt's place in `picked`, it names its random numbers."""
+    the number of prompts that this step drew before. A prompt's random numbers depend on `first` + its place in `picked`."""
     # Rows that your own code has added during the run are not encoded yet.
     encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
@@ -266,8 +266,10 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,)
-        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
+        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,), reported
+        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[
+            0
+        ]  # trained on
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
     run.logged += logged  # of this rank only; `training_step` gathers it

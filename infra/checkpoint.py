@@ -155,8 +155,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # The tensors with one number are written to one file per rank, which contains that rank's part of them. So together
-    # they may have FILE_BYTES times the number of ranks.
+    # Each rank writes its parts of all tensors that have the same file number to one file. So together these tensors
+    # may have FILE_BYTES times the number of ranks.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -177,9 +177,9 @@ def check(folder: Path) -> None:
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. What is
-    not in RECORDS becomes a tensor. If no tensor can be made of it, this raises an error. If its class is not in
-    ARRAYS, `_from_text` does."""
+    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
+    whose class is not in RECORDS becomes a tensor, or is an error if it cannot become one. If its class is not in
+    ARRAYS either, `_from_text` raises an error."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)

@@ -23,8 +23,8 @@ from transformers import Conv1D, PreTrainedModel
 from config import UserError
 from infra.seeds import generator
 
-# The settings of plain LoRA that `save_adapters` writes to adapter_config.json. `read_adapters` accepts a setting that
-# has the value given here, that is false or empty, or whose name is in ANY.
+# The settings of plain LoRA that `save_adapters` writes to adapter_config.json. `read_adapters` accepts a setting in
+# three cases: it has the value given here, it is false or empty, or its name is in ANY.
 PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
 # These settings may have any value, because `read_adapters` uses them or they have no effect on plain LoRA.
 ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}

@@ -27,8 +27,8 @@ from tasks import task_file
 # The end of an error message, for a checkpoint or saved adapters that are given as --model but cannot be trained.
 EVAL_ONLY = "can only be evaluated; for training, give whole weights (merge adapters into their base model first)"
 
-# Under autocast, compute the products of experts in bf16, as a rollout does. PyTorch has no such rule of its own, so an
-# update would compute them in fp32, which is slow.
+# Under autocast, compute the matrix products of mixture-of-experts layers in bf16, as a rollout does. PyTorch's own
+# rules leave them out, so an update would compute them in fp32, which is slow.
 for device_type in ("cpu", "cuda"):
     torch.library.register_autocast("aten::_grouped_mm", device_type, torch.bfloat16)
 
@@ -83,8 +83,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Adapters are saved with the name of their base model. For new adapters on a checkpoint, that would be the model
-    # that its run started from, which has other weights.
+    # Adapters are saved with the name of their base model. New adapters on a checkpoint would be saved with the name of
+    # the model that the checkpoint's run started from, which has other weights.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.

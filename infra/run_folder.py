@@ -55,7 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # With --steps 0, a run only evaluates and writes no model. If it had not evaluated yet, `made` would be None.
+    # With --steps 0, a run only evaluates, and writes no model. It has evaluated, because `made` is not None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -219,7 +219,7 @@ def digest_of_code() -> str:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each file, and of all files in each folder, that the run reads."""
-    # A path is a file, and then `glob` finds nothing, or a folder, which `digest_of` leaves out of the list.
+    # Each path is a file or a folder. For a file, `glob` finds nothing. A folder itself is skipped by `digest_of`.
     return {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
 
 

@@ -49,8 +49,10 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
-    # Each row of `copies.T` lists the ranks that have the same shard. Each row of either table becomes a group.
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=ranks.TIMEOUT)[0] for rows in (copies.T, copies)]
+    # Each row of `copies.T` lists the ranks that have the same shard. Each row of both tables becomes a group. This
+    # rank keeps the two groups that it belongs to.
+    tables = [copies.T.tolist(), copies.tolist()]
+    groups = [dist.new_subgroups_by_enumeration(table, timeout=ranks.TIMEOUT)[0] for table in tables]
     return DeviceMesh.from_group(groups, device.type, mesh=copies, mesh_dim_names=("replicate", "shard"))
 
 
@@ -63,7 +65,7 @@ def shard(
     units = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
     units += [empty.get_input_embeddings(), empty.get_output_embeddings()]
     # Modules that share a weight, such as tied embeddings, are not units. Their weights are gathered with those that
-    # belong to no unit, when the forward pass of the whole model (`empty`) starts.
+    # belong to no unit, when the forward pass of `empty` starts.
     users = Counter(p for unit in units for p in unit.parameters())
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
     for module in [*units, empty]:
