@@ -235,7 +235,7 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the number of prompts that this step drew before. A prompt's random numbers depend on `first` + its place in `picked`."""
+    the number of prompts that this step drew before. `first` + the place of a prompt decides its random numbers."""
     # Rows that your own code has added during the run are not encoded yet.
     encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
@@ -266,10 +266,8 @@ def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,), reported
-        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[
-            0
-        ]  # trained on
+        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,), only reported
+        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
     run.logged += logged  # of this rank only; `training_step` gathers it

@@ -118,8 +118,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # record of which ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
 
-    # Sharded weights are gathered for the head and for two layers at a time. These layers also have whole gradients; the
-    # gradient of the head is counted below.
+    # Sharded weights are gathered for the head and for two layers at a time. These layers also have whole
+    # gradients. The gradient of the head is counted below.
     gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
     gathered += 2 * (compute_bytes + gradient_bytes) * (parameters - vocabulary * h) / layers
     # Each token has an id, attention, mask; log-probs of sampler, old policy and reference; the sampler's entropy; a
