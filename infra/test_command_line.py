@@ -92,8 +92,8 @@ def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
     assert read(f"--out {out}") == Config(out=str(out)), "no step was made, so there is nothing to resume"
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     assert vars(read(f"--out {out} --steps 9")) == vars(ready(given, on_gpu=False)) | dict(steps=9, overwrite=False)
-    # The run was killed before its first checkpoint, so this command begins it again. The command gives only --out, but
-    # config.json must still contain the settings that were given to the first command.
+    # Suppose that the run was killed before its first checkpoint, so that the next command begins it again. It gives
+    # only --out, but config.json must still record the settings that were given to the first command.
     again = read(f"--out {out}")
     run_folder.begin(ready(again, on_gpu=False), again, 0)
     assert read(f"--config {file}") == read(words)
@@ -102,7 +102,7 @@ def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
         run_folder.step_to_continue_after(ready(read(f"--out {out} --algorithm gspo"), on_gpu=False))
 
 
-# A command line -> a part of each line of its error message. " | " is between the lines, " ... " stands for any words.
+# A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
 MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi=0.3 oops"),
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),

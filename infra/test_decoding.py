@@ -44,13 +44,14 @@ def all_sampled(model: nn.Module, decode: str, dtype: torch.dtype = torch.float3
 
 
 def kept_sets(completion: Completion) -> list[set[int] | None]:
-    """Return the kept ids of each token, without their order, which does not matter."""
+    """Return the kept ids of each token as a set, because their order does not matter."""
     return [None if ids is None else set(ids) for ids in completion.kept or []]
 
 
 def assert_same(ours: list[Completion], theirs: list[Completion], dtype: torch.dtype = torch.float32) -> None:
     """Compare tokens and log-probs, which are of the size of 1 to 10. In bf16 a rounding error may change a token, and
-    then the rest of the completion is not compared. Half of all tokens must be compared, in fp32 all."""
+    then the rest of the completion is not compared. At least half of all tokens must be compared, and
+    in fp32 all of them."""
     compared_share, tolerance = (1.0, 1e-5) if dtype == torch.float32 else (0.5, 0.1)
     gaps = []
     for a, b in zip(ours, theirs, strict=True):
@@ -98,7 +99,7 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
     attention = model.model.layers[0].self_attn
     attention.register_forward_pre_hook(lambda _, args, given: seen.append(given["attention_mask"]), with_kwargs=True)
     with decoding.decoding(model, torch.float32, "graph", 20):
-        seen.clear()  # `decoding` has already called the model, to find out whether it can be graphs
+        seen.clear()  # `decoding` has already called the model, to find out whether graphs are possible
         rollout(model, [[3, 4, 5]], None, Sampling(20, NO_ENDS, temperature=0.0))
     # The first call reads the prompt, so its mask is left out. At first there is room for 3 + 2 tokens. A full cache is
     # doubled, but the prompt and its completion never need more than 3 + 20.

@@ -104,7 +104,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault, function, n, rank, world, code, message", FAULTS)
 def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, function, n, rank, world, code, message):
-    # The other ranks receive a mistake too, and end without a message.
+    # A mistake also reaches the other ranks, which end without a message.
     code_of_others = 2 if fault is mistake else 1
     codes = [code if i == rank else code_of_others for i in range(world)]
     before = partial(at, function, n, fault, rank=rank)
@@ -146,12 +146,12 @@ def test_a_run_does_not_need_a_screen(small, whole, tmp_path):
 
 
 def other_rows(pick_rows):
-    """Return a function that picks the same rows in step 1. In step 2 it picks the next row instead of each."""
+    """Return a function that picks the usual rows in step 1, and in step 2 the row after each of them."""
     return lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)]
 
 
 def other_advantages(advantages):
-    """Return a function that gives the same advantages in step 1. Those of step 2 differ a little."""
+    """Return a function that computes the usual advantages in step 1, and slightly different ones in step 2."""
     earlier_calls = itertools.count()
     return lambda *args, **how: advantages(*args, **how) * (1 + 1e-4 * next(earlier_calls))
 

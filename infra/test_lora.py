@@ -1,4 +1,4 @@
-"""LoRA adapters give what PEFT and full training give, and a run does not depend on how it is computed."""
+"""LoRA agrees with PEFT and with full training, and a run does not depend on how it is computed."""
 
 import copy
 import json
@@ -56,7 +56,7 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     lora.save_adapters(tmp_path, ours)
     theirs = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path, is_trainable=True)
     expected = backward(ours)
-    # From a folder of adapters, transformers loads the base model too, and adds the adapters.
+    # Given a folder of adapters, transformers loads their base model and adds them.
     for model in (theirs.base_model.model, from_folder(tmp_path)):
         torch.testing.assert_close(score(model), expected, rtol=1e-12, atol=1e-12)  # float64
     backward(theirs.base_model.model)
@@ -79,7 +79,7 @@ def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the
     model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
     before, weights = backward(whole), dict(whole.named_parameters())
     noted = str([*lora.notes(copy.deepcopy(model))])
-    # Mamba uses the weight of dt_proj without calling this layer. Only Mamba does so, and only for Mamba is it noted.
+    # Mamba uses the weight of dt_proj without calling the layer. So Mamba, and no other model, gets a note.
     for words in ("were not called", "layers.0.mixer.dt_proj"):
         assert (words in noted) == (name == "mamba")
     assert torch.equal(backward(model), before)
