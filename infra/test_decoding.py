@@ -50,8 +50,7 @@ def kept_sets(completion: Completion) -> list[set[int] | None]:
 
 def assert_same(ours: list[Completion], theirs: list[Completion], dtype: torch.dtype = torch.float32) -> None:
     """Compare tokens and log-probs, which are of the size of 1 to 10. In bf16 a rounding error may change a token, and
-    then the rest of the completion is not compared. At least half of all tokens must be compared, and
-    in fp32 all of them."""
+    then the rest of the completion is not compared. At least half of all tokens must be compared, and in fp32 all."""
     compared_share, tolerance = (1.0, 1e-5) if dtype == torch.float32 else (0.5, 0.1)
     gaps = []
     for a, b in zip(ours, theirs, strict=True):
