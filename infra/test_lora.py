@@ -79,7 +79,7 @@ def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the
     model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
     before, weights = backward(whole), dict(whole.named_parameters())
     noted = str([*lora.notes(copy.deepcopy(model))])
-    # Mamba uses the weight of dt_proj without calling the layer. So Mamba, and no other model, gets a note.
+    # Mamba uses the weight of dt_proj without calling the layer, so only Mamba gets this note.
     for words in ("were not called", "layers.0.mixer.dt_proj"):
         assert (words in noted) == (name == "mamba")
     assert torch.equal(backward(model), before)
