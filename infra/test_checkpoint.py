@@ -33,8 +33,10 @@ WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
 
 
 def noisy(completions, **columns):
-    """Return rewards that depend on the global random generators, which every rank seeds differently."""
-    return [float((text[:1] in "abc") != (random.random() + np.random.rand() < 0.5)) for text in completions]
+    """Reward texts that begin with a, b or c, or are empty. Then flip a few rewards at random, with the global random
+    generators, which every rank seeds differently."""
+    flips = [random.random() + np.random.rand() < 0.5 for _ in completions]
+    return [float((text[:1] in "abc") != flip) for text, flip in zip(completions, flips)]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +54,21 @@ def small(without_noise) -> dict:
     return without_noise | dict(reward=f"{__name__}:noisy", correct="noisy")
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory) -> Path:
     """Make the run in one go, and check that it needs everything that a checkpoint contains."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(small, out)
-    assert '"cursor": 14' not in (out / "checkpoint/000007/state.json").read_text(), "no further prompts were drawn"
-    shown = [(line["kl"], line["grad_norm"], line["turns"]) for line in metrics(out) if line["step"]]
-    assert all(kl > 0 for kl, _, _ in shown[3:])
-    assert sum(norm > 0 for _, norm, _ in shown) > 4 and sum(turns > 1.1 for *_, turns in shown) > 4, shown
+    # Without dynamic sampling, the seven steps would draw two prompts each.
+    assert json.loads((out / "checkpoint/000007/state.json").read_text())["cursor"] > 7 * 2
+    steps = [line for line in metrics(out) if line["step"] > 0]
+    assert all(line["kl"] > 0 for line in steps), steps
+    assert sum(line["grad_norm"] > 0 for line in steps) > 4 and sum(line["turns"] > 1.1 for line in steps) > 4, steps
     return out
 
 
@@ -69,7 +77,7 @@ FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resourc
 # One run is ended at each of these moments in turn: what ends it, and its exit code. With `of`, only calls whose first
 # argument ends with this text are counted.
 ENDS = {
-    "after the third of four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
+    "after the third of a step's four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, "infra.test_faults.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
@@ -81,9 +89,8 @@ ENDS = {
 }
 
 
-def test_killed_at_chosen_moments(small, whole, tmp_path):
+def test_killed_at_chosen_moments(small, whole, out):
     """Whatever ends the run, its newest checkpoint stays, and in the end its files are those of a whole run."""
-    out = tmp_path / "out"
     for end, code in ENDS.values():
         newest = saved_steps(out)[-1:]
         run(small, out, end, code=code)
@@ -109,14 +116,15 @@ def update(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-GROUP = Group([1, 2], {"prompt": "a"}, [Completion([3], [-0.1], True)], torch.tensor([math.nan]), index=7)
-GROUP.completions[0].kept = KeptSets(array("i", [3, 5]), array("q", [0, 2]))
-GROUP.completions[0].written, GROUP.completions[0].replies = [True], [[{"role": "tool", "content": "7"}]]
-GROUP.advantages = [torch.tensor([0.5])]
+COMPLETION = Completion([3], [-0.1], True, kept=KeptSets(array("i", [3, 5]), array("q", [0, 2])), written=[True])
+COMPLETION.replies = [[{"role": "tool", "content": "7"}]]
+GROUP = Group([1, 2], {"prompt": "a"}, [COMPLETION], torch.tensor([math.nan]), advantages=[torch.ones(1)], index=7)
+# NaN and -0.0 must come back as they are. With only every second column, the tensor of the rates is not contiguous.
 STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "mean": 0.1 + 0.2, "buffer": [GROUP, GROUP]}
 STATE["nested"] = {"": [[], {}, None, True, 2**70, math.inf, "\u4f60\n", {"step": torch.tensor(3)}, np.ones(2)]}
 CYCLE = []
 CYCLE.append(CYCLE)
+# Values in run.state that would be loaded differently, and are refused.
 UNSUITABLE = [(1, 2), {1: 2}, {1}, np.float64(1), torch.ones(1, requires_grad=True), torch.eye(2).to_sparse(), CYCLE]
 
 
@@ -167,14 +175,16 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
 
 @pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer", *UNSUITABLE])
 def test_what_is_not_finite_or_would_be_loaded_differently_is_never_saved(tmp_path, spoiled):
+    """`spoiled` is the part of the checkpoint that gets an infinite number, or an unsuitable value in run.state."""
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 1, models, optimizer, 0, {})
-    before, weights = contents(tmp_path), models["model"].weight
-    state, message = {"mine": {"of it": [0, spoiled]}}, "run.state would be loaded differently"
+    before, state = contents(tmp_path), {}
     if isinstance(spoiled, str):
-        state, message = {}, rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
-        tensor = optimizer.state[weights]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
+        message = rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
+        tensor = optimizer.state[models["model"].weight]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
         tensor.data[0] = math.inf
+    else:
+        state, message = {"mine": {"of it": [0, spoiled]}}, "run.state would be loaded differently"
     with pytest.raises(UserError, match=message):
         checkpoint.save(tmp_path, 2, models, optimizer, 0, state)
     assert contents(tmp_path) == before
@@ -197,11 +207,6 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
-
 INFINITE = dict(algorithm="dapo", epsilon_high=math.inf)
 
 
@@ -212,29 +217,31 @@ def config_of(out: Path, **settings) -> Config:
 def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/000004", "model"), **settings) -> None:
     """Write what a run leaves in its folder, except for weights. The last line of the metrics was cut off."""
     run_folder.begin(config_of(out, **settings), Config(out=str(out), **settings), 0)
+    # JSON has no infinity, so config.json must not contain one, even if a setting is infinite.
+    json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps_made + 1)) + '{"st')
     for name in left:
         (out / name).mkdir(parents=True)
 
 
-def no_run(out: Path, name: str, text: str) -> None:
+def foreign_file(out: Path, name: str, text: str) -> None:
     out.mkdir()
     (out / name).write_text(text)
 
 
-def of_a_fork(out: Path, **settings) -> None:
-    made(out, **settings)
-    about = json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)  # JSON has no infinity
+def of_a_fork(out: Path) -> None:
+    made(out)
+    about = json.loads((out / "config.json").read_text())
     about["settings"] |= {"kl_target": 0.1}
     (out / "config.json").write_text(json.dumps(about))
 
 
 no_step_made = partial(made, steps_made=0, left=())
 evaluation = partial(no_step_made, steps=0)
-OTHER, NO_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
+OTHER, NOT_A_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
 FOLDERS = [  # what is there, the settings of the command -> the step to resume after (None: finished) or the error
-    (partial(no_run, name="thesis.tex", text="mine"), {}, NO_RUN),
-    (partial(no_run, name="config.json", text='{"model_type": "llama"}'), dict(overwrite=True), NO_RUN),
+    (partial(foreign_file, name="thesis.tex", text="mine"), {}, NOT_A_RUN),
+    (partial(foreign_file, name="config.json", text='{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
     (no_step_made, dict(beta=0.1), 0),
     (partial(made, left=("checkpoint/000004",)), {}, 4),
     (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
@@ -271,11 +278,11 @@ def test_an_extended_run_and_one_that_starts_over_have_the_same_files(small, tmp
     taken.mkdir()
     run(settings | dict(steps=2), out)
     (out / "notes.md").write_text("mine")
-    shown = run(dict(steps=4), out)
+    shown = run(dict(steps=4), out)  # all other settings are those of the run in this folder
     assert "note: steps was 2, now 4\n" in shown and f"continued after step 2 in {out}/" in shown
     shown = run(settings | dict(steps=4, overwrite=True), out)
     assert f"note: the run that was in {out}/ is in {replaced}/ now\nstarted in {out}/" in shown
-    assert_same_files(replaced, out)
+    assert_same_files(replaced, out)  # this compares only the files that a run writes, so not notes.md
     assert run_folder.given_in(replaced / "config.json") == run_folder.given_in(out / "config.json")
     assert (replaced / "notes.md").read_text() == "mine" and not (out / "notes.md").exists()
     before, table = contents(out), shown.partition("held out (± 95 %)")[2]
@@ -296,21 +303,21 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
     reward.write_text("second")
     later = {"commit": "abc", "versions": {"torch": "9.9"}, "hardware": {}}
     monkeypatch.setattr(run_folder, "provenance", lambda: later)
-    commit, version, digest = run_folder.begin(config, config, 4)
+    notes = run_folder.begin(config, config, 4)
     before, after = json.loads((out / "config.json").read_text())["beginnings"]
     assert before == first and after.items() >= later.items()
-    assert (commit, version) == (f"commit was {first['commit']}, now abc", f"torch was {torch.__version__}, now 9.9")
-    assert digest.startswith(f"digest of {reward} was ") and before["digests"] != after["digests"]
+    assert notes[:-1] == [f"commit was {first['commit']}, now abc", f"torch was {torch.__version__}, now 9.9"]
+    assert notes[-1].startswith(f"digest of {reward} was ") and before["digests"] != after["digests"]
 
 
-def write(out: Path, pid_of_child: Connection) -> None:
+def write(out: Path, to_test: Connection) -> None:
     """Replace the run in this folder, and keep the lock of the folder for minutes. Start a child process, as a reward
-    may do. The child does not have the lock."""
+    may do, and send its pid to the test. The child does not have the lock."""
     made(out)
     run_folder.begin(config_of(out, overwrite=True), Config(), 0)
-    if child := os.fork():
-        pid_of_child.send(child)
-    time.sleep(600)
+    if child := os.fork():  # in the child, this is 0
+        to_test.send(child)
+    time.sleep(600)  # the parent, which has the lock, and the child both sleep
     die()
 
 
@@ -319,6 +326,7 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
     (writer := PROCESSES.Process(target=write, args=(out, sender), daemon=True)).start()
     sender.close()  # so that `recv` fails if the writer does
     child, before = receiver.recv(), contents(out)
+    # A command that does not get the lock sleeps before it tries again. In this process, do not wait for that.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for command in (run_folder.step_to_continue_after, partial(run_folder.begin, given=Config(), done=0)):
         with pytest.raises(UserError, match=f"another process is writing to {out}: "):
@@ -331,8 +339,8 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
 
 
 def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path):
-    before = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(without_noise, tmp_path / "out", before, code=128 + signal.SIGINT, world=2)
+    interrupt = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
+    shown = run(without_noise, tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 
@@ -345,14 +353,16 @@ def kill_torchrun() -> None:
 def accident() -> None:
     """Kill rank 1 and, once torchrun has restarted both ranks, kill torchrun while both ranks are busy for minutes."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    # The fourth step of a process is step 4 at first, and step 6 after the restart, which resumes after step 2.
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
-    # Rank 1 comes a second late, so after the restart rank 0 first finds the old address of rank 1 in torchrun's store.
+    # Rank 1 comes a second late. So after the restart, rank 0 first finds the old address of rank 1 in torchrun's
+    # store, which is the worst case.
     time.sleep(1 if os.environ["RANK"] == "1" else 0)
 
 
-def test_torchrun_restarts_ranks_and_if_it_is_killed_they_end_and_more_ranks_can_resume(without_noise, tmp_path):
-    out = tmp_path / "out"
+def test_torchrun_restarts_ranks_and_if_it_is_killed_they_end_and_more_ranks_can_resume(without_noise, out, tmp_path):
+    # Only the first start may start over. After a restart by torchrun, the run is resumed in spite of --overwrite.
     code, shown = run_supervised(without_noise | dict(overwrite=True), out, accident, restarts=2)
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved_steps(out) == [2, 4]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import Field
 
 import pytest
 
@@ -50,7 +49,8 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("--task data --eval_data d.jsonl --model m --reward a.py:f --steps 0", dict(data=None)),
     ("--num_generations 1 --baseline none --scale_rewards none --lr_schedule cosine", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
-    ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),  # the preset's value is always accepted
+    # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
+    ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
     ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 1 --gate_high 1", {}),
     ("--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #", {}),
@@ -67,22 +67,24 @@ def test_accepted_command_lines_and_what_they_resolve_to(line, settings):
 
 @pytest.mark.parametrize("task", task_names())
 def test_every_default_is_filled_in_and_resolved_settings_can_be_given_as_flags(task):
-    config = ready(Config(task=task, model="m", data="d.jsonl", reward=["r.py:f"], algorithm="dapo", seed=7), False)
+    config = ready(read(f"--task {task} --model m --data d --reward r.py:f --algorithm dapo --seed 7"), on_gpu=False)
     filled_in = {"task", "out", "rollout_tokens", "micro_batch_tokens", *ALGORITHMS["dapo"], *REAL_MODEL_DEFAULTS}
     assert [name for name in filled_in if getattr(config, name) is None] == []
     given = {name: x if isinstance(x, list) else [x] for name, x in vars(config).items() if x not in (None, [])}
     words = [word for name, values in given.items() for word in (f"--{name}", *map(str, values))]
+    # No setting is left to be filled in, so it makes no difference that there is a GPU now.
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
 
 
 def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
     """If --config names the config.json of a run, the settings are those that were given to that run, except for --out
-    and --overwrite. If the run has made a step, --out with no other flags resumes it with all its settings."""
+    and --overwrite. If --out names a run that has made a step, all settings are those of that run, except for those
+    that other flags change."""
     out, file = tmp_path / "out", tmp_path / "out" / "config.json"
     words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --reward r.py:f --steps 7"
     given = read(f"{words} --out {out} --overwrite")
     mine = {name: "inf" if x == math.inf else x for name, x in vars(given).items() if x != vars(Config())[name]}
-    (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None)))
+    (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None)))  # null means not given
     assert read(f"--config {tmp_path}/mine.json") == given
     run_folder.begin(ready(given, on_gpu=False), given, 0)
     for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
@@ -90,8 +92,8 @@ def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
     assert read(f"--out {out}") == Config(out=str(out)), "no step was made, so there is nothing to resume"
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     assert vars(read(f"--out {out} --steps 9")) == vars(ready(given, on_gpu=False)) | dict(steps=9, overwrite=False)
-    # The run was killed before its first checkpoint, so it begins again. With no flag but --out, config.json still has
-    # the settings that were given at first.
+    # Suppose that the run was killed before its first checkpoint, so that the next command begins it again. It gives
+    # only --out, but config.json must still record the settings that were given to the first command.
     again = read(f"--out {out}")
     run_folder.begin(ready(again, on_gpu=False), again, 0)
     assert read(f"--config {file}") == read(words)
@@ -100,7 +102,8 @@ def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
         run_folder.step_to_continue_after(ready(read(f"--out {out} --algorithm gspo"), on_gpu=False))
 
 
-MISTAKES = [  # a command line -> a part of each line of its error message
+# A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
+MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi=0.3 oops"),
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
@@ -108,13 +111,13 @@ MISTAKES = [  # a command line -> a part of each line of its error message
     ("--algorithm gmpo --objective dppo --delta 3", "--delta 3.0: | geometric: ... with dppo"),
     ("--algorithm gmpo --delta 3 --beta 1 --kl_importance --kl_estimator k2", "--delta 3: ... geometric | with k2"),
     ("--algorithm cispo --epsilon_low 1.5 --sapo_tau_pos 2", "--epsilon_low 1.5: ... cispo | --sapo_tau_pos 2.0: "),
-    ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has no | sampler: has no effect"),
-    ("--objective cispo --tis_mode sequence_mask", "0.2: cispo caps | mask: has no effect without --tis"),
+    ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy sampler: has no"),
+    ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode sequence_mask: has"),
     ("--algorithm vespo --tis_mode sequence_mask --tis_cap 2 --epsilon_low 0.1", "0.1: has no | sequence_mask: "),
     ("--old_policy sampler --gate_low 0.5 --delta 1.2", "--gate_low with ... always 1 | --delta 1.2: ... 1"),
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
     *[(f"--{x} 1 --top_k 9 --keep_set no", "keep") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
-    ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "makes them 0 | prompt: "),
+    ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
     ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
@@ -137,19 +140,21 @@ def test_mistakes_are_reported(tmp_path, capsys, settings, line, expected):
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
 
 
-def values_of(setting: Field) -> tuple[list, list]:
+def values_of(setting: dataclasses.Field) -> tuple[list, list]:
     """Return values that config.py allows for this setting, and values that it does not allow."""
     kind, names, bounds = kind_of(setting), setting.metadata["names"], setting.metadata["bounds"]
     if kind is bool:
         return [True, False], []
     if kind is str:
-        return [*(names or ["a_word"])], ["", "?"] if names else [""]
+        wrong = ["", "?"] if names else [""]
+        return list(names or ["a_word"]), wrong
     fine, wrong = [], [math.nan, -math.inf] if kind is float else []
-    if kind is float and bounds.get("at_most") != math.inf:
+    if kind is float and bounds.get("at_most") != math.inf:  # only at_most=inf allows infinity
         wrong.append(math.inf)
     for bound, x in bounds.items():
-        step = (1 if kind is int else 1e-6 * max(1.0, abs(x))) * (1 if bound in ("above", "at_least") else -1)
-        inside, outside = (x + step, x) if bound in ("above", "below") else (x, x - step)
+        size = 1 if kind is int else 1e-6 * max(1.0, abs(x))
+        inwards = size if bound in ("above", "at_least") else -size  # a small step to the allowed side of the bound
+        inside, outside = (x + inwards, x) if bound in ("above", "below") else (x, x - inwards)
         fine.append(inside)
         wrong += [outside] if math.isfinite(x) else []
     return fine or [kind(1)], wrong
@@ -160,7 +165,8 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
     """This covers the flag, the type, the default and the names or bounds of every setting, new ones included."""
     setting, default = SETTINGS[name], getattr(Config(), name)
     fine, wrong = values_of(setting)
-    assert {*map(type, default if is_list(setting) else [default])} <= {kind_of(setting), type(None)}
+    for x in default if is_list(setting) else [default]:
+        assert x is None or type(x) is kind_of(setting)
     for x in fine:
         given = vars(flags().parse_args([f"--{name}={x}"]))
         assert given[name] == ([x] if is_list(setting) else x)

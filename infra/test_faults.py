@@ -19,8 +19,7 @@ import torch.distributed as dist
 from batch import Group, collate
 from config import Config, UserError
 from conftest import ROOT, assert_same_run, at, die, errors, metrics, replace, run, run_supervised
-from infra import faults, ranks, report
-from infra.run_folder import saved_steps
+from infra import faults, ranks, report, run_folder
 from rollout import Completion
 
 
@@ -89,8 +88,8 @@ mistake = partial(fail, UserError("what went wrong"))
 # Memory runs out even with one row, or with one sample.
 even_one_row, even_one_sample = partial(oom_above, 0, LOGPROBS), partial(oom_above, 0, SAMPLES)
 TOO_LITTLE = "error: out of memory with one completion at a time: "
-# The fault; the function before whose n-th call it happens, and n; the rank on which it happens, and the number of
-# ranks; the exit code of this rank, and how its message begins.
+# The columns: fault, function, n, rank, number of ranks, exit code, message. The fault happens on this rank, before its
+# n-th call of the function. The rank ends with this exit code and prints a line that begins with this message.
 FAULTS = [
     (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
     (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
@@ -103,16 +102,17 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault, point, n, rank, world, code, message", FAULTS)
-def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, point, n, rank, world, code, message):
-    together = fault is mistake  # the other ranks receive the error too, and end without a message
-    codes = [code if i == rank else 2 if together else 1 for i in range(world)]
-    before = partial(at, point, n, fault, rank=rank)
+@pytest.mark.parametrize("fault, function, n, rank, world, code, message", FAULTS)
+def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, function, n, rank, world, code, message):
+    # A mistake also reaches the other ranks, which end without a message.
+    code_of_others = 2 if fault is mistake else 1
+    codes = [code if i == rank else code_of_others for i in range(world)]
+    before = partial(at, function, n, fault, rank=rank)
     # Without --shard, a rank that runs out of memory in the loss would continue with smaller micro-batches.
-    shown = run(small | dict(shard=point == LOSS), tmp_path / "out", before, code=codes, world=world)
-    assert shown.count("lost contact with another rank: ") == (0 if together else world - 1), shown
+    shown = run(small | dict(shard=function == LOSS), tmp_path / "out", before, code=codes, world=world)
+    assert shown.count("lost contact with another rank: ") == (0 if fault is mistake else world - 1), shown
     assert message is None or sum(line.startswith(message) for line in shown.splitlines()) == 1, shown
-    assert shown.count("Traceback") == (fault is exception), shown
+    assert shown.count("Traceback") == (1 if fault is exception else 0), shown
 
 
 REPORTED = [  # what happens to rank 1, and what the report of torchrun, at the end of the screen, says about it
@@ -135,30 +135,34 @@ def test_ctrl_c_while_the_program_loads_shows_no_stack_trace():
     assert program.communicate() == (None, b"") and program.returncode == -signal.SIGINT
 
 
-def full_disk() -> None:
+def unwritable_stdout() -> None:
+    """Make every write to stdout fail, as on a full disk."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
 def test_a_run_does_not_need_a_screen(small, whole, tmp_path):
-    assert "Traceback" not in run(small, tmp_path / "out", full_disk)
+    assert "Traceback" not in run(small, tmp_path / "out", unwritable_stdout)
     assert metrics(tmp_path / "out") == metrics(whole)
 
 
-EARLIER_CALLS = itertools.count()
+def other_rows(pick_rows):
+    """Return a function that picks the usual rows in step 1, and in step 2 the row after each of them."""
+    return lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)]
+
+
+def other_advantages(advantages):
+    """Return a function that computes the usual advantages in step 1, and slightly different ones in step 2."""
+    earlier_calls = itertools.count()
+    return lambda *args, **how: advantages(*args, **how) * (1 + 1e-4 * next(earlier_calls))
+
+
 UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
     "--beta": ("train.set_up", lambda set_up: lambda cfg, device: set_up(dataclasses.replace(cfg, beta=0.5), device)),
     "the code": ("infra.run_folder.sha256_of", lambda sha256_of: lambda file: file.name),
     "the rows": ("train.load_task", lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[1:])),
     "the weights": ("tasks.sorting.model", lambda model: lambda cfg: model(dataclasses.replace(cfg, seed=7))),
-    "the completions of step 2": (
-        "train.pick_rows",
-        lambda pick_rows: lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)],
-    ),
-    "the advantages of step 2": (
-        # The calls are counted from 0, so that step 1 is the same and step 2 differs a little.
-        "train.group_advantages",
-        lambda advantages: lambda *args, **how: advantages(*args, **how) * (1 + 1e-4 * next(EARLIER_CALLS)),
-    ),
+    "the completions of step 2": ("train.pick_rows", other_rows),
+    "the advantages of step 2": ("train.group_advantages", other_advantages),
 }
 
 
@@ -171,7 +175,7 @@ def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, how)
     shown = run(small, tmp_path / "out", partial(unlike_the_others, how), code=2, world=2)
     (error,) = errors(shown)
     assert error.startswith(f"error: rank 1 differs from rank 0 in {how}"), shown
-    assert saved_steps(tmp_path / "out") == ([1] if "step 2" in how else [])
+    assert run_folder.saved_steps(tmp_path / "out") == ([1] if "step 2" in how else [])
 
 
 def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatch):
@@ -181,6 +185,7 @@ def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatc
     for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
         monkeypatch.setattr(faults.faulthandler, name, lambda *args, name=name, **how: events.append((name, *args)))
     with pytest.raises(ValueError), faults.time_limit(9.0, "mine"):
+        # After 9 s, a timer prints the function's name. A second later, faulthandler ends the process.
         assert events == [("start", 9.0), ("dump_traceback_later", 10.0)]
         raise ValueError
     assert sorted(events[2:]) == [("cancel", 9.0), ("cancel_dump_traceback_later",)]
@@ -195,7 +200,8 @@ def never_answers(row, turns):
         pass
 
 
-# While C code runs, no other thread can print the name of the function.
+# `named`: how often the message with the function's name is printed. A Python thread prints it, which cannot run while
+# the C code does. The stack trace shows the function in both cases.
 @pytest.mark.parametrize("what, function, named", [("reward", "in_c", 0), ("reply", "never_answers", 1)])
 def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path, what, function, named):
     shown = run(small | {what: f"{__name__}:{function}", "reward_timeout": 0.5}, tmp_path / "out", code=1)
@@ -206,6 +212,7 @@ def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path
 
 def overflows(prompts, trainer_state, **columns):
     os.chdir("/")  # the run must still write to the same folder
+    # global_step counts the steps that are finished, so it is 1 during step 2.
     spoiled = [1e90, -1e90] if trainer_state.global_step == 1 else [0.0, 1.0]
     return spoiled + [float(i) for i in range(2, len(prompts))]
 
@@ -216,39 +223,40 @@ def spoil_gradients() -> None:
 
 
 @pytest.mark.parametrize("what, world", [("loss", 1), ("gradient", 2)])
-def test_not_finite(small, tmp_path, monkeypatch, what, world):
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, monkeypatch, what, world):
     monkeypatch.chdir(tmp_path)
     settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
-    settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9) if what == "loss" else {}
+    if what == "loss":  # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it
+        settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9)
     spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
     updated = partial(at, OPTIMIZER, 2, partial(os.write, 1, b"updated"))
     shown = run(settings, out, updated, *spoil, code=2, world=world)
     (error,) = errors(shown)
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
-    assert saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
-    assert "updated" not in shown and ("loss nan" in error or "loss inf" in error) == (what == "loss")
+    assert run_folder.saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
+    assert "updated" not in shown
+    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss"), "if only the gradient is NaN, the loss is not"
     cause = "the advantage is inf at token 0 of the completion of prompt 0, step 2, sample 0"
     assert error.endswith(cause) == (what == "loss")
 
 
-CAUSES = [  # which tensor has which value -> the cause that is named
-    ("logp", math.nan, "the log-prob is nan at token 1 of the completion of prompt 1, step 5, sample 0"),
-    ("old_logp", -99.0, "the ratio is inf at token 1 of the completion of prompt 1, step 5, sample 0"),
-    ("ref_logp", 99.0, "the KL is inf at token 1 of the completion of prompt 1, step 5, sample 0"),
-]
+# Which tensor has which value -> the cause that is named.
+CAUSES = [("logp", math.nan, "log-prob is nan"), ("old_logp", -99.0, "ratio is inf"), ("ref_logp", 99.0, "KL is inf")]
 
 
 @pytest.mark.parametrize("name, value, cause", CAUSES)
 def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, cause):
-    groups = [Group([3, 4], {}, [Completion([5, 6, 7], [0.0] * 3, False)] * 2, torch.ones(2), step=5) for _ in range(2)]
-    for group in groups:
-        group.advantages = torch.ones(2)
+    """The completions were sampled in step 5, and the update is one of step 6."""
+    completions = [Completion([5, 6, 7], [0.0] * 3, False)] * 2
+    groups = [Group([3, 4], {}, completions, torch.ones(2), advantages=torch.ones(2), step=5) for _ in range(2)]
     batch = collate(groups, False, torch.device("cpu"))
-    tensors = {name: torch.zeros(4, 5) for name in ("logp", "old_logp", "ref_logp")}
+    tensors = {each: torch.zeros(4, 5) for each in ("logp", "old_logp", "ref_logp")}
+    # Row 2 is sample 0 of prompt 1. The prompt has two tokens, so column 3 is token 1 of the completion.
     tensors[name][2, 3:] = value
     tensors[name][0, :2] = math.nan  # tokens of the prompt, which are masked
     batch.old_logp, batch.ref_logp = tensors["old_logp"], tensors["ref_logp"]
-    with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: {cause}$"):
+    where = "at token 1 of the completion of prompt 1, step 5, sample 0"
+    with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: the {cause} {where}$"):
         report.not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])
 
 
