@@ -60,7 +60,7 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # for each row of the model's input, how many completions share it
+    together: list[int] | None = None  # how many completions each row of the model's input has; None: one
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,7 +84,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model, to decide how many completions share a row; None: none do
+    hidden_size: int | None = None  # of the model, to decide which completions share a row; None: no sharing
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -183,23 +183,25 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # First, every rank computes the same deal: which rank gets which shared rows. The deal must not depend on `limits`,
-    # because a rank that runs out of memory lowers its own. No shared row has more completions than an even deal would
-    # give to each rank. Otherwise, a few large rows could leave some ranks without work.
+    # A shared row has a prompt and several of its completions. First, every rank computes the same deal: which rank
+    # gets which shared rows. The deal must not depend on `limits`, because a rank that runs out of memory lowers its
+    # own limits. `fair_share` keeps a few large rows from leaving some ranks without work.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # Then each rank takes its shared rows apart, forms new ones within its own limits, and cuts them into pieces.
+    # The deal has decided which completions each rank gets. Now a rank puts its completions into shared rows again,
+    # this time within its own limits, and cuts these rows into pieces.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
-        dealt = [i for row in deal[rank::world] for i in row.members]
+        dealt = [i for shared in deal[rank::world] for i in shared.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)
 
     pieces = pieces_of(rank)
     for piece in pieces:
-        rows = [i for row in piece for i in row.members]
-        yield rows, replace(batch[rows], together=[len(row.members) for row in piece])
+        rows = [i for shared in piece for i in shared.members]
+        yield rows, replace(batch[rows], together=[len(shared.members) for shared in piece])
     if same_count:
-        # With sharded weights, no rank lowers its limits, so this rank can compute how many pieces the others have.
+        # This is only for sharded weights. Then no rank lowers its limits, so all have the same ones, and this rank can
+        # compute how many pieces the others have.
         most = max(len(pieces_of(other)) for other in range(world))
         filler = deal[-1].members[:1]  # any completion would do, because it is masked
         for _ in range(most - len(pieces)):

@@ -95,7 +95,7 @@ class Config:
     max_turns: int = setting(0, "with --reply: end a completion after this many turns; 0: no limit", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
     lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
-    lora_alpha: int = setting(32, "what an adapter adds is multiplied by lora_alpha / lora_rank", at_least=1)
+    lora_alpha: int = setting(32, "the output of adapters is multiplied by lora_alpha / lora_rank", at_least=1)
 
     heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)
@@ -136,7 +136,7 @@ class Config:
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
-    dynamic_sampling: int | None = setting(None, "up to N rounds replace groups without a signal; 0: none", at_least=0)
+    dynamic_sampling: int | None = setting(None, "rounds that replace groups without a signal; 0: none", at_least=0)
 
     heading("Optimization: a step is one rollout and all its updates")
     steps: int | None = setting(None, "length of the run; 0: only evaluate", at_least=0, may_change=True)

@@ -170,19 +170,19 @@ def policy_loss(
     # The correction for completions that another policy sampled is a constant factor of the policy term.
     correction = torch.ones_like(log_rho)
     if has_tis or has_gate:
-        log_ratio = (denominator - sampler_logp).detach()  # (B, T), log(pi_old / pi_sampler)
-        tis_ratio = _sampler_ratio(log_ratio, tis_mode)  # pi_old / pi_sampler of the token or of its whole completion
+        log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T), log(pi_old / pi_sampler)
+        tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
         beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
         if has_tis:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
             truncates = tis_mode.endswith("truncate")
             correction = tis_ratio.clamp(tis_floor, tis_cap) if truncates else tis_ratio.masked_fill(beyond, 0.0)
         # VACO 2603.01365: drop the completions whose geometric mean of pi_old / pi_sampler is outside of the gate.
-        gated = _is_beyond(_mean_over_tokens(log_ratio, mask).exp(), gate_low, gate_high)
+        outside_gate = _is_beyond(_mean_over_tokens(log_tis_ratio, mask).exp(), gate_low, gate_high)
         tis_ratio = tis_ratio.masked_fill(~mask, 0.0)
         stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
         stats["tis_ratio"] = (tis_ratio.sum(), tokens)
         stats["tis_ratio_max"] = (tis_ratio.max(), mask.any().to(tis_ratio.dtype))
-        stats["gate_dropped"] = ((gated & mask).any(1).sum(), mask.any(1).sum())
+        stats["gate_dropped"] = ((outside_gate & mask).any(1).sum(), mask.any(1).sum())
 
     # The policy term. It is minimised, so it is minus the objective of the paper.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
@@ -211,7 +211,7 @@ def policy_loss(
     if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
     if has_gate:
-        policy = policy.masked_fill(gated, 0.0)
+        policy = policy.masked_fill(outside_gate, 0.0)
     if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 where the policy has moved far
         far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
         policy = policy.masked_fill(far & (A < 0), 0.0)

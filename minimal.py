@@ -56,7 +56,8 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
 
 
 if __name__ == "__main__":
-    folder, task = addition.model(None), addition.load(None)  # both take a run's settings, but addition needs none
+    folder = addition.model(None)  # a task gets the settings of the run, but this one needs none
+    task = addition.load(None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):

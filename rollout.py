@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` is not a default value: it makes
-    a field that is set to a list, stored as an array, and read as a list. With optional=True, the default is None."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` is not a default value: such a
+    field is set to a list and read as a list, but stored as an array. With optional=True, its default is None."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -200,7 +200,8 @@ def _decode(
 
     # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples.
     past = kwargs.get("past_key_values")
-    # --decode graph sets `forward` on this model object (infra/decoding.py). That function needs whole prompts.
+    # --decode graph replaces the forward of this one object by a function that needs whole prompts (infra/decoding.py).
+    # Only then is `forward` among the object's own attributes.
     is_graph = "forward" in vars(model)
     if past is not None and not is_graph and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
@@ -235,11 +236,11 @@ def _decode(
             n = int(live[b])  # the number of the completion
             reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
             if reply:
-                starts[n] = t + 1 + len(reply)
-                truncated[n] = starts[n] >= L  # a reply is dropped if it leaves no room for another turn
+                next_start = t + 1 + len(reply)
+                truncated[n] = next_start >= L  # a reply is dropped if it leaves no room for another turn
                 if not truncated[n]:
-                    replied[n, t + 1 : starts[n]] = torch.tensor(reply)
-                    ended[b] = False
+                    replied[n, t + 1 : next_start] = torch.tensor(reply)
+                    starts[n], ended[b] = next_start, False
         lengths[live] += ~done
         done = done | ended
         count = int(done.sum())

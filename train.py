@@ -98,7 +98,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # policy is still the old one, and `accumulate` uses the log-probs that it computes anyway.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None or cfg.beta:
+    if run.reference is not None or cfg.beta:  # your own code may use a reference without beta
         reference = run.reference or run.model  # with LoRA, the reference is the model without its adapters
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
@@ -121,8 +121,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
-    # Then the loss of a micro-batch is a partial sum. No matter how the update is split, the partial losses add up to
-    # its loss, and their gradients, summed (not averaged) over all ranks, add up to its gradient.
+    # Then the loss of a micro-batch is a partial sum. No matter how the update is split, all partial losses add up to
+    # the loss of the update, and their gradients, summed (not averaged) over all ranks, to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -143,7 +143,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     totals = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in STATS}  # (sum, count) of each
-    run.optimizer.zero_grad()
+    run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
     # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
     # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
     always_backward = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
@@ -178,7 +178,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # `+=`: with `same_count`, a row may come again, all masked
+        logp[rows] += logprobs(run, part, model)[0]  # `+=`, because a masked copy of a row may follow, with zeros
     ranks.sum_(logp)
     return logp
 

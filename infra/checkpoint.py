@@ -213,7 +213,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             # `save_pretrained` may refuse the generation settings that came with the model, so they are written here.
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
-            model.generation_config = own  # a fork may save the model during a run, which then continues
+            model.generation_config = own  # your own code may save the model during a run
             write_text(partial_folder / "generation_config.json", own.to_json_string())
 
 

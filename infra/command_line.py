@@ -120,8 +120,8 @@ def wrong_values(config: Config) -> Iterator[str]:
 
 
 def is_allowed(setting: dataclasses.Field, value: Any) -> bool:
-    if value is None or kind_of(setting) in (str, bool):
-        return value != ""  # an empty value comes from a shell variable that is not set
+    if value is None or isinstance(value, (str, bool)):
+        return value != ""  # an empty text comes from a shell variable that is not set; None and booleans are allowed
     bounds = setting.metadata["bounds"]
     # Infinity is allowed only where it is the upper bound. NaN is never allowed.
     is_number = abs(value) < math.inf or value == bounds.get("at_most")

@@ -105,9 +105,9 @@ class GraphForward:
 
 def make_static(layers: list[CacheLayerMixin], length: int) -> None:
     """Replace the layers of a cache by layers that have this length, with the same keys and values."""
-    for i, layer in enumerate(layers):
+    for i, old in enumerate(layers):
         layers[i] = StaticLayer(length)
-        layers[i].update(layer.keys, layer.values)
+        layers[i].update(old.keys, old.values)
 
 
 def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -110,7 +110,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # Layers with a sliding window cache no more tokens than the window.
     kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
     head_bytes = 2 * head_size * compute_bytes  # the key and the value of a token, in one head
-    cache = head_bytes * heads * sum(kept_tokens or [layers * length])  # bytes, for one completion
+    # For some models, such as Mamba, DynamicCache has no layers. Then every layer counts with the full length.
+    cache = head_bytes * heads * (sum(kept_tokens) if kept_tokens else layers * length)  # bytes, for one completion
     # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of the probability. The
     # copy is for a GPU, which divides the ids into blocks to pick one (rollout.py). To cut the distribution, the
     # sampler needs 30 bytes more: the sorted probability (4) and its id (8), the cumulative sum (4), the probability
@@ -148,8 +149,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         # repeated for the query heads that share them. Then come the logits in fp32 (4 bytes each). All this is freed
         # before the sampler needs the distribution of the token.
         row=cache + max(head_bytes * all_heads * length + 4 * vocabulary, distribution),
-        # Three vectors of the feed-forward part; three of the size that layers pass on; four of the size of all heads,
-        # for which keys and values are repeated; a row of the mask, as truth values and as numbers.
+        # Three vectors of the feed-forward part; three of the size that layers pass on; query, key, value and output of
+        # all heads (keys and values are repeated for them); a row of the mask, as truth values and as numbers.
         read=compute_bytes * (3 * feed_forward + 3 * h + 4 * all_heads * head_size + longest_prompt) + longest_prompt,
         # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, a second gradient of
         # its weight: that of the current micro-batch, until it is added to the sum of the earlier ones.
@@ -256,6 +257,7 @@ def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: An
 
 
 def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
+    # There is a prompt for each completion.
     length = max(map(len, prompts)) + run.config.max_completion_length
     fewer = min(len(prompts), run.sampling.tokens_at_once // length) // 2
     if fewer == 0:
@@ -271,7 +273,6 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
-    # new limit is half of the tokens in that micro-batch. They are counted without padding. The limit counts padding
-    # too, which only makes the new micro-batches smaller.
+    # new limit is half of the tokens in that micro-batch, without padding.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -213,8 +213,8 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
         return False
-    # Two completions of 2 tokens after the same prompt of 3 tokens: first in a row each, then both in one row. `places`
-    # says where in that row the model reads each token of `ids`.
+    # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
+    # `places` says where in that one row each token of `ids` is.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:

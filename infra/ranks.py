@@ -56,7 +56,8 @@ def start(shard: bool = False) -> torch.device:
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
-        # PyTorch connects the ranks in the first collective call. If this fails or needs memory, it should do so now.
+        # PyTorch connects the ranks in the first collective call. Make it now, so that a failure shows at once, and so
+        # that the memory that it needs is not counted as free later.
         dist.all_reduce(torch.zeros(1, device=device))
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)

@@ -193,8 +193,8 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. These are the groups that are trained
-            # on, so all have advantages. That of a completion is a number, or a tensor with a number for each token.
+            # For each sign that the run may not be learning, print a note once. All of `groups` have advantages: a
+            # number for each completion, or a tensor with a number for each token.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
@@ -232,8 +232,8 @@ class RunLog:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
         ends = [0]  # where the text of each token ends
-        # The text is decoded in pieces that end at whole characters. The newest piece is that of ids[before:done], and
-        # the text of ids[done:t] is not known yet.
+        # The text is decoded in pieces that end at whole characters. ids[before:done] are the tokens of the last piece
+        # that is finished, and ids[done:t] those of the next one.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
             # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.
