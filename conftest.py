@@ -1,7 +1,7 @@
 """What several test files share: tiny models, whole runs in forked processes, and faults that a test causes in a run.
 
-Each process has one thread, because a test may start more processes than there are cores. No process sees a GPU,
-because all of them would share it."""
+Each process has one thread, because a test may start more processes than there are cores. GPUs are hidden, because
+otherwise all processes would share the same one."""
 
 import os
 
@@ -43,7 +43,7 @@ SIZES = TOKENS | dict(
     max_position_embeddings=64,
 )  # fmt: skip
 GPT = TOKENS | dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 HYBRID = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
 FAMILIES = {  # name: model type, settings
     **{name: (name, SIZES) for name in ("qwen2", "qwen3", "llama", "gemma", "cohere", "phi")},
@@ -128,6 +128,7 @@ PROCESSES.set_forkserver_preload(["conftest", "train", "tasks.sorting", "torch.d
 def sorting(tmp_path_factory) -> dict:
     """Return the settings of a small run that learns to sort the letters of a word. Its data are about forty words."""
     path, r = tmp_path_factory.mktemp("data") / "rows.jsonl", random.Random(0)
+    # A dict has no duplicates and keeps the order.
     words = dict.fromkeys("".join(r.choices("abcdef", k=r.randint(1, 6))) for _ in range(40))
     path.write_text("".join(json.dumps({"prompt": f"{w}>", "answer": "".join(sorted(w))}) + "\n" for w in words))
     # With samples_per_step=-1, all completions are saved. With max_grad_norm=1e6, no gradient is clipped.
@@ -152,7 +153,7 @@ def work(before: tuple[Callable, ...], args: list[str]) -> None:
     """Run train.py with these arguments. The functions in `before` are called first. They may cause a fault."""
     for prepare in before:
         prepare()
-    # The modules are looked up only now, because `in_a_copy` may have replaced them.
+    # Look the modules up only now, because a function in `before` may have replaced them, as `in_a_copy` below does.
     exit_code = resolve_name("train:main")(args)
     resolve_name("infra.faults:leave")(exit_code)
 
@@ -218,14 +219,14 @@ def run_supervised(settings: dict, out: Path, *before: Callable, restarts: int =
         return exit_codes([agent])[0], screen_of(out).read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(agent.pid, signal.SIGKILL)
+            os.killpg(agent.pid, signal.SIGKILL)  # the agent and its ranks, see os.setsid() in `supervise`
 
 
 def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writing_end: object) -> None:
     """Be the agent of torchrun. It forks its ranks, so that nothing is imported again. `writing_end` is only kept
     open."""
     launcher = resolve_name("torch.distributed.launcher.api")
-    os.setsid()  # so that agent and ranks can be killed together
+    os.setsid()  # so that agent and ranks are a process group, and can be killed together
     rendezvous = dict(run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
     # At least one node and at most one, with two ranks.
     config = launcher.LaunchConfig(1, 1, 2, **rendezvous, max_restarts=restarts, start_method="fork")
@@ -233,8 +234,8 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process import the project from `folder`, which has a copy of it. Importing `train` then gives the
-    copy's module that is named by `module`."""
+    """Make this process import the project from `folder`, which has a copy of it. `module` names a module of the copy:
+    train itself, or one that takes its place. After this, `import train` returns that module."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -260,8 +261,8 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            # next(calls) counts this call. It is not evaluated for a call that does not match.
-            is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
+            matches = str(args[0] if args else "").endswith(of)
+            is_the_nth = matches and next(calls) == n  # next(calls) counts this call, if it matches
             if is_the_nth and not after:
                 action()
             result = call(*args, **kwargs)
@@ -331,8 +332,9 @@ def assert_same_files(out: Path, whole: Path) -> None:
 
 def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
     """Compare two runs. Their completions must be identical. Advantages, metrics and weights may differ by rounding in
-    float32, which Adam enlarges, because it divides each entry of a gradient by its size. The log-probs of tokens may
-    differ by 0.01 more, because samples.jsonl rounds them to two decimals."""
+    float32. Adam makes such differences larger, because it scales all entries of a gradient to a similar size, even
+    tiny ones that are mostly rounding errors. The log-probs of tokens may differ by 0.01 more, because samples.jsonl
+    rounds them to two decimals."""
     for ours, theirs in zip(lines(out / "samples.jsonl"), lines(whole / "samples.jsonl"), strict=True):
         # The first entry of a token is its text. The others are numbers, such as its log-prob.
         for token, other in zip(ours.pop("tokens"), theirs.pop("tokens"), strict=True):

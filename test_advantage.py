@@ -11,7 +11,8 @@ from advantage import BASELINES, COMBINATIONS, SCALES, all_equal, combine_reward
 from conftest import rounding
 
 NAN = math.nan
-# The names are written out, so that someone who adds a scale or a baseline to advantage.py need not extend `by_hand`.
+# These are the names in SCALES and BASELINES. They are repeated here, so that someone who adds a name to advantage.py
+# need not also add it to `by_hand`, the plain Python version below.
 PAIRS = [*product(("group", "batch", "mean", "whiten", "none"), ("mean", "leave_one_out", "length", "batch", "none"))]
 # Pairs that compare a reward with others of its group, and pairs that compare it with the batch. A pair may do both.
 OF_THE_GROUP = [(s, b) for s, b in PAIRS if s in ("group", "mean") or b in ("mean", "leave_one_out", "length")]
@@ -39,9 +40,10 @@ REWARDS = {
 
 
 def by_hand(groups, scale, baseline, eps, lengths):
-    """Compute (r - baseline) / scale for one reward after another, or 0 if there is no different reward to compare it
-    with. Rewards of completions of length 0 count in means and standard deviations, but a group needs two completions
-    with tokens. In a mean over tokens, a reward counts once for each token."""
+    """Compute (r - baseline) / scale for one reward after another. A reward gets 0 if all rewards that it is compared
+    with are equal to it. It also gets 0 if it is compared within its group, and fewer than two completions of the group
+    have both a reward and tokens. In means and standard deviations every reward counts, even that of a completion
+    without tokens. In a mean over tokens, a reward counts once for each token."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
     values, computed = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()
@@ -51,6 +53,7 @@ def by_hand(groups, scale, baseline, eps, lengths):
         of_group, of_batch = (scale, baseline) in OF_THE_GROUP, (scale, baseline) in OF_THE_BATCH
         too_few = of_group and sum(lengths[p][j] > 0 for j in own) < 2
         equal = (of_group and min(group) == max(group)) or (of_batch and min(batch) == max(batch))
+        # With scale "mean", the mean of the group is the divisor. It must be above 0 by more than rounding.
         if too_few or equal or (scale == "mean" and fmean(group) <= 1e-6):
             continue
         by_length = sum(lengths[p][j] * groups[p][j] for j in own) / max(1, sum(lengths[p][j] for j in own))
@@ -63,6 +66,7 @@ def by_hand(groups, scale, baseline, eps, lengths):
         computed.add((p, i))
     if scale != "whiten":
         return values
+    # A reward that was skipped above counts as 0 in the mean and the standard deviation, and its own value stays 0.
     token_values = [values[p, i].item() for p, i in given for _ in range(lengths[p][i])]
     whitened = torch.zeros_like(values)
     if len(set(token_values)) > 1:
@@ -147,9 +151,9 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
         for A in (of_completions, of_tokens):
             assert (on_high_entropy(A, entropy, mask, share) * mask).tolist() == expected
     # The number of tokens is rounded up, as in the authors' code. But 0.07 * 100, which is 7.000000000000001 in
-    # float64, counts as 7.
+    # float64, counts as 7. All entropies are equal here, so the first tokens are kept.
     for share, tokens in ((0.07, 7), (0.2, 20), (0.205, 21)):
         kept = on_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
-        assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "the first of equal ones are taken"
+        assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "the first tokens are kept"
     # Here no token is trained on.
     assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()

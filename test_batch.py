@@ -25,44 +25,46 @@ from batch import (
     trained_lengths,
 )
 from config import ALGORITHMS, GRPO, Config
-from conftest import VOCAB, distance, flat_gradient, tiny_model
+from conftest import EOS, VOCAB, distance, flat_gradient, tiny_model
 from infra import ranks
 from loss import token_weights
 from rollout import Completion, KeptSets, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
-TOGETHER = partial(Limits, hidden_size=1000)  # so large that completions share a row whenever the limits allow it
+# In a model as wide as this, it always pays to read a prompt only once. So its completions share a row whenever the
+# limits allow it.
+TOGETHER = partial(Limits, hidden_size=1000)
 
 # ---- Completions as tensors ----
 
 
 def test_collate():
-    """The first completion has kept sets, the second one is truncated, and the last one has no reward."""
-    eos, nan = 2, math.nan
-    long = Completion([7, 8, eos], [-0.1, -0.2, -0.3], False, [3.5, 4.0, 1.0], KeptSets())
-    for ids in ([7, 9], [8], [1, eos]):
+    """The first completion has kept sets: for each of its tokens, the ids from which it was sampled. The second one is
+    truncated, and the last one has no reward."""
+    long = Completion([7, 8, EOS], [-0.1, -0.2, -0.3], truncated=False, entropy=[3.5, 4.0, 1.0], kept=KeptSets())
+    for ids in ([7, 9], [8], [1, EOS]):
         long.kept.append(np.array(ids, dtype=np.int32), VOCAB)
-    cut = Completion([9, 9], [-0.4, -0.5], True, entropy=[4.5, 4.5])
-    short, unscored = Completion([eos], [-0.6], False, entropy=[1.0]), Completion([5, eos], [-0.7, -0.8], False)
+    cut = Completion([9, 9], [-0.4, -0.5], truncated=True, entropy=[4.5, 4.5])
+    short = Completion([EOS], [-0.6], truncated=False, entropy=[1.0])
+    unscored = Completion([5, EOS], [-0.7, -0.8], truncated=False)  # without entropies
     groups = [
         Group([3, 4], completions=[long, cut], rewards=torch.tensor([1.0, 0.0]), advantages=torch.tensor([1.5, -1.5])),
-        Group([eos, 0, 6], completions=[short, unscored], rewards=[1.0, nan], advantages=[3.0, -3.0]),
+        Group([EOS, 0, 6], completions=[short, unscored], rewards=[1.0, math.nan], advantages=[3.0, -3.0]),
     ]
     batch = collate(groups, mask_truncated=False, device=CPU)
-    assert batch.ids.tolist() == [[3, 4, 7, 8, eos], [3, 4, 9, 9, 0], [eos, 0, 6, eos, 0], [eos, 0, 6, 5, eos]]
+    assert batch.ids.tolist() == [[3, 4, 7, 8, EOS], [3, 4, 9, 9, 0], [EOS, 0, 6, EOS, 0], [EOS, 0, 6, 5, EOS]]
     assert batch.attention.tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
     assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
     assert batch.advantages.tolist() == [1.5, -1.5, 3.0, -3.0] and batch.prompts.tolist() == [0, 0, 1, 1]
     assert trained_lengths(groups, mask_truncated=False).tolist() == [[3, 2], [1, 0]]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
-    entropy = [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]  # the last one has no entropies
-    assert batch.sampler_entropy.tolist() == entropy
+    assert batch.sampler_entropy.tolist() == [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]
     kept = [[None if ids is None else ids.tolist() for ids in row] for row in batch.kept]
-    assert kept == [[None, None, [7, 9], [8], [1, eos]], [None] * 5, [None] * 5, [None] * 5]
+    assert kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
     assert batch[[2, 0]].kept == [batch.kept[2], batch.kept[0]]
-    assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "nothing was cut"
+    assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "no completion has kept sets"
 
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
@@ -71,8 +73,9 @@ def test_collate():
 
 
 def test_tokens_that_the_model_did_not_write_are_not_trained_on():
-    """Tokens of replies are masked. They add nothing to a length, and a completion that consists of them is no signal.
-    Some completions have an advantage for each token here."""
+    """The environment answers the model with replies. Their tokens are masked. They do not count in the length of a
+    completion, and a completion with no other tokens is not trained on. One completion here has an advantage for each
+    token."""
     turns = Completion([7, 8, 9, 5], [-0.1, 0.0, 0.0, -0.2], False, written=[True, False, False, True])
     reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
     advantages = [torch.tensor([0.0, 7.0, 7.0, 2.0]), 1.0]
@@ -115,18 +118,19 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
-    # For each rank and micro-batch, the sequences that the model reads. Each is a tensor with the numbers of the
-    # completions that share it.
-    of_ranks = [[torch.tensor(piece).split(part.together) for piece, part in pieces] for pieces in by_rank]
+    # The same micro-batches, each as a list of the sequences that the model reads. A sequence is a prompt with the
+    # completions that share it. Here it is a tensor with the indices of these completions. `together` lists how many
+    # completions each sequence of a micro-batch has.
+    sequences_by_rank = [[torch.tensor(index).split(part.together) for index, part in pieces] for pieces in by_rank]
 
-    def read(sequence: Tensor) -> int:
-        return int(starts[sequence[0]] + lengths[sequence].sum())
+    def tokens_in(sequence: Tensor) -> int:
+        return int(starts[sequence[0]] + lengths[sequence].sum())  # the prompt once, and the completions
 
     def fits(piece: Sequence[Tensor]) -> bool:
-        padded = len(piece) * max(map(read, piece))
-        return (rows is None or sum(map(len, piece)) <= rows) and (tokens is None or padded <= tokens)
+        completions, padded = sum(map(len, piece)), len(piece) * max(map(tokens_in, piece))
+        return (rows is None or completions <= rows) and (tokens is None or padded <= tokens)
 
-    sequences = [sequence for pieces in of_ranks for piece in pieces for sequence in piece]
+    sequences = [sequence for pieces in sequences_by_rank for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
     most, fair_share = max(map(len, sequences)), math.ceil(n / world)  # completions of a sequence, and of a rank
     if hidden_size is None or rows == 1 or tokens == 1:
@@ -134,10 +138,10 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
         assert most == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
     assert most <= fair_share
-    sizes = [[*map(read, chain(*pieces))] for pieces in of_ranks]
+    sizes = [[*map(tokens_in, chain(*pieces))] for pieces in sequences_by_rank]
     largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
-    for pieces, sizes_of_rank in zip(of_ranks, sizes):
+    for pieces, sizes_of_rank in zip(sequences_by_rank, sizes):
         assert sizes_of_rank == sorted(sizes_of_rank, reverse=True)
         assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in pieces), "no limit is exceeded"
         assert not any(fits([*piece, after[0]]) for piece, after in pairwise(pieces)), "none has room for the next"
@@ -150,7 +154,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
         assert len(filled) == count and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
-    assert torch.equal(batch.mask, batch.attention), "the filling is masked in a copy"
+    assert torch.equal(batch.mask, batch.attention), "a micro-batch that is added gets a mask of its own"
 
 
 @pytest.mark.parametrize("length, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
@@ -194,7 +198,7 @@ def make_batch() -> Batch:
 
 
 def make_run(limits: Limits, **switches) -> train.Run:
-    settings = GRPO | dict(temperature=0.8, max_completion_length=10, dtype="float32")
+    settings = GRPO | dict(temperature=0.8, max_completion_length=10)
     model = tiny_model("gpt2", spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     # An update needs no task, tokenizer, reference, sampling or progress.
@@ -217,8 +221,10 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         same_up_to_rounding(step, steps[0])
 
 
-# Whether each token has its own advantage, settings, and how many of the 12 rows need a backward pass. Rows whose
-# advantage is 0 need none: row 1 has the mean reward of its group, rows 3 to 5 have equal rewards, and row 11 has none.
+# Each entry says whether each token has its own advantage, which settings are used, and how many of the 12 rows need a
+# backward pass. Rows whose advantage is 0 need none, unless the KL, entropy or sampler term gives them a gradient.
+# The advantage is 0 in row 1, which has the mean reward of its group, in rows 3 to 5, which have equal rewards, and in
+# row 11, which has no reward. If each token has its own advantage, the test also sets those of row 2 to 0.
 # With shards, every row has a backward pass, and so have the masked rows that give all ranks the same number of
 # micro-batches. So rows are not counted, and the number is None.
 LEARNING = [
@@ -250,14 +256,16 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
         monkeypatch.setattr(ranks, "world", lambda: world)
         for rank in range(world):
             monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-            loss, totals = train.accumulate(run, batch)
+            loss, totals = train.accumulate(run, batch)  # clears the gradients of the previous rank first
             takes_part = all(p.grad is not None for p in run.model.parameters())
             assert takes_part or not run.config.shard, "every rank takes part in the backward pass"
             parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
         return parts
 
     monkeypatch.setattr(train, "logprobs", noting)
-    [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))  # every row has a gradient
+    # All splits are compared with this one: one rank, no limits, and a backward pass for every row. Because of
+    # shard=True, even rows with advantage 0 have one.
+    [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))
     assert sum(learnt) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the trainer uses the sampler's sets"
     splits = [(1, Limits(1, None)), (2, Limits(3, 40)), (1, TOGETHER(None, None)), (3, TOGETHER(3, 40)), (13, WHOLE)]

@@ -44,7 +44,7 @@ def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
 
 
 def test_the_loss_gets_every_setting_that_it_takes():
-    """Where a setting has a default, it is also the default of policy_loss."""
+    """The default of each of these settings, as `resolve` returns it, is also the default of policy_loss."""
     switches, settings = policy_loss.__kwdefaults__, vars(resolve(Config(), TASK, on_gpu=False))
     assert {*train.LOSS_SWITCHES} == switches.keys() - {"ref_logp", "sampler_logp"}
     assert all(settings[name] == switches[name] for name in train.LOSS_SWITCHES)
@@ -54,14 +54,17 @@ def test_the_loss_gets_every_setting_that_it_takes():
 
 
 def letters(prompts, completions, **columns):
+    """Reward every different letter, and every copy of the prompt's first letter."""
     return [len(set(text)) + 0.5 * text.count(prompt[0]) for prompt, text in zip(prompts, completions)]
 
 
 def short(completion_ids, **columns):
+    """Reward short completions."""
     return [1.0 / len(ids) for ids in completion_ids]
 
 
-def again(row, turns):
+def reply_with_c(row, turns):
+    """Reply to a turn of the model, which then writes another one."""
     return "c"
 
 
@@ -79,12 +82,13 @@ PLAIN = dict(
 )  # fmt: skip
 
 # For each setting: another value, settings that both runs have in common, and the results that must differ between the
-# runs, as `run_in` names them. Three kinds of settings are left out: arguments of policy_loss (test_loss.py), settings
-# whose effect test_train.py, test_lora.py, test_shard.py or test_checkpoint.py compare with an equation or with another
-# run, and settings that most runs of tests need, such as --model, --task, --data and --out.
+# runs, as `run_in` names them. What follows a comma in a key is a remark, so that a setting can have two entries.
+# Three kinds of settings are left out: arguments of policy_loss (test_loss.py), settings that most runs of tests need,
+# such as --model, --task, --data and --out, and settings for which another file compares a run with an equation or with
+# another run (test_train.py, test_lora.py, test_shard.py or test_checkpoint.py).
 DIFFERS = {
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
-    "max_turns": (1, dict(reply=f"{__name__}:again"), "completions turns"),
+    "max_turns": (1, dict(reply=f"{__name__}:reply_with_c"), "completions turns"),
     "temperature": (0.7, {}, "completions entropy"),
     "stop": (["a", "bc"], {}, "completions truncated"),
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
@@ -173,13 +177,14 @@ def same(ours: object, theirs: object) -> bool:
     return ours == (pytest.approx(theirs, rel=1e-4, abs=1e-6) if isinstance(theirs, float) else theirs)
 
 
-@pytest.mark.parametrize("line", DIFFERS)
-def test_a_setting_has_its_effect(outcome, line):
-    value, others, names = DIFFERS[line]
-    setting = next(each for each in fields(Config) if each.name == line.partition(",")[0])
+@pytest.mark.parametrize("key", DIFFERS)
+def test_a_setting_has_its_effect(outcome, key):
+    value, others, names = DIFFERS[key]
+    setting = next(field for field in fields(Config) if field.name == key.partition(",")[0])  # without the remark
     without, given, expected = outcome(others), outcome(others | {setting.name: value}), {*names.split()}
     changed = {name for name in without | given if not same(given.get(name), without.get(name))}
     assert expected <= changed
     if setting.metadata["may_change"]:
-        # A run may resume with another value, so the value may change how a run computes, but never the weights.
-        assert changed <= (expected - {"weights"}) | {"rollout", "update"}
+        # A run may resume with another value of this setting, so its weights must not depend on it. Apart from the
+        # expected results, only the way of computing ("rollout", "update") may differ.
+        assert changed <= (expected | {"rollout", "update"}) - {"weights"}

@@ -32,9 +32,9 @@ SCORED = COMPLETION.bool()
 IDS = torch.randint(3, VOCAB, ATTENTION.shape, generator=torch.Generator().manual_seed(1)).where(ATTENTION == 1, PAD)
 IDS[0, [4, 8, 11]] = EOS  # in a prompt, inside a completion and at its end
 IDS[2, 6] = EOS
-IDS[3:, :4] = IDS[2, :4]  # rows 2 to 4 have the same prompt,
-IDS[4, 6] = IDS[2, 4]  # and two completions begin with the same token
-IDS[1, 2] = IDS[0, 3]  # rows 0 and 1 begin with the same token
+IDS[3:, :4] = IDS[2, :4]  # the prompts of rows 2 to 4 begin with the same four tokens
+IDS[4, 6] = IDS[2, 4]  # the completions of rows 2 and 4 begin with the same token
+IDS[1, 2] = IDS[0, 3]  # the prompts of rows 0 and 1 begin with the same token
 
 
 def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
@@ -51,9 +51,9 @@ def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = No
         log_p = torch.log_softmax(logits.double() / temperature, -1)
         logp[b, at[1:]] = log_p.gather(1, IDS[b, at[1:], None])[:, 0]
         entropy[b, at[1:]] = -(log_p.exp() * log_p).sum(-1)
-        for t, over_all in zip(at[1:].tolist(), log_p):
+        for t, all_log_p in zip(at[1:].tolist(), log_p):
             if kept is not None and kept[b][t] is not None:
-                logp[b, t] -= over_all[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
+                logp[b, t] -= all_log_p[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
     return logp * COMPLETION, entropy * COMPLETION
 
 
@@ -87,8 +87,8 @@ def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
-    """If the output head returns the logits, the log-probs are computed in two ways: from the head, and from the logits
-    of the model. Both must be right."""
+    """If a model returns the output of its head unchanged, token_logprobs computes the log-probs inside the head.
+    Otherwise, it computes them from the logits of the model. A model of the first kind is tested in both ways."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, spread=2.0 if "tied" in name else 4.0)
     coarsest = torch.float64 if name in ALL_IN_FLOAT64 else torch.float32
@@ -102,25 +102,26 @@ def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_read_together_is_read_once():
-    model, lengths = tiny_model("gpt2"), ATTENTION.sum(1).tolist()
-    read = []
+    model, read = tiny_model("gpt2"), []
     model.transformer.h[0].register_forward_hook(lambda _, args, out: read.append(args[0].shape[:2]))
     for together in (None, [2, 3], [1, 1, 3]):
         score(model, together=together)
     separately, two, three = read[-3:]  # the last three, because the first call also reads a trial input
-    # The last token of a row predicts nothing, so the model need not read it. Without it, rows 0 and 1 have 8 and 1
-    # tokens, of which they share 1. Rows 2 to 4 have 6, 4 and 7, of which they share 4.
-    assert separately == (5, max(lengths) - 1) and two == (2, max(8 + 1 - 1, 6 + 4 + 7 - 2 * 4)) and three == (3, 9)
+    # The last token of a row predicts nothing, so the model need not read it. Without it, the rows have 8, 1, 6, 4 and
+    # 7 tokens. Rows 0 and 1 share 1 token, so together they have 8 + 1 - 1 = 8. Rows 2 to 4 share 4 tokens, which are
+    # read once and not three times, so together they have 6 + 4 + 7 - 2 * 4 = 9.
+    assert separately == (5, 8) and two == (2, 9) and three == (3, 9)
 
 
 @pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
 def test_a_window_shorter_than_a_row_is_noticed_even_if_the_trial_input_fits_in_it(size: int | None, together: bool):
-    """`reads_together` tries a short input, in which a window of 11 has no effect. In rows of 12 it has one."""
+    """`reads_together` tries the model on rows of at most 7 tokens, which a window of 11 does not cut. But it would cut
+    rows of 12 tokens, so the model must not read them together."""
     assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
 
 
-def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return the exact logits of hidden states and weights that are rounded to bf16."""
+def fp64_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Round the hidden states and the weights to bf16, as autocast does, but return their logits in float64."""
     with torch.autocast("cpu", enabled=False):
         weight, bias = (None if x is None else x.bfloat16().double() for x in (head.weight, head.bias))
         return F.linear(hidden.bfloat16().double(), weight, bias)
@@ -128,15 +129,15 @@ def unrounded(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Our gradient and the reference differ in what is rounded to bf16: the gradients of the hidden states and, for
-    gemma2, the logits."""
+    """Under autocast, gradients are rounded to bf16 at many places. These places differ between ours and the reference,
+    for instance because the reference reads one row after another. So the results differ by a few roundings."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 3)
     model = tiny_model(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         logp, entropy = score(model, temperature=0.7, entropy_grad=True)
-        # For qwen2, our log-probs are of unrounded logits, so the reference must not round its logits either. For
-        # gemma2, both are of the model's own logits.
-        with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)) if name == "qwen2" else nullcontext():
+        # For qwen2, token_logprobs does not round logits, so the reference must not round them either. For gemma2, both
+        # use the model's own logits, which are rounded to bf16.
+        with forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head)) if name == "qwen2" else nullcontext():
             expected_logp, expected_entropy = reference(model, temperature=0.7)
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -154,7 +155,7 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
         inputs = IDS, torch.ones_like(IDS), COMPLETION
         logp, entropy = (x[SCORED] for x in token_logprobs(model, *inputs, with_entropy=True))
         logits = [model(input_ids=IDS).logits]
-        with forward_replaced(model.lm_head, partial(unrounded, model.lm_head)):
+        with forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head)):
             logits.append(model(input_ids=IDS).logits)
     log_p = torch.stack([x[:, :-1].double() for x in logits]).log_softmax(-1)[:, SCORED[:, 1:]]  # (2, n, V)
     rounded, expected = log_p.gather(2, IDS[SCORED].expand(2, -1)[..., None])[..., 0]
@@ -165,8 +166,9 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
 
 @pytest.mark.parametrize("name, dtype", [("weight", torch.float32), ("bias", torch.bfloat16)])
 def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, monkeypatch):
-    """600 chunks have the same gradient, and a sum in bfloat16 would stop growing after 256 of them. The weight is in
-    float32 under autocast, where one rounding to bfloat16 would already be too much. The bias is in bfloat16."""
+    """600 chunks have the same gradient, and a sum in bfloat16 would stop growing after 256 of them. The weight and its
+    gradient are in float32, even under autocast. A single rounding of the gradient to bfloat16 would exceed the
+    tolerance. The bias and its gradient are in bfloat16."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 1)
     model = tiny_model("qwen2", dtype)
     model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB, dtype=dtype)) if name == "bias" else None
@@ -178,7 +180,8 @@ def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: t
             logp, _ = token_logprobs(model, ids, attention, completion)
         logp.sum().backward()
         gradients.append(getattr(model.lm_head, name).grad)
-    roundings = 600 if dtype == torch.float32 else 2  # one for each addition; or one for each of the two results
+    # float32: one rounding for each addition. bfloat16: one for each of the two gradients that are compared.
+    roundings = 600 if dtype == torch.float32 else 2
     assert distance(gradients[1], 600 * gradients[0]) < roundings * torch.finfo(dtype).eps
 
 
@@ -217,9 +220,10 @@ def test_an_entropy_has_a_gradient_only_on_request(name: str):
 
 
 def some_sets() -> list[list]:
-    """Return for each position None, or a list, array or tensor of ids that contains the token itself."""
-    # A position gets its ids as a list, an array or a tensor. Or it gets None, which stands for all ids.
-    r, converters = np.random.default_rng(0), (list, np.int32, torch.as_tensor, lambda ids: None)
+    """Return for each position a set of ids that contains the token itself, as a list, an array or a tensor. Some
+    positions have None, which stands for all ids."""
+    r = np.random.default_rng(0)
+    converters = (list, lambda ids: ids.astype(np.int32), torch.as_tensor, lambda ids: None)
     others = [r.permutation(VOCAB)[: r.choice([0, 5, 30, VOCAB])] for _ in range(IDS.numel())]
     sets = iter([np.unique([token, *other_ids]) for token, other_ids in zip(IDS.flatten().tolist(), others)])
     return [[converters[r.integers(4)](next(sets)) for _ in row] for row in IDS]
@@ -251,7 +255,7 @@ class Scaled(transformers.GPT2LMHeadModel):
 
 
 SAME_LOGITS = {  # changes that leave the logits as they are
-    "gradient checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "activation checkpointing": lambda model: model.activation_checkpointing_enable(),
     "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
     "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
 }
@@ -315,7 +319,7 @@ def memory(name: str, entropy_grad: bool, *lengths: int, kept: list | None = Non
     ids = torch.randint(3, LARGE_VOCAB, (len(lengths), 2 + max(lengths)))
     completion = F.pad((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(), (2, 0))
     attention = F.pad(completion[:, 2:], (2, 0), value=1)
-    gc.collect()  # so that the profiler sees no memory freed that was allocated earlier
+    gc.collect()  # free old memory now, because the profiler would count its release without its allocation
     how = dict(temperature=0.7, entropy_grad=entropy_grad, kept=kept)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         logp, entropy = token_logprobs(model, ids, attention, completion, **how)
@@ -337,14 +341,16 @@ def test_at_most_two_chunks_of_logits_are_in_memory(entropy_grad: bool, monkeypa
 def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad: bool):
     (largest, one), (largest_of_three, three) = (memory("gemma2", entropy_grad, *n) for n in ([20], [20] * 3))
     assert largest == largest_of_three == 20 * LARGE_VOCAB * 4
-    # With several rows, the gradients of head and embedding exist while the next row's are computed.
+    # With several rows, the gradients of head and embedding (WEIGHT_BYTES each) from earlier rows are in memory while
+    # those of the next row are computed.
     assert one < three < 1.02 * (one + 2 * WEIGHT_BYTES)  # everything else is small
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With sets, a chunk has half as many tokens, because there is an id for each logit. An id takes 8 bytes and a
-    logit only 4, so up to one chunk more of memory is needed."""
+    """With sets, a chunk has half as many tokens. The ids of its sets are converted to int64, so an id takes 8 bytes. A
+    logit takes 4. So if the sets have almost all ids, these ids take as much memory as the logits of a whole chunk
+    without sets. The peak may be higher by this much."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     # Three rows of 99 positions, which is more than a row has.
     large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))

@@ -28,7 +28,7 @@ def test_the_steps_are_those_of_train(tmp_path, monkeypatch, updates):
     assert ids(plain) == ids(full)
     for (ours, _), (theirs, _) in zip(updates[:2], updates[2:], strict=True):
         assert ours.norm() > 0.1
-        assert distance(ours, theirs) < 1e-4  # in float32, and train.py has other micro-batches
+        assert distance(ours, theirs) < 1e-4  # in float32, other micro-batches mean other roundings
 
 
 def test_the_settings_of_minimal_are_the_defaults_of_train():
