@@ -87,7 +87,7 @@ class SetsOfBatch:
             self.to_host(rows)
 
     def to_host(self, rows: Tensor) -> None:
-        """Copy the sets from the device to the host. Call it before `rows` change, and at the end."""
+        """Copy the sets that were appended for these rows to the host. Call this before rows leave, and at the end."""
         if not self.bits:
             return
         bits = torch.stack(self.bits, 1)
@@ -97,8 +97,8 @@ class SetsOfBatch:
         # (row * T + token) * W + w. Places and words are stacked (as int64), so that one copy is enough.
         place = bits.flatten().nonzero().squeeze(1)
         place, words = torch.stack([place, bits.flatten()[place]]).cpu().numpy()
-        # Unpack every copied word into 32 booleans. Each True stands for an id in a set: it is bit number `bit` of
-        # words[which], a word whose place is place[which].
+        # Unpack every copied word into 32 booleans, one for each id. For each True, `which` is the index of its word in
+        # `words`, and `bit` is its number in that word.
         which, bit = np.unpackbits(words.astype(np.int32).view(np.uint8)).view(bool).reshape(-1, 32).nonzero()
         ids = (place[which] % W * 32 + bit).astype(np.int32)
         counts = np.bincount(place[which] // W, minlength=B * T).reshape(B, T)

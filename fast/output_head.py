@@ -51,8 +51,8 @@ def score_tokens(
     """Return the log-prob and the entropy of each target, (n, 2).
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
-    of these R * L tokens. sets[i] is a pair: a sequence of kept sets, and the index in it of the set of target i. The
-    set is looked up only when the chunk of target i is computed, because the ids of all sets may take more memory than
+    of these R * L tokens. sets[i] is a pair (sequence, index): the kept set of target i is sequence[index]. It is
+    looked up only when the chunk of target i is computed, because the ids of all sets may take more memory than
     the logits of a chunk.
     """
 
@@ -183,11 +183,11 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # logp contributes g_logp * onehot - g_logp * q to d_z. Without sets, q is p. So the second term is -g_p * p
-            # with g_p = g_logp, and it is computed for all ids, together with the gradient of the entropy.
+            # logp contributes g_logp * onehot - g_logp * q to d_z. Without sets, q is p, and -g_logp * p is computed
+            # for all ids, together with the gradient of the entropy. There, g_p is the factor of -p.
             g_p = g_logp
             if sets is not None:
-                # q is 0 outside of the set. So the second term is d_set, for the ids of the set only, and g_p is 0.
+                # q is 0 outside of the set, so -g_logp * q is computed for its ids only, as d_set, and g_p is 0.
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p

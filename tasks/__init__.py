@@ -171,8 +171,8 @@ def score(
     """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
     call of each reward.
 
-    Return two lists. The first has a pair (rewards, extras) for each group. Both are lists with an entry for each
-    completion: the values of the K rewards, NaN where a reward gave none, and a dictionary of what the rewards passed
+    Return two lists. The first has a pair (rewards, extras) for each group. `rewards` lists the K values for each
+    completion, NaN where a reward gave none. `extras` has a dictionary for each completion, of what the rewards passed
     to `log_extra`. The second list has a pair (name, value) for each call of `log_metric`."""
     if not groups:
         return [], []

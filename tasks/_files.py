@@ -14,8 +14,8 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """Read the rows of a .jsonl file, of another file that the package datasets can read, or of the train split of a
-    data set on the hub. A file with an unknown suffix is read as .jsonl. A column that a row lacks is None in it,
-    because one call of a reward scores several rows, and gets a list for each column."""
+    data set on the hub. A file with an unknown suffix is read as .jsonl. If a row lacks a column that others
+    have, the value is None there, because a reward gets each column as a list, with a value for each row."""
     kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)
     if kind and not Path(source).is_file():
         raise UserError(f"{source}: there is no such file")
@@ -48,8 +48,9 @@ def is_prompt(prompt: Any) -> bool:
     """Return whether this is a string, or a list of messages that have a role and a content."""
     if not isinstance(prompt, list):
         return isinstance(prompt, str)
-    texts = [message.get(key) for message in prompt if isinstance(message, dict) for key in ("role", "content")]
-    return prompt != [] and len(texts) == 2 * len(prompt) and all(isinstance(text, str) for text in texts)
+    messages = [message for message in prompt if isinstance(message, dict)]
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    return prompt != [] and messages == prompt and all(isinstance(text, str) for text in texts)
 
 
 def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
@@ -71,10 +72,10 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
-    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts. One can also be held out of 2 to 4
-    prompts, but not the only one. A hash of the prompt decides which, so the choice does not depend on the order of the
-    rows, and rows with the same prompt are either all held out or all trained on. Return the rows to train on, and one
-    row for each held-out prompt."""
+    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts. Of 2 to 4 prompts, one can still be
+    held out. A single prompt is never held out. A hash of the prompt decides which, so the choice does not depend on
+    the order of the rows, and rows with the same prompt are either all held out or all trained on. Return the rows to
+    train on, and one row for each held-out prompt."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
     distinct = sorted(set(keys))
     chosen = set(distinct[: min(count, max(1, len(distinct) // 5), len(distinct) - 1)])

@@ -56,8 +56,7 @@ def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
     too_long = ["steps"] if made.steps > run.config.steps else []
     for name in run_folder.other_settings(made, run.config) + too_long:
-        # If the user gives no --dtype, it stays "auto" in `run.config`. Then the machine has chosen the dtype of the
-        # run in this folder, and any dtype is fine.
+        # Only a dtype can be "auto". Then any dtype fits, because the machine that made the run has chosen it.
         if (wanted := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 

@@ -224,9 +224,9 @@ def table(args: argparse.Namespace) -> str:
     the ways did not do the same work."""
     logs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
     if args.what == "long":
-        # There is one seed, and its log has one line.
-        costs = [[f"{microseconds:,.0f} / {size:,.0f}" for microseconds, size in runs[0][0].values()] for runs in logs]
-        return ablate.markdown(["limit", *logs[0][0][0]], *([way, *cells] for way, cells in zip(args.ways, costs)))
+        by_limit = [runs[0][0] for runs in logs]  # there is one seed, and its log has one line: {part: costs}
+        cells = [[f"{microseconds:,.0f} / {size:,.0f}" for microseconds, size in line.values()] for line in by_limit]
+        return ablate.markdown(["limit", *by_limit[0]], *([limit, *row] for limit, row in zip(args.ways, cells)))
     # `ablate.paired` takes variants as {setting: value}. A way is a variant with one setting, which has no name.
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
