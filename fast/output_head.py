@@ -112,9 +112,8 @@ def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
         if head is not None and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
 
             def record(hidden: Tensor) -> Tensor:
-                # Return values that any cap or scale would change. The head's own output would not do, because it may
-                # be 0, or so small that a cap does not change it. Return a copy, because some models change the output
-                # in place.
+                # Return made-up values that any cap or scale would change. The head's own output may be 0, or so small
+                # that a cap does not change it. Return a copy, because some models change the output in place.
                 values = torch.linspace(-100, 120, len(head.weight), dtype=hidden.dtype, device=hidden.device)
                 seen.append(values.expand(*hidden.shape[:-1], -1))
                 return seen[-1].clone(memory_format=torch.contiguous_format)
@@ -183,8 +182,8 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # logp contributes g_logp * onehot - g_logp * q to d_z. Without sets, q is p, and -g_logp * p is computed
-            # for all ids, together with the gradient of the entropy. There, g_p is the factor of -p.
+            # logp contributes g_logp * onehot - g_logp * q to d_z. g_p is the factor of -p in d_z, below: without sets,
+            # q is p, so it is g_logp.
             g_p = g_logp
             if sets is not None:
                 # q is 0 outside of the set, so -g_logp * q is computed for its ids only, as d_set, and g_p is 0.

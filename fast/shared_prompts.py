@@ -57,9 +57,9 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Take the fewest rows n that are all allowed. If no n below the number of completions is allowed, each has its
-        # own row. The completions, the longest first, are dealt to the n rows in turn, so that the rows have about the
-        # same length.
+        # Try n rows, from the fewest on, until every row is allowed. The last n gives each completion its own row,
+        # which is used even if it is not allowed. The completions, the longest first, are dealt to the n rows in turn,
+        # so that the rows have about the same length.
         for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):

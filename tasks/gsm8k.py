@@ -17,11 +17,12 @@ def to_row(row: dict) -> dict:
     return {"prompt": [{"role": "user", "content": question}], "answer": row["answer"].rpartition("####")[2].strip()}
 
 
-# The parts of this expression, in order: what must not come before a number: a letter, a digit, a dot, a comma, a
-# closing parenthesis, or the start of an exponent, as "1e-" in "1e-5". In "10-5", there is a digit before the minus, so
-# the minus is not a sign, and the numbers are 10 and 5. a sign; digits, with or without commas between groups of three;
-# a decimal part what must not come after it: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3". These
-# are no numbers.
+# The parts of this expression, in order:
+# - What must not come before a number: a letter, a digit, a dot, a comma, a closing parenthesis, or the start of an
+#   exponent, as "1e-" in "1e-5". In "10-5", a digit comes before the minus, so the minus is not a sign.
+# - A sign.
+# - Digits, with or without commas between groups of three, and a decimal part.
+# - What must not come after a number: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3".
 NUMBER = re.compile(r"(?ai)(?<![a-z0-9.,)])(?<!\de[-+])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![.,]?\d|e[-+]?\d)")
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 

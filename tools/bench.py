@@ -192,8 +192,9 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
 
 
 def force_ours(tokens: Tensor) -> None:
-    """Make our sampler pick the planned tokens. In place of its random number, it gets the id of the planned token plus
-    0.5. `forced` takes the two apart: it raises the logit of this id, and passes on 0.5 as the random number."""
+    """Make our sampler pick the planned tokens. `uniforms`, which draws its random numbers, is replaced by a function
+    that returns the id of the planned token plus 0.5. `forced` takes this number apart: it raises the logit of the id,
+    and gives the sampler 0.5 as its random number."""
 
     def forced(sample: Callable, logits: Tensor, u: Tensor, *args: Any) -> Any:
         return sample(logits.scatter_(1, u.long()[:, None], LIKELY), u % 1, *args)
