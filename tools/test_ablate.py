@@ -23,7 +23,7 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
     ("--vary beta=0,0 --seeds 1", "a run twice"),
 ]
-# After a metric there may be ":last" or ":FIRST-LAST". In the last one of these, the metric is missing.
+# A figure is METRIC, METRIC:last or METRIC:FIRST-LAST, where FIRST is not higher than LAST.
 WRONG += [(f"--vary beta=0 --figures a {name}", f"--figures {name}: ") for name in ("b:lastt", "b:2-1", "b:2", ":2-1")]
 
 

@@ -7,8 +7,8 @@ import pytest
 from tools import evidence
 
 BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
-# On a page, some commands are for the reader only. Here the second has no logs in results/, and the picture of the last
-# is not in results/ either.
+# The logs of runs/NAME are kept in results/NAME. The second and the fourth of these commands are ignored, because there
+# is no results/not_kept, and elsewhere.png is not in results/.
 FINDING = """
 python -m tools.ablate --vary epsilon_high=0.2,0.5 --seeds 1,2,3 --out runs/clip_higher \\
     --figures entropy -- --task sorting --steps 100 --learning_rate 5e-4 --num_iterations 4 --minibatches 2

@@ -109,8 +109,8 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     figures = ["0.5 {} 0.2, length 12", "none {} 0, length 9, truncated", "1 {} -2, length 10", "-1 {} 1, length 11"]
     figures = [text.format(f"({EVIL} 0.25), advantage") for text in figures]
     cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
-    # Each button sorts the completions of the step, with the highest value first, and then puts those of a prompt
-    # together. "lowest" is clicked after "advantage", and reverses that order.
+    # After each click, the completions of the step are sorted, with the highest value first. Then those of a prompt are
+    # put together. "lowest" is clicked while they are sorted by advantage, and reverses the sorting.
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
     for name, step in steps.items():
