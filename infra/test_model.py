@@ -13,7 +13,11 @@ from infra.seeds import generator
 
 
 class Products(TorchDispatchMode):
-    """Record the dtypes in which products of experts are computed, forward and backward."""
+    """Record the dtypes of the factors when one product is computed for all experts, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation is torch.ops.aten._grouped_mm.default:
@@ -30,14 +34,14 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
         model.set_experts_implementation(experts)
         model.zero_grad()
         with Products() as products, torch.autocast("cpu", torch.bfloat16):
-            products.dtypes = set()
             logits = model(input_ids=ids).logits
             logits.float().square().mean().backward()
         assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
         found.append((logits.detach(), flat_gradient(model)))
+    # `products` is now that of "grouped_mm". With "eager", experts have separate products, which are not recorded.
     assert products.dtypes == {torch.bfloat16}
-    for one, other in zip(*found):
-        assert distance(one, other) < 0.02  # a few roundings to bf16, of 0.004 each
+    # The results differ by a few roundings to bf16, of 0.004 each.
+    assert all(distance(one, other) < 0.02 for one, other in zip(*found))
 
 
 def test_decoding_converts_the_weights_and_restores_them():
@@ -64,7 +68,9 @@ def test_logits_while_decoding_in_bf16_are_not_rounded_to_bf16(name, exact):
         expected = states[-1].double() @ model.lm_head.weight.double().T
     assert states[-1].dtype == torch.bfloat16
     assert logits.dtype == (torch.float32 if exact else torch.bfloat16)
-    assert not exact or (logits - expected).abs().max() < 1e-5  # 32 terms, logits of up to about 16, in fp32
+    # A logit is a sum of 32 terms and is at most about 16. Computing it in fp32 rounds it by less than 1e-5.
+    assert not exact or (logits - expected).abs().max() < 1e-5
+    # While decoding, the head may have another forward and its weights are in bf16. Now both are restored.
     assert "forward" not in vars(model.lm_head) and model(ids).logits.dtype == torch.float32
 
 

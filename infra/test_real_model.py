@@ -27,6 +27,8 @@ def test_a_step_has_the_gradient_of_a_plain_loop(tmp_path, monkeypatch):
         --learning_rate 1e-5 --max_grad_norm 1e9 --micro_batch_tokens 200""".split()
     run, *_ = train.set_up(ready(parse(words, on_gpu=False), on_gpu=False), torch.device("cpu"))
     gradients = []
+    # Keep the gradient instead of changing the weights. After this, `training_step` sets the gradient to zero, and the
+    # loop below can add up its own.
     monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(flat_gradient(run.model)))
     _, groups = train.training_step(run, 1)
     for group in groups:
@@ -38,6 +40,7 @@ def test_a_step_has_the_gradient_of_a_plain_loop(tmp_path, monkeypatch):
             logp = logits.log_softmax(-1)[range(len(made.ids)), made.ids]
             # The rollout has a cache and other shapes of batches, so rounding errors of thirty layers differ.
             torch.testing.assert_close(torch.as_tensor(made.logp), logp.detach(), rtol=0, atol=1e-4)
-            (-(reward - mean) / (std + 1e-4) * logp.mean() / 12).backward()
+            # The loss is the mean over the tokens of each completion, and then over the 3 * 4 completions.
+            (-(reward - mean) / (std + 1e-4) * logp.mean() / (3 * 4)).backward()
     # An error of 1e-4 in a log-prob is a relative error of 1e-4 in the probability, and about that in the gradient.
     assert len(gradients) == 1 and distance(gradients[0], flat_gradient(run.model)) < 1e-4

@@ -23,10 +23,12 @@ NAMES = ["right", "penalty"]
 
 
 def group(right: list[float], length: int, judged: bool = True) -> Group:
-    """Make a group with a completion for each value of the first reward function; the second one always gives -1."""
+    """Make a group with a completion for each value of the first reward function; the second one always gives -1. A
+    value of 1 is a right answer. If not `judged`, the task does not say which answers are right."""
     made = Group([1], {"prompt": "a"}, [Completion([7] * length, [0.0] * length, truncated=False)] * len(right))
     made.reward_parts = torch.tensor([[r, -1.0] for r in right])
-    made.rewards, made.right = made.reward_parts.sum(1), made.reward_parts[:, 0] == 1 if judged else None
+    made.rewards = made.reward_parts.sum(1)
+    made.right = made.reward_parts[:, 0] == 1 if judged else None
     return made
 
 
@@ -44,9 +46,10 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert metrics.pop("eval/turns") is metrics.pop("eval/turns_ci") is None
     assert metrics == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
-    alone = report.of_evaluation([missing, one], [one, one], NAMES)
-    assert (alone["eval/reward"], alone["eval/reward_ci"]) == (0.0, None)
-    assert alone["eval/accuracy"] is alone["eval/pass@1"] is alone["eval/accuracy_ci"] is None
+    metrics = report.of_evaluation([missing, one], [one, one], NAMES)
+    # One of the two rewards is missing. The mean is the other one, 1 - 1, and a single value has no interval.
+    assert (metrics["eval/reward"], metrics["eval/reward_ci"]) == (0.0, None)
+    assert metrics["eval/accuracy"] is metrics["eval/pass@1"] is metrics["eval/accuracy_ci"] is None
 
 
 def test_the_standard_deviation_is_zero_only_if_all_rewards_are_equal():
@@ -56,12 +59,12 @@ def test_the_standard_deviation_is_zero_only_if_all_rewards_are_equal():
 
 STEP = dict(step=1, reward=0.5, reward_std=0.5, rejected_groups=0.25, truncated=0.1, completion_length=7.0)
 STEP |= dict(entropy=None, tokens_per_second=1234.4)
-NOTES = [  # metrics, whether each of the four groups has an advantage -> the note
-    ({}, [0, 0, 1, 1], None),
+NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
+    ({}, [0, 0, 1, 1], ""),
     ({}, [0, 0, 0, 1], "fewer than half of this step's groups are trained on"),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(reward_std=0.0), [1] * 4, "no reward of this step differs"),
-    (dict(reward_std=None), [1] * 4, None),  # there is one completion for each prompt
+    (dict(reward_std=None), [1] * 4, ""),  # there is one completion for each prompt
 ]
 
 
@@ -75,11 +78,12 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     for step in (1, 2):
         log.step(STEP | metrics | {"step": step}, groups, [])
     shown = capsys.readouterr().out
-    assert shown.count("note: ") == (note is not None) and (note or "") in shown
+    assert shown.count("note: ") == (1 if note else 0) and note in shown
 
 
 def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
-    """One completion has two turns with a reply of two tokens between them, and the other one has one turn."""
+    """A reply is what the task answers between two turns of the model. One completion has two turns, with a reply of
+    two tokens between them. The other one has one turn."""
     written = [True, True, False, False, True]
     several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=written)
     made = group([1.0, 0.0], 3)
@@ -90,9 +94,10 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     own, other = [-0.5, 0.25], [None, None]
     assert line["tokens"] == [["1", *own], ["2", *own], ["3", *other], ["4", *other], ["5", *own]]
     assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
-    metrics = report.of_groups([made], NAMES)
-    assert (metrics["turns"], metrics["reply_length"], metrics["completion_length"]) == (1.5, 1.0, 2.0)
-    assert metrics["tokens"] == 4 and report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
+    step = report.of_groups([made], NAMES)
+    assert (step["turns"], step["reply_length"], step["completion_length"], step["tokens"]) == (1.5, 1.0, 2.0, 4)
+    # An evaluation counts only the turns of the first completion of each group, which is the greedy one.
+    assert report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
     plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
     assert plain["turns"] is plain["reply_length"] is None
 
@@ -113,16 +118,22 @@ def test_every_line_that_is_written_is_json():
 
 
 def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_last_token():
-    """Ids up to 255 are bytes, and the others are words. As in many tokenizers, the first space of a text is dropped.
-    Bytes in a row are decoded together, so that an invalid one spoils its neighbours."""
+    """Ids up to 255 are bytes, and the others are words, in which "_" is a space. As in many tokenizers, the first
+    space of a text is dropped. Bytes in a row are decoded together, so that an invalid one spoils its neighbours."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"_a": 256, "b_": 257, "_": 258}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     log = RunLog(Config(out="run"), PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, NAMES)
-    ids = [256, 256, *"中é😀中".encode(), 257, *"é".encode(), 258, 256, 0xE4, 256]
-    texts = ["a", " a", *["", "", "中"], *["", "é"], *["", "", "", "😀"], *["", "", "中"], "b ", "", "é", " ", " a"]
-    texts += ["", "\ufffd a"]
+    # Some ids, and the text of the last one. The others get no text. The byte 0xE4 is invalid, but that is known only
+    # when the next id is decoded.
+    pieces = [([256], "a"), ([256], " a"), ("中".encode(), "中"), ("é".encode(), "é"), ("😀".encode(), "😀")]
+    pieces += [("中".encode(), "中"), ([257], "b "), ("é".encode(), "é"), ([258], " "), ([256], " a")]
+    pieces += [([0xE4, 256], "\ufffd a")]
+    ids, texts = [], []
+    for piece, text in pieces:
+        ids += piece
+        texts += [""] * (len(piece) - 1) + [text]
     assert log.tokens(ids, [-0.126] * len(ids), None) == [[text, -0.13] for text in texts]
     assert log.tokens([256, 0xE4], [-1.0, -2.0], [0.123, 0.456]) == [["a", -1.0, 0.12], ["\ufffd", -2.0, 0.46]]
     rng = random.Random(0)
@@ -142,9 +153,7 @@ def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_progress(
-    tmp_path, monkeypatch, is_terminal
-):
+def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout(tmp_path, monkeypatch, is_terminal):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: is_terminal
     log, tracked = RunLog(Config(out=str(tmp_path), steps=2, prompts_per_step=1, samples_per_step=0), str, NAMES), []
@@ -155,7 +164,7 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_that_a_rollout_makes_prog
     made = group([1.0], 1)
     made.advantages = [1.0]
     log.step(STEP, [made], [])
-    progress, line = screen.getvalue().rpartition("\r")[::2]
+    progress, _, line = screen.getvalue().rpartition("\r")
     # Progress is shown after every 16 tokens, and there were 32.
     assert progress.count("unfinished") == (2 if is_terminal else 0)
     assert line.startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")

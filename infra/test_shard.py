@@ -30,10 +30,8 @@ from tasks.sorting import LETTERS
 @pytest.fixture(scope="module")
 def small(sorting) -> dict:
     """Return the settings of a small run with several updates per rollout, and a reference."""
-    return sorting | dict(
-        steps=2, num_iterations=2, minibatches=2, beta=0.1, learning_rate=2e-3, warmup_steps=2, max_grad_norm=0.5,
-        save_every=0,
-    )  # fmt: skip
+    settings = dict(num_iterations=2, minibatches=2, beta=0.1, learning_rate=2e-3, warmup_steps=2, max_grad_norm=0.5)
+    return sorting | settings | dict(save_every=0)
 
 
 def save_model(folder: Path, family: str, **how) -> Path:
@@ -79,7 +77,8 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
     monkeypatch.chdir(models)
     one, out, settings = tmp_path / "one", tmp_path / "out", small | given
     run(settings, one)
-    before = [machines_of_unequal_size, separate_backends] if world == 4 else []
+    # With a --shard_size, it does not matter how the ranks are spread over machines.
+    before = [machines_of_unequal_size, separate_backends] if "shard_size" in sharded else []
     run(settings | sharded | dict(shard=True), out, *before, world=world)
     assert_same_run(out, one)
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
@@ -94,7 +93,8 @@ def in_parts(step):
         moments = [run.optimizer.state[p][key] for p in weights for key in ("exp_avg", "exp_avg_sq")]
         for whole in (weights, moments, [*run.reference.parameters()]):
             part = sum(x.to_local().untyped_storage().nbytes() for x in whole)
-            assert part <= 1.1 * 4 / 2 * sum(x.numel() for x in whole)  # a tenth for padding
+            # A number in fp32 has 4 bytes. Each of the 2 ranks has half of them, and up to a tenth more for padding.
+            assert part <= sum(x.numel() for x in whole) * 4 / 2 * 1.1
         assert {p.dtype for p in weights} == {torch.float32} and all(p.grad is None for p in weights)
         made, _ = sorting_task.model(run.config)
         assert all(torch.equal(buffer, made.get_buffer(name)) for name, buffer in run.model.named_buffers())
@@ -104,7 +104,8 @@ def in_parts(step):
 
 
 def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32(small, tmp_path):
-    """In bfloat16 the run is only close to the replicated one, which adds up activations in fp32 instead of bf16."""
+    """In bfloat16 the sharded run is only close to the run of one process: what layers pass to each other is in bf16 if
+    the model is sharded, and otherwise in fp32."""
     settings = small | dict(dtype="bfloat16", steps=1, minibatches=1, num_iterations=1, eval_every=1, eval_prompts=2)
     run(settings, tmp_path / "one")
     run(settings | dict(shard=True), tmp_path / "out", partial(replace, "train.training_step", in_parts), world=2)
@@ -117,16 +118,20 @@ def test_each_rank_has_only_its_part_of_weights_moments_and_reference_in_float32
     assert {x.dtype for file in files for x in load_file(file).values()} == {torch.float32}
 
 
-def test_resumed_on_other_numbers_of_ranks_sharded_and_not(small, tmp_path):
-    """The run is ended twice, each time by killing one rank."""
+def small_files() -> None:
+    """Make files of weights so small that each checkpoint has many."""
+    replace("infra.checkpoint.FILE_BYTES", lambda _: 4096)
+
+
+def test_a_run_can_be_resumed_on_another_number_of_ranks_sharded_or_not(small, tmp_path):
+    """The run is ended twice, each time by killing the last rank before the third step of its process: first before
+    step 3, and, after resuming from the checkpoint of step 2, before step 5."""
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)
-    # A file of weights has at most 4096 bytes, so that each checkpoint has many files.
-    files = partial(replace, "infra.checkpoint.FILE_BYTES", partial(min, 4096))
     for world, sharded in ((2, True), (1, False)):
         dies = partial(at, "train.training_step", 3, die, rank=world - 1)
-        run(settings | dict(shard=sharded), out, separate_backends, files, dies, code=None, world=world)
+        run(settings | dict(shard=sharded), out, separate_backends, small_files, dies, code=None, world=world)
     shown = run(settings | dict(shard=True), out, separate_backends, world=3)
     assert "continued after step 4" in shown
     assert_same_run(out, one)
@@ -142,17 +147,16 @@ def test_a_checkpoint_is_evaluated_sharded(small, tmp_path):
     assert metrics(tmp_path / "out") == metrics(tmp_path / "one")
 
 
-WRONG = [  # number of ranks, settings, a part of the error
-    (2, dict(model="tied"), "its head is not tied; set tie_word_embeddings to false in its config.json"),
-    (3, {}, "3 ranks cannot be split into copies of [1, 2] ranks; give a --shard_size"),
-    (2, dict(shard_size=3), "2 ranks cannot be split into copies of [3] ranks"),
+WRONG = [  # number of ranks, what is called before the run, settings, a part of the error
+    (2, [], dict(model="tied"), "its head is not tied; set tie_word_embeddings to false in its config.json"),
+    (3, [machines_of_unequal_size], {}, "3 ranks cannot be split into copies of [1, 2] ranks; give a --shard_size"),
+    (2, [], dict(shard_size=3), "2 ranks cannot be split into copies of [3] ranks"),
 ]
 
 
-@pytest.mark.parametrize("world, given, line", WRONG)
-def test_a_mistake_is_reported_once(small, models, tmp_path, monkeypatch, world, given, line):
+@pytest.mark.parametrize("world, before, given, line", WRONG)
+def test_a_mistake_is_reported_once(small, models, tmp_path, monkeypatch, world, before, given, line):
     monkeypatch.chdir(models)
-    before = [machines_of_unequal_size] if world == 3 else []
     shown = run(small | dict(shard=True) | given, tmp_path / "out", *before, code=2, world=world)
     assert shown.count("error: ") == 1 and line in shown
 
@@ -184,6 +188,7 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation.namespace == "c10d":
+            # The arguments are what goes in and what comes out. One of them is the whole tensor, so count the largest.
             self.bytes[operation._schema.name] += max(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))
         return operation(*args, **(kwargs or {}))
 
@@ -216,4 +221,6 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
     assert [call.kwargs["timeout"] for call in new_groups.call_args_list] == [ranks.TIMEOUT] * 2
     assert rollout.bytes == {gather: 2 * P}
+    # Weights in bf16 have 2 bytes and are gathered twice. Gradients in fp32 have 4 bytes. They are summed over the two
+    # shards of a copy, and then each rank's half is summed over the two copies.
     assert update.bytes == {gather: 2 * 2 * P, reduce: 4 * P, all_reduce: 4 * P // 2}

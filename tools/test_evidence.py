@@ -7,6 +7,8 @@ import pytest
 from tools import evidence
 
 BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
+# The logs of runs/NAME are kept in results/NAME. The second and the fourth of these commands are ignored, because there
+# is no results/not_kept, and elsewhere.png is not in results/.
 FINDING = """
 python -m tools.ablate --vary epsilon_high=0.2,0.5 --seeds 1,2,3 --out runs/clip_higher \\
     --figures entropy -- --task sorting --steps 100 --learning_rate 5e-4 --num_iterations 4 --minibatches 2
@@ -33,7 +35,8 @@ def root(tmp_path, monkeypatch):
 
 
 def test_a_mismatch_is_reported_and_repaired(root):
-    def assert_reported(message: str) -> None:
+    def reports(message: str) -> None:
+        """Assert that --check ends with this message."""
         with pytest.raises(SystemExit, match=message):
             evidence.main(["--check"])
 
@@ -42,13 +45,11 @@ def test_a_mismatch_is_reported_and_repaired(root):
     made = page.read_text()
     page.write_text(made.replace("| reward:1-60 | ours | 0.", "| reward:1-60 | ours | 1."))
     log.write_text(log.read_text().replace('"entropy": 0.', '"entropy": 1.'))
-    assert_reported(
-        r"^docs/benchmarks.md: the table learn_addition .*\n.* table clip_higher .*\nresults/clip_higher.png does"
-    )
+    reports(r"^docs/benchmarks.md: the table learn_addition .*\n.* table clip_higher .*\nresults/clip_higher.png does")
     evidence.main([])
     evidence.main(["--check"])
     assert page.read_text() == made
     (root / "README.md").write_text("![Reward](results/other.png)\n")
-    assert_reported("^README.md: no command on a page draws results/other.png$")
+    reports("^README.md: no command on a page draws results/other.png$")
     (root / "docs" / "findings.md").write_text(FINDING.replace("--steps 100", "--steps 90"))
-    assert_reported(r"0\.2-1 was made with --steps 100, not 90")
+    reports(r"0\.2-1 was made with --steps 100, not 90")

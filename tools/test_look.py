@@ -25,8 +25,8 @@ const see = name => { seen[name] = all("#trained .card") }
 see("at first"), press("ArrowRight"), see("beyond the end"), press("ArrowLeft"), see("left")
 slider.value = 0, slider.dispatchEvent(new Event("input", { bubbles: true })), see("slider")
 press("ArrowRight"), press("ArrowRight"), see("right")
-for (const name of ["reward", "length", "advantage", "lowest"])
-  document.querySelector(`[value=${name}], [name=${name}]`).click(), see(name)
+for (const key of ["reward", "length", "advantage"]) { document.querySelector(`[value=${key}]`).click(); see(key) }
+document.querySelector("[name=lowest]").click(), see("lowest")
 for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"]) seen[part] = all(part)
 document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 </script>
@@ -34,8 +34,9 @@ document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 
 
 def sample(step: int, i: int, kind: str = "train") -> dict:
-    """Return the line of completion i. Completions 0 and 1 belong to the first prompt, and 2 and 3 to the second."""
-    line = {"step": step, "kind": kind, "prompt": [EVIL, [{"role": "user", "content": EVIL}]][i // 2]}
+    """Return the line of completion i. Completions 0 and 1 belong to the first prompt, which is a text, and 2 and 3 to
+    the second, which is a chat."""
+    line = {"step": step, "kind": kind, "prompt": EVIL if i < 2 else [{"role": "user", "content": EVIL}]}
     line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
     line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
     line |= {"columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
@@ -62,6 +63,9 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
     size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
+    # A limit in megabytes, and the steps that are shown. The first limit has room for all steps, and the second for two
+    # of the three. The others have less room than the last step needs, so only a part of it is shown, at the least one
+    # completion.
     for megabytes, steps in {1.0: [1, 2, 3], size / 1.4: [1, 3], size / 4: [3], size / 100: [3]}.items():
         part = look.content(run, megabytes)
         assert sorted({line["step"] for line in part["trained"]}) == steps
@@ -72,6 +76,7 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     (run / "samples.jsonl").unlink()
     part = look.content(run, 1.0)
     assert part["title"] == f"{run.name}; 8,334 of 25,001 points of the curves"
+    # Every third point is shown, counted from the last one.
     assert [line["step"] for line in part["metrics"]] == [*range(1, 25_001, 3)]
     assert (part["trained"], part["held_out"]) == ([], [])
 
@@ -104,13 +109,17 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     figures = ["0.5 {} 0.2, length 12", "none {} 0, length 9, truncated", "1 {} -2, length 10", "-1 {} 1, length 11"]
     figures = [text.format(f"({EVIL} 0.25), advantage") for text in figures]
     cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
+    # After each click, the completions of the step are sorted, with the highest value first. Then those of a prompt are
+    # put together. "lowest" is clicked while they are sorted by advantage, and reverses the sorting.
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
-    for name in steps | orders:
-        assert seen[name] == [f"step {steps.get(name, 3)}, {cards[i]}" for i in orders.get(name, range(4))], name
+    for name, step in steps.items():
+        assert seen[name] == [f"step {step}, {card}" for card in cards], name
+    for name, order in orders.items():
+        assert seen[name] == [f"step 3, {cards[i]}" for i in order], name
     assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 3"] * 2
     assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
     assert len(seen["script, img"]) == 3  # two of the page, and READER
-    assert seen[".reply"] == [EVIL] * 3
+    assert seen[".reply"] == [EVIL] * 3  # completion 3 is shown in a step and in two evaluations

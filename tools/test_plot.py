@@ -12,8 +12,7 @@ from tools import plot
 def folder(path: Path, lines: list[dict], **settings) -> Path:
     """Write the logs of a run."""
     path.mkdir(parents=True)
-    settings = {"algorithm": "grpo", "seed": 0, "beta": 0.0} | settings
-    (path / "config.json").write_text(json.dumps({"settings": settings}))
+    (path / "config.json").write_text(json.dumps({"settings": dict(algorithm="grpo", seed=0, beta=0.0) | settings}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -36,13 +35,14 @@ def test_null_leaves_a_gap_and_smoothing_is_a_centred_mean():
 
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path, capsys):
     lines = [{"step": s, "reward": s / 10, "eval/accuracy": 0.5, "kl": None, "reward/x": s} for s in range(9)]
-    run, replaced, empty = folder(tmp_path / "run", lines), folder(tmp_path / "run.replaced-1", lines), tmp_path
-    words = f"{run} {replaced} {empty} --panels reward accuracy kl reward/x --columns 1 --out".split()
+    run, replaced, no_run = folder(tmp_path / "run", lines), folder(tmp_path / "run.replaced-1", lines), tmp_path
+    words = f"{run} {replaced} {no_run} --panels reward accuracy kl reward/x --columns 1 --out".split()
     for name in ("a", "b"):
         plot.main([*words, f"{tmp_path}/{name}.png"])
     drawn, again = ((tmp_path / f"{name}.svg").read_text() for name in ("a", "b"))
     titles = ("accuracy", "kl", "reward/x")  # there is nothing to draw for "kl"
     assert drawn == again and [drawn.count(f"<!-- {title} -->") for title in titles] == [1, 0, 1]
+    # If another run were drawn, the label of the line would end with "(2 seeds)".
     assert "seeds)" not in drawn, "replaced runs and other folders are left out"
     # picture_of returns the picture and its fingerprint.
     fingerprints = [plot.picture_of(plot.parse([*words, "a.png", *more]))[1] for more in ([], ["--smooth", "1"])]
