@@ -178,8 +178,8 @@ def check(folder: Path) -> None:
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
     """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    whose class is not in RECORDS becomes a tensor, or is an error if it cannot become one. If its class is not in
-    ARRAYS either, `_from_text` raises an error."""
+    of a class in RECORDS is described by its fields. Any other object becomes a tensor, or raises an error if it
+    cannot. If it becomes a tensor but its class is not in ARRAYS, `_from_text` raises an error."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)

@@ -139,7 +139,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. A switch that it does not read must have its default, or its value in the --algorithm preset.
+    # The objective. Each switch that has no effect with it must have its default, or the value of the preset.
     unread = set().union(*SWITCHES_READ.values()) - set(SWITCHES_READ[config.objective])
     for name in sorted(unread):
         if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):

@@ -28,7 +28,7 @@ from logprob import chunk_tokens
 from rollout import PROMPT_TOKENS
 
 ROOM = 0.8  # the budgets may fill this share of the free memory
-MOST_ROLLOUT_TOKENS = 1 << 22  # more rows would gain little: attention reads the whole cache for each token
+MOST_ROLLOUT_TOKENS = 1 << 22  # a larger rollout gains little: most time is spent on reading the cache
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
 SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micro_batch_tokens, --max_completion_length"
 
@@ -123,11 +123,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # gradients. The gradient of the head is counted below.
     gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
     gathered += 2 * (compute_bytes + gradient_bytes) * (parameters - vocabulary * h) / layers
-    # Each token has an id, attention, mask; log-probs of sampler, old policy and reference; the sampler's entropy; a
-    # weight.
+    # For each token, there are three integers (its id and two masks), four fp32 numbers (the log-probs of the sampler,
+    # the old policy and the reference, and the sampler's entropy), and an fp64 weight.
     batch = trained * length * (3 * 8 + 4 * 4 + 8)  # bytes
     chunk = chunk_tokens(torch.cuda.is_available())
-    between_bytes = compute_bytes if config.shard else weight_bytes  # of the activations between layers
+    between_bytes = compute_bytes if config.shard else weight_bytes  # of a number that layers pass to the next
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # `mask` is how many entries the attention mask has for each token: one for every token of the row. If a layer has
     # a sliding window, each row is one completion with its prompt. Otherwise only shared rows have a mask. Such a row
@@ -138,9 +138,11 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # Attention and the feed-forward part each save one vector, the input of their products with weights. These two are
     # counted as 2.5 vectors, because all amounts must be upper bounds.
     layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
-    # Then query, key, value and output of each head; four vectors of the feed-forward part; the mask as numbers.
+    # It also saves query, key, value and output of each head, four vectors of the feed-forward part, and the mask, with
+    # its entries as numbers.
     layer += compute_bytes * (4 * all_heads * head_size + 4 * feed_forward + mask)
-    # Bytes that a layer keeps for each token until its backward pass. With gradient checkpointing, that is its input.
+    # Of these bytes, those that stay from the forward to the backward pass. With gradient checkpointing, only the input
+    # of the layer stays, and the rest is computed again, for one layer at a time.
     saved = h * between_bytes if config.gradient_checkpointing else layer
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
@@ -160,8 +162,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         # The larger of two amounts. The forward pass has the logits and log-probs of a chunk. The backward pass has the
         # log-probs of a chunk, the gradient of its logits, and what it adds to the gradient of the head's weight.
         head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
-        # With adapters, the input of a layer gets two gradients, one of them from the adapter. Both are in memory until
-        # they are added.
+        # With adapters, the input of each linear layer gets two gradients, one of them from the adapter. Both are in
+        # memory until they are added. The largest such input is in the feed-forward part.
         layer=layer + (compute_bytes * feed_forward if adapters else 0),
         # The part of a rank may begin and end in the middle of a prompt's completions.
         prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (1 if world > 1 else 0),
@@ -257,7 +259,7 @@ def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: An
 
 
 def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
-    # There is a prompt for each completion.
+    # `prompts` has an entry for each completion, so equal prompts are listed several times.
     length = max(map(len, prompts)) + run.config.max_completion_length
     fewer = min(len(prompts), run.sampling.tokens_at_once // length) // 2
     if fewer == 0:
@@ -273,6 +275,6 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
-    # new limit is half of the tokens in that micro-batch, without padding.
+    # new limit is half of the tokens in that micro-batch, which are counted without padding.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

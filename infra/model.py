@@ -83,13 +83,13 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Adapters are saved with the name of their base model. New adapters on a checkpoint would be saved with the name of
-    # the model that the checkpoint's run started from, which has other weights.
+    # Adapters are saved with the name of their base model, and a checkpoint has none: the model that its run started
+    # from has other weights. And saved adapters cannot be trained on.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.
     config = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    opened = open_model(settings.model or task_file(settings.task).model(settings), config)
+    opened = open_model(settings.model or task_file(settings.task).model(settings), config)  # what its run started from
     # With LoRA, a checkpoint contains only the adapters, so it is loaded after they have been added to the base model.
     if opened.adapt is not None:
         return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
@@ -214,7 +214,7 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     if any(type(size) is int and size < length for size in sizes):
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
-    # `places` says where in that one row each token of `ids` is.
+    # `places` says where in that one row each token of `ids` is. All rows of `ids` have 5 tokens.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:

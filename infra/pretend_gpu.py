@@ -78,8 +78,8 @@ def release(address: int) -> None:
 
 
 def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.UntypedStorage.resize_) -> None:
-    """Replaces `UntypedStorage.resize_`, the original of which is the last argument, to count the memory. FSDP frees
-    weights that were gathered by resizing their storage to 0."""
+    """Replaces `UntypedStorage.resize_`, the original of which is the last argument, to count the memory. To free
+    gathered weights, FSDP resizes their storage to 0."""
     resize_(storage, size)
     if storage._cdata in _blocks:
         count(storage)
@@ -344,7 +344,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps weights tied in model.to(device)
     torch.UntypedStorage.resize_ = resize
     F.scaled_dot_product_attention = attention
-    # `replace` passes the original function, which is not needed. There is no NCCL.
+    # There is no NCCL, so use gloo for both devices. `replace` passes the original function, which is not needed.
     replace("infra.ranks.backend", lambda original: lambda device: "cpu:gloo,cuda:gloo")
     DTensor.device = property(lambda self: self._local_tensor.device)
     DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)

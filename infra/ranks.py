@@ -1,8 +1,8 @@
 """The functions through which ranks communicate. With a single process they do nothing.
 
 Every rank samples a part of a step's completions and trains on a part of them. Gradients are summed, never averaged,
-because the weight of each token in the loss is already divided by a total of the whole step, over all ranks. With
---shard, each rank also has only a part of the model (shard.py).
+because the weight of each token in the loss is already divided by a number that counts the whole step, on all ranks.
+With --shard, each rank also has only a part of the model (shard.py).
 """
 
 import os

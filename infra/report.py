@@ -124,9 +124,9 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """Compute checksums that `ranks.gather` compares, because all ranks must train on the same values. The values may
-    differ in a fork that draws random numbers, reads a clock, or puts something into `run.state` that depends on the
-    rank."""
+    """Compute checksums that `ranks.gather` compares, because all ranks must train on the same values. They may differ
+    if you change the code so that it draws random numbers, reads a clock, or puts something into `run.state` that
+    depends on the rank."""
     tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}
     return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in tensors.items()}
 
@@ -244,7 +244,7 @@ class RunLog:
             if is_complete:
                 before, done = done, t
         text = self.decode(ids)
-        ends[-1] = len(text)
+        ends[-1] = len(text)  # text of invalid bytes at the end belongs to the last token
         columns = [[None if x is None else round(x, 2) for x in column] for column in values if column is not None]
         return [[text[start:end], *numbers] for start, end, *numbers in zip(ends, ends[1:], *columns)]
 

@@ -55,7 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # With --steps 0, a run only evaluates, and writes no model. It has evaluated, because `made` is not None.
+    # With --steps 0, a run only evaluates, and writes no model. If it had not done so, made_steps would return None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -139,7 +139,8 @@ def read_lines(file: Path) -> list[dict]:
 
 def begin(config: Config, given: Config, done: int) -> list[str]:
     """Take over the folder and write config.json, once everything is ready to start. Return notes for the user. `given`
-    has the settings as they were parsed, and `config` those with the defaults filled in."""
+    has the settings as they were parsed, and `config` those with the defaults filled in. The run continues after step
+    `done`."""
     out, notes, beginnings = Path(config.out), [], []
     out.mkdir(parents=True, exist_ok=True)
     lock(out)

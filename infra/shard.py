@@ -69,7 +69,8 @@ def shard(
     users = Counter(p for unit in units for p in unit.parameters())
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
     for module in [*units, empty]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # not the default for `empty`
+        # For the outermost module, `empty`, reshard_after_forward=True is not the default.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks, not averaged
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
     if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
