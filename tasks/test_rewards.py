@@ -214,8 +214,8 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
             assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
     assert settings() == before
-    # In the first round, drawn[0] and drawn[1] each follow a reward that meddles. In the second round, `draw` is also the
-    # first reward, so drawn[2] is what the harmless reward drew, and drawn[3] follows it.
+    # In the first round, drawn[0] and drawn[1] each follow a reward that meddles. In the second round, `draw` is also
+    # the first reward, so drawn[2] is what the harmless reward drew, and drawn[3] follows it.
     assert drawn[0] != drawn[1] and drawn[0] == drawn[3]
 
 

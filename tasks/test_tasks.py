@@ -113,8 +113,8 @@ def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
 
 
 def test_what_is_right():
-    # Two groups of two completions, each with two rewards. The second reward, `min`, decides: a completion is right if it
-    # is at least 0.5, up to rounding. The functions are not called. Only their names matter.
+    # Two groups of two completions, each with two rewards. The second reward, `min`, decides: a completion is right if
+    # it is at least 0.5, up to rounding. The functions are not called. Only their names matter.
     parts = torch.tensor([[[0.0, 0.5], [1.0, 0.5 - 1e-12]], [[1.0, 0.4], [1.0, math.nan]]], dtype=torch.float64)
     task = Task([], [], [max, min], [1.0, 1.0], correct="min", correct_at=0.5)
     assert task.right(parts).tolist() == [[True, True], [False, False]]
