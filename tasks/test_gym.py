@@ -22,8 +22,8 @@ def test_a_data_set_of_reasoning_gym():
     asked = [row["prompt"][0]["content"] for row in task.train + task.eval]
     assert len(asked) == len(set(asked)) > 100 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
     for row in task.eval[:20]:
-        question = row["prompt"][0]["content"]  # such as "State the final answer to ...: 4 + 3 ="
-        answer = eval(question.partition(": ")[2].partition(" =")[0])
+        # The question is "State the final answer to ...: 4 + 3 =", for example.
+        answer = eval(row["prompt"][0]["content"].partition(": ")[2].partition(" =")[0])
         right, wrong = f"<answer>{answer}</answer>", "<answer>99</answer>"
         worth = rewards(task, row, right, wrong + right, right + wrong, right.removesuffix("</answer>"), str(answer))
         assert worth[:2] == [1.0, 1.0] and worth[2] < 1.0 and worth[3:] == [0.0, 0.0]

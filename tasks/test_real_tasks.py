@@ -115,8 +115,7 @@ def test_rows_come_from_the_hub(monkeypatch):
         assert problem["prompt"] == [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
         assert problem["answer"] == f"{split}: \\boxed{{1}}"
     assert tasks[0].rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [1.0]
-    assert [task.correct for task in tasks] == ["right_number", "equal_answer", "near_20"]
-    assert [task.correct_at for task in tasks] == [1.0, 1.0, 0.0]
+    assert {task.correct: task.correct_at for task in tasks} == {"right_number": 1, "equal_answer": 1, "near_20": 0}
 
 
 @pytest.mark.parametrize("text", LONG)

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 
+from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess, load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
-from tasks.test_tasks import group_of
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
@@ -146,8 +146,7 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
         seen.append((turns, completion_ids))
         return [0.0] * len(turns)
 
-    group = group_of({"prompt": "1"}, "1")
-    group.completions = [completion] * 2
+    group = Group([], {"prompt": "1"}, [completion] * 2)
     task = Task([], [], [reward], [1.0], reply=print)
     score(task, [group], TOKENIZER, done=0)
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
