@@ -44,8 +44,8 @@ PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md
 PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL | re.MULTILINE))
-# The diffs of these sections may change the same lines of train.py. So `fork` makes a copy of train.py for each section,
-# with the name given here, and applies the section's diffs to that copy.
+# The diffs of these sections may change the same lines of train.py. So `fork` copies train.py for each section, under
+# the name given here, and applies the section's diffs to that copy.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
     "distillation": SECTIONS.pop("On-policy distillation"),
@@ -259,7 +259,7 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
-            # Of an empty line, line[:1] is "", which is in " -" and in " +", so the line counts as context. The lists
+            # For an empty line, line[:1] is "", which is in " -" and in " +", so the line counts as context. The lists
             # begin and end with "", so that `old` begins and ends with a line break and matches only whole lines.
             old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
             new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
@@ -328,7 +328,7 @@ def make(copy: Path, module: str, words: list[str], out: str, *before: Callable,
 
 
 def test_every_command_of_an_addition(fork):
-    """Of README's ablation, one run is made, with the flags that all runs share and those of the last variant."""
+    """One run of README's ablation is made, with the flags that all its runs share and those of its last variant."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
@@ -336,7 +336,7 @@ def test_every_command_of_an_addition(fork):
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
-        assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "the one prompt of prompts.jsonl, if it is read"
+        assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
     assert len(lines) == 6
 
 
@@ -471,11 +471,11 @@ def test_the_functions_of_the_page(fork):
     # completions are equally good and best, the lead is 0.
     best = names_in(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
     assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
-    of_rollout = names_in(fork, "rollout")
+    fork_rollout = names_in(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # 0.375 is 0.3 / (0.5 + 0.3)
-        sampling = of_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
+        sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
-        tokens, logp, sets = of_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        tokens, logp, sets = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(one.nonzero().squeeze(1).tolist() == kept for one in sets)
 
