@@ -186,7 +186,7 @@ def test_a_reward_imports_from_the_folder_of_its_file_first(folder):
         (folder / place / "rewards.py").write_text(IMPORTS)
         rewards += [load_function(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
     for _ in range(2):
-        # N is 1 in folder x and 2 in y. `mine` and `bound` add up the N of five modules, `awaited` returns a single N.
+        # N is 1 in folder x and 2 in y. `mine` and `bound` add up the N of five modules. `awaited` returns one N.
         assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours

@@ -99,8 +99,8 @@ def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
 
 
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
-    """Return the arguments with one variant for each objective: with the learning rate that has the best mean of PASS
-    over TUNE_SEEDS."""
+    """Return the arguments with one variant for each objective. Its learning rate has the best mean of PASS over
+    TUNE_SEEDS."""
     best: dict[str, tuple[float, dict]] = {}
     for variant, runs in zip(args.variants, read_all(with_(args, seeds=TUNE_SEEDS), read), strict=True):
         score = statistics.fmean(ablate.figure(lines, PASS) for lines in runs)
@@ -203,7 +203,8 @@ def holm(comparisons: list[list[float]]) -> list[bool]:
 
 
 def clearness(differences: list[float]) -> float:
-    """Return the size of the mean divided by half the width of its interval, which is NaN if a run has no value."""
+    """Return the size of the mean divided by half the width of its interval, or 0 if these are NaN because a run has no
+    value."""
     mean, half = ablate.interval(differences)
     if mean == 0 or math.isnan(half):
         return 0.0
@@ -214,8 +215,7 @@ def clearness(differences: list[float]) -> float:
 
 
 def table(args: argparse.Namespace, runs: list[list[Lines]], describe: bool = False) -> str:
-    """Return a table with a row for each variant, in which PASS is compared. With `describe`, the other figures have a
-    column each."""
+    """Return a table of PASS with a row for each variant. With `describe`, the other figures have a column each."""
     variants, others = args.variants, args.figures[1:] if describe else []
     difference = f"difference from {' at '.join(variants[0].values())} (95 % interval)"
     names = [*variants[0], f"pass@1, mean ± std of {len(args.seeds)} seeds", difference]
@@ -258,13 +258,13 @@ def claims() -> str:
     for paper, claim, regime, figure, higher, lower in CLAIMS:
         cells = [paper, claim, f"{figure.partition(':')[0]}, {higher} minus {lower}"]
         for task in ("chain", "addition"):
-            logs_of = logs_of_grid[f"{task}_{regime}"]
-            _, differences = differences_of([logs_of[lower], logs_of[higher]], figure)
+            by_objective = logs_of_grid[f"{task}_{regime}"]
+            _, differences = differences_of([by_objective[lower], by_objective[higher]], figure)
             mean, half = ablate.interval(differences)
             seen = "not seen"
             if abs(mean) > half:
                 seen = "**seen**" if mean > 0 else "**opposite**"
-            digits = ablate.decimals(statistics.fmean(ablate.figure(lines, figure) for lines in logs_of[lower]))
+            digits = ablate.decimals(statistics.fmean(ablate.figure(lines, figure) for lines in by_objective[lower]))
             cells.append(f"{ablate.with_interval(differences, digits)}: {seen}")
         rows.append(cells)
     return ablate.markdown(["paper", "claim", "measure", "chain", "addition"], *rows)
