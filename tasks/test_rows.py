@@ -99,7 +99,7 @@ def test_which_rows_are_held_out_depends_only_on_the_prompts():
     train, held = hold_out(rows, 6)
     prompts = {row["prompt"] for row in held}
     assert prompts == {"8", "9", "10", "11", "20", "21"}, "the runs in results/ held these out"
-    # Of the two rows with a held-out prompt, one is held out, and the other is dropped.
+    # Each held-out prompt has two rows. One of them is held out, and the other is dropped.
     assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
     assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
     assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
