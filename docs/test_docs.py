@@ -44,7 +44,9 @@ PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md
 PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL | re.MULTILINE))
-PROGRAMS = {  # the diffs of these sections change train.py, so each makes a program of its own
+# The diffs of these sections may change the same lines of train.py. So `fork` copies train.py for each section, under
+# the name given here, and applies the section's diffs to that copy.
+PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
     "distillation": SECTIONS.pop("On-policy distillation"),
     "sampler": SECTIONS.pop("A sampler of your own"),
@@ -103,8 +105,9 @@ def test_every_file_is_there():
         return name in made or (HERE / name).exists() or (HERE / page).with_name(name).exists()
 
     assert missing(r"`([\w/.]+\.(?:py|txt|md|toml|jsonl?))`", is_there) == []
-    # The list of files in README.md begins with train.py. The first word of each line is a file or a pattern.
-    tree = [line.split()[0] for line in README.partition("\ntrain.py  ")[2].partition("```")[0].splitlines()[1:]]
+    # One block of README.md is a list of files that begins with train.py. Each line begins with a file or a pattern.
+    (listing,) = [block for block in blocks(README, "") if block.startswith("train.py ")]
+    tree = [line.split()[0] for line in listing.splitlines()]
     assert [name for name in tree if not list(HERE.glob(name))] == []
 
 
@@ -127,7 +130,7 @@ def test_every_command_is_understood(page):
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_tool_knows_the_flags_that_a_page_gives_it(page, monkeypatch):
-    """The words of a command must suit the parser of the tool, and the words after "--" that of train.py."""
+    """The tool's parser must accept the command, and the parser of train.py must accept the words after "--"."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parses(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:
@@ -135,8 +138,8 @@ def test_every_tool_knows_the_flags_that_a_page_gives_it(page, monkeypatch):
         raise StopIteration  # so that the tool itself does not run
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parses)
-    named = re.findall(r"python -m ((?:tools|results)\.[\w.]+)([^`\n]*)", PAGES[page].replace("\\\n", " "))
-    for module, words in [(module, shlex.split(words, comments=True)) for module, words in named]:
+    for module, text in re.findall(r"python -m ((?:tools|results)\.[\w.]+)([^`\n]*)", PAGES[page].replace("\\\n", " ")):
+        words = shlex.split(text, comments=True)
         monkeypatch.setattr(sys, "argv", [module, *words])
         monkeypatch.delitem(sys.modules, module, raising=False)
         if "parse_args" in (HERE / f"{module.replace('.', '/')}.py").read_text():
@@ -149,7 +152,7 @@ def test_every_tool_knows_the_flags_that_a_page_gives_it(page, monkeypatch):
 
 def test_imports_run_one_way():
     """Imports follow the order that docs/contributing.md gives, and there is no circle."""
-    order, imports = ["results", "tools", "minimal", "train", "infra", "tasks"], {}
+    order, imports = {"results": 0, "tools": 1, "minimal": 2, "train": 3, "infra": 4, "tasks": 5}, {}
     for path in HERE.rglob("*.py"):
         if "test" not in path.name and ".venv" not in path.parts:
             name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
@@ -158,10 +161,11 @@ def test_imports_run_one_way():
             imports[name] = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
             imports[name] |= {found for module, alias in pairs for found in (module, f"{module}.{alias.name}")}
     imports = {name: found & imports.keys() for name, found in imports.items()}
-    # The place of each module's folder in `order`. All other modules come last.
-    place = {name: [*order, name.split(".")[0]].index(name.split(".")[0]) for name in imports}
+    # The place of a module is that of its folder. All modules that are not in `order` come last.
+    place = {name: order.get(name.split(".")[0], 6) for name in imports}
     against = [(name, other) for name, found in imports.items() for other in found if place[other] < place[name]]
     assert against == [], "train may not import tools, for example"
+    # loss, advantage and the modules of fast/ import no module of this repository.
     assert [name for name in imports if re.match(r"loss$|advantage$|fast\.", name) and imports[name]] == []
     TopologicalSorter(imports).prepare()  # raises where there is a circle
 
@@ -171,18 +175,18 @@ def test_every_table_is_that_of_the_logs_and_every_picture_is_there():
 
 
 def test_the_default_run_begins_as_its_log_says(tmp_path):
-    """Run the first three steps again, and compare their metrics with the log. A metric would be far off if another
-    token were sampled, which is possible only if rounding decides between two tokens."""
+    """Run the first three steps again, and compare their metrics with the log. They may differ by rounding errors. In
+    the rare case that rounding decides which token is sampled, they differ by far more, and the test fails."""
     assert train.main([*"--seed 0 --steps 3 --eval_every 0 --out".split(), str(tmp_path)]) == 0
     names = "reward completion_length entropy grad_norm loss".split()
-    folders = HERE / "results" / "default" / "seed-0", tmp_path
-    logged, again = ([line for line in metrics(folder) if line["step"] in (1, 2, 3)] for folder in folders)
-    for ours, theirs in zip(again, logged, strict=True):
+    logged = [line for line in metrics(HERE / "results" / "default" / "seed-0") if line["step"] in (1, 2, 3)]
+    for ours, theirs in zip(metrics(tmp_path), logged, strict=True):
         assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-3, abs=1e-6)
 
 
 def test_all_runs_of_a_finding_were_made_with_the_same_code():
-    """tools.evidence, which is called above, compares the settings of the runs with the command on the page."""
+    """Only the commit is compared here. In a test above, tools.evidence compares the settings of the runs with the
+    command on the page."""
     for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
         logs = (HERE / "results" / args.out.name).glob("*/config.json")
         (commit,) = {json.loads(log.read_text())["commit"] for log in logs}
@@ -193,8 +197,9 @@ def test_the_page_of_objectives_has_every_preset_and_switch():
     rows = dict(re.findall(r"^\| `([\w+-]+)`.*? \| `(--.*?)` \|", OBJECTIVES, re.MULTILINE))
     assert rows.keys() == ALGORITHMS.keys()
     for name, words in rows.items():
-        grpo = {} if name == "grpo" else ALGORITHMS["grpo"]
-        switches = {switch: value for switch, value in ALGORITHMS[name].items() if value != grpo.get(switch)}
+        # The row of grpo has all its switches. Every other row has only the switches that differ from grpo's.
+        base = {} if name == "grpo" else ALGORITHMS["grpo"]
+        switches = {switch: value for switch, value in ALGORITHMS[name].items() if value != base.get(switch)}
         given = vars(parse(shlex.split(words), on_gpu=False))
         assert {switch: given[switch] for switch in re.findall(r"--(\w+)", words)} == switches, name
     sections = re.split("^##+ ", OBJECTIVES, flags=re.MULTILINE)
@@ -233,7 +238,7 @@ def test_objectives_that_are_the_same_with_one_update_a_rollout():
         how = dict(scale=settings.scale_rewards, baseline=settings.baseline, lengths=mask.sum(1).view(3, 4))
         advantages = group_advantages(combine_rewards(rewards, [1.0], settings.combine_rewards), **how).flatten()
         weights = token_weights(mask, settings.normalization, settings.max_completion_length, torch.arange(12) // 4)
-        switches = {name: getattr(settings, name) for name in ("objective", "ratio", "epsilon_low", "epsilon_high")}
+        switches = {flag: getattr(settings, flag) for flag in ("objective", "ratio", "epsilon_low", "epsilon_high")}
         loss, _ = policy_loss(logp.requires_grad_(), logp.detach(), advantages, weights, mask, **switches)
         (gradient,) = torch.autograd.grad(loss, logp)
         unit[name] = gradient / gradient.norm()
@@ -244,8 +249,7 @@ def test_objectives_that_are_the_same_with_one_update_a_rollout():
 
 
 def test_readme_opens_with_the_update_of_minimal():
-    (update, *_) = blocks(README, "python")
-    assert update in (HERE / "minimal.py").read_text()
+    assert blocks(README, "python")[0] in (HERE / "minimal.py").read_text()
 
 
 def patched(diff: str, folder: Path) -> dict[str, str]:
@@ -255,8 +259,8 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
-            # Empty lines of a hunk count as context, because "" is in every string. The empty strings at both ends are
-            # there so that only whole lines match.
+            # For an empty line, line[:1] is "", which is in " -" and in " +", so the line counts as context. The lists
+            # begin and end with "", so that `old` begins and ends with a line break and matches only whole lines.
             old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
             new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
             assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"
@@ -270,10 +274,10 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """Copy the code, and add the files and diffs of docs/extending.md. Each of PROGRAMS becomes a copy of train.py."""
-    # Each diff applies to the code as it is, without the others.
-    counts = {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")}
-    assert counts == {1, 2}, "a diff changes one file or two"
+    """Copy the code, and add the files and diffs of docs/extending.md. The diffs of each section in PROGRAMS are
+    applied to a copy of train.py with the section's name."""
+    # Each diff applies to the code as it is, without the others. It changes one file or two.
+    assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}
     folder = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
@@ -313,17 +317,18 @@ class IncrementEnv:
 '''
 
 
-def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **expected) -> Path:
-    """Make a run with this module of the copy in the place of train.py, and return its folder. `run` takes settings, so
-    the words are split into flags with their values."""
+def make(copy: Path, module: str, words: list[str], out: str, *before: Callable, **options) -> Path:
+    """Make a run with this module of the copy in the place of train.py, and return its folder. `before` and `options`
+    are passed to conftest.run: functions that the process calls first, the expected exit code and the number of ranks.
+    conftest.run takes settings, so the words are split into flags with their values."""
     (copy / "runs").mkdir(exist_ok=True)
     settings = {flag: values for flag, *values in (part.split() for part in " ".join(words).split("--")[1:])}
-    run(settings, copy / "runs" / out, partial(conftest.in_a_copy, copy, module), *before, **expected)
+    run(settings, copy / "runs" / out, partial(conftest.in_a_copy, copy, module), *before, **options)
     return copy / "runs" / out
 
 
 def test_every_command_of_an_addition(fork):
-    """The ablation is made with the flags that all its runs have in common and those of its last variant."""
+    """One run of README's ablation is made, with the flags that all its runs share and those of its last variant."""
     (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
@@ -331,7 +336,7 @@ def test_every_command_of_an_addition(fork):
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
-        assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "the only prompt of this file"
+        assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
     assert len(lines) == 6
 
 
@@ -351,8 +356,11 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
         assert ours == {name: x if x is None else pytest.approx(x, 1e-3, 1e-6) for name, x in theirs.items()}
     replayed = make(fork, "replay", [*recipes[0], *few, "--steps", "2"], "replay")
     first, second = metrics(replayed)
-    assert abs(first["loss"]) < 1e-6 < 1e-4 < abs(second["loss"]), "off-policy"
-    # The replay run takes the first prompts of the data, in order. The curriculum of the other run chooses among all.
+    # The first step is on-policy, so its loss is 0, up to rounding. The second step also trains on replayed
+    # completions, which are off-policy, so its loss is not 0.
+    assert abs(first["loss"]) < 1e-6 and abs(second["loss"]) > 1e-4
+    # The replay run takes the first prompts of the data, in order. The curriculum of the other run draws a few of 8192
+    # prompts. With this seed, it draws none of the first ones.
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))
     assert not in_order & chosen
     # The recipe for the entropy bonus: after a step whose entropy is at most 0.17, the coefficient grows by 0.005 and
@@ -391,7 +399,7 @@ def test_the_tool_of_the_page(program):
         turn = CALL % ("calculator", json.dumps({"expression": expression}))
         assert file.reply({}, ["2*x", turn]) == [{"role": "tool", "name": "calculator", "content": result}]
     assert file.reply({}, ["<tool_call>{</tool_call>"])[0]["content"].startswith("JSONDecodeError: ")
-    assert file.reply({}, [turn, "It is 14."]) is None, "the last turn has no call"
+    assert file.reply({}, [CALL % ("calculator", "{}"), "It is 14."]) is None, "the last turn has no call"
 
 
 def test_the_environment_of_the_page(program):
@@ -411,22 +419,24 @@ def test_the_environment_of_the_page(program):
     assert {each["environment"].target for each in file.load(Config()).train} == {1, 2, 3, 4, 5, 6}
 
 
-def test_the_game_the_environment_and_the_rewards_of_turns_run(fork):
-    game, each = commands(PROGRAMS["turns"], "python train.py")
+def test_runs_with_the_game_with_the_environment_and_with_a_reward_for_each_turn(fork):
+    game, turn_rewards = commands(PROGRAMS["turns"], "python train.py")
     environment = '--task environment --model chat --max_completion_length 8 --chat_template_kwargs {"tools":[]}'
     short = "--steps 2 --prompts_per_step 16 --samples_per_step -1 --eval_every 0".split()
-    programs = {"nim": ("train", game), "each": ("turns", each), "environment": ("train", environment.split())}
+    programs = {"nim": ("train", game), "turns": ("turns", turn_rewards), "environment": ("train", environment.split())}
     nim, by_turn, _ = (make(fork, module, [*words, *short], name) for name, (module, words) in programs.items())
     assert all(max(line["turns"] for line in metrics(folder)) > 1 for folder in (nim, by_turn))
-    several = [line for line in conftest.samples(by_turn) if None in [logp for _, logp in line["tokens"]]]
-    assert several and all(len(line["advantage"]) == len(line["tokens"]) for line in several)
+    # The tokens of a reply have no log-prob, because the model did not sample them.
+    replied = [line for line in conftest.samples(by_turn) if None in [logp for _, logp in line["tokens"]]]
+    assert replied and all(len(line["advantage"]) == len(line["tokens"]) for line in replied)
 
 
 TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # the action of each turn -> the reward of each
 
 
 def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
-    """Sum over every group of three completions that a bandit with two turns can give, in float64."""
+    """The gradient of a step is summed over every group of three completions that a bandit with two turns can give,
+    each with its probability. The sum, in float64, is the gradient of the expected return."""
     by_turn = names_in(fork, "by_turn").by_turn
     theta = torch.tensor([0.4, -0.7], dtype=torch.float64, requires_grad=True)
     chance = torch.stack([theta.sigmoid(), 1 - theta.sigmoid()])  # of doing 0 or 1 in each turn
@@ -451,33 +461,35 @@ def test_the_functions_of_the_page(fork):
     """Each function on the page computes its equation."""
     assert names_in(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
     mask = torch.arange(8) < torch.tensor([5, 0, 2, 7])[:, None]
-    # VL norm: the weight of a token is |o_i|^-0.75 / (L Σ_j |o_j|^-0.75), where L = max_completion_length = 10.
-    share = mask * torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)[:, None]
+    # VL norm: the weight of a token is |o_i|^-0.75 / (L Σ_j |o_j|^-0.75), where L = max_completion_length = 10. The
+    # empty completion has no part in the sum.
+    powers = torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)
     weights = names_in(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
-    torch.testing.assert_close(weights, share / (10 * share.amax(1).sum()), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(weights, mask * powers[:, None] / (10 * powers.sum()), rtol=1e-14, atol=0.0)
     rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
-    # The advantage of the best reward is its lead over the second best. All others have 0, and so have two equal best.
+    # The advantage of the best completion is its lead over the second best one. All others have the advantage 0. If two
+    # completions are equally good and best, the lead is 0.
     best = names_in(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
     assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
-    rollout = names_in(fork, "rollout")
+    fork_rollout = names_in(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # 0.375 is 0.3 / (0.5 + 0.3)
-        sampling = rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
+        sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
-        tokens, logp, sets = rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        tokens, logp, sets = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(one.nonzero().squeeze(1).tolist() == kept for one in sets)
 
 
 def test_the_token_baseline_of_the_page(fork):
-    """The baseline is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. W_it adds up
-    1 − 2 π(o_is) + Σ_v π(v)² over the tokens s ≤ t, and samples.jsonl has the sum of squares in the third place of each
-    token. On-policy, the loss is minus the mean advantage of all tokens. The tolerance is large because samples.jsonl
-    rounds log-probs and sums of squares to two decimals."""
+    """Let W_it be the sum of 1 − 2 π(o_is) + Σ_v π(v)² over the tokens s ≤ t of completion i. The baseline of token t
+    is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. In samples.jsonl, each token comes
+    with its log-prob and Σ_v π(v)². On-policy, the loss is minus the mean advantage of all tokens. The tolerance is
+    large because samples.jsonl rounds log-probs and sums of squares to two decimals."""
     (words,) = commands(PROGRAMS["token_baseline"], "python train.py")
     words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
     out = make(fork, "token_baseline", words, "token_baseline")
     rows, expected = conftest.samples(out), []
-    W = [[*itertools.accumulate(1 - 2 * math.exp(logp) + p for _, logp, p in row["tokens"])] for row in rows]
+    W = [np.cumsum([1 - 2 * math.exp(logp) + squares for _, logp, squares in row["tokens"]]) for row in rows]
     for i, row in enumerate(rows):
         for t in range(row["length"]):
             # Completions of the same prompt that have a token t. 8 is the default of --num_generations.
@@ -488,8 +500,8 @@ def test_the_token_baseline_of_the_page(fork):
 
 
 def answering(urlopen: Callable) -> Callable:
-    """Answer the requests of the page in this process, with the sampler of this repository, in place of a server. The
-    replaced `urlopen` is never called."""
+    """Return a function that replaces `urlopen` in the page's example. It answers the requests in this process, with
+    the sampler of this repository, so that no server is needed. `urlopen` itself is never called."""
     server = SimpleNamespace(model=None)
 
     def answer(request: Request) -> StringIO:
@@ -516,7 +528,7 @@ def test_distillation_has_the_gradient_of_the_kl(fork):
     teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
     teacher.get_output_embeddings().weight.data *= 0.8
     teacher.save_pretrained(fork / "teacher")
-    # In the second run, the advantages are the usual ones. They are all 0, so only the KL term is left.
+    # The second run has the usual advantages. With --reward_weights 0 they are all 0, so only the KL term is left.
     distillation = (fork / "distillation.py").read_text()
     (fork / "only_kl.py").write_text(distillation.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
     (words,) = commands(PROGRAMS["distillation"], "python train.py")
@@ -526,6 +538,7 @@ def test_distillation_has_the_gradient_of_the_kl(fork):
     before = load_file(fork / "models/addition/model.safetensors")
     after = [load_file(folder / "model" / "model.safetensors") for folder in made]
     ours, theirs = (torch.cat([(w[name] - x).flatten() for name, x in before.items()]) for w in after)
-    assert conftest.distance(ours, theirs) < 1e-3 and theirs.norm() > 1e-3  # fp32; Adam enlarges its rounding
+    # Adam divides by the size of the gradient, which enlarges the rounding errors of fp32.
+    assert conftest.distance(ours, theirs) < 1e-3 and theirs.norm() > 1e-3
     for line, other in zip(*map(metrics, made), strict=True):
         assert line["kl"] > 0 and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

@@ -14,34 +14,35 @@ from rollout import Sampling, rollout
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
-# A reward, the right answer, the value of a text that ends with EOS, texts, and the factor on this value if a text does
-# not end.
+# Each case: a reward function; the right answer; the reward of each of the texts if it ends with EOS; these texts; and
+# the factor by which the reward is multiplied if a text does not end with EOS.
 REWARDS = [
     (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
     (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
     (chain.exact_result, "29", 0.0, ["+8=45*3=35"], 0.0),  # not to the end
     (sorting.sorted_share, "abcc", 1.0, ["abcc"], 0.5),
-    (sorting.sorted_share, "abcc", 0.75, ["accb"], 0.5),  # all four kept, two in place
+    (sorting.sorted_share, "abcc", 0.75, ["accb"], 0.5),  # the mean of 1 (all four letters) and 0.5 (two in place)
     (sorting.sorted_share, "abcc", 0.5, ["abccabcc"], 0.5),  # four surplus letters
     (sorting.sorted_share, "abcc", 0.0, [""], 0.5),
 ]
 DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")]
 
 
-@pytest.mark.parametrize(("reward", "answer", "value", "texts", "cut"), REWARDS)
-def test_rewards(reward, answer, value, texts, cut):
-    """Each completion is compared with its own answer, and the other answers are wrong. A text with a
-    PAD counts as one that does not end."""
-    for text, (end, share) in itertools.product(texts, [([EOS_ID], 1.0), ([], cut), ([PAD_ID, EOS_ID], cut)]):
-        ids = [PAD_ID + 2] * len(text) + end
+@pytest.mark.parametrize(("reward", "answer", "value", "texts", "factor_without_eos"), REWARDS)
+def test_rewards(reward, answer, value, texts, factor_without_eos):
+    """The tested completion is the second of three. The right answer to the two others is "f", so they earn 0: each
+    completion is compared with its own answer. A completion with a PAD counts as one that does not end."""
+    endings = [([EOS_ID], 1.0), ([], factor_without_eos), ([PAD_ID, EOS_ID], factor_without_eos)]
+    for text, (ending, factor) in itertools.product(texts, endings):
+        ids = [2] * len(text) + ending  # 2 is the id of a letter
         columns = dict(prompts=["", "", ""], completions=["", text, text], completion_ids=[[EOS_ID], ids, ids])
-        assert reward(**columns, answer=["f", answer, "f"], other=[0] * 3) == [0.0, value * share, 0.0]
+        assert reward(**columns, answer=["f", answer, "f"], other=[0] * 3) == [0.0, value * factor, 0.0]
         with pytest.raises(ValueError):
             reward(**columns, answer=[answer])
 
 
-def test_a_chain_can_be_short():
+def test_shortness_is_minus_the_number_of_tokens():
     assert chain.shortness(["a", "b"], ["", "12"], [[], [2, 3, 1]], answer=["1", "2"]) == [0, -3]
 
 

@@ -14,11 +14,11 @@ BOXES = [  # an answer, completions that are right, and wrong ones
     ("\\frac12", ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}"], ["\\boxed{2}"]),
     ("$\\frac{1}{2}$", ["\\boxed{1/2}"], ["\\boxed{12}"]),
     ("hence \\boxed{\\frac{\\sqrt{2}}{3}}.", ["\\boxed{\\dfrac{\\sqrt2}{3}}"], ["\\boxed{\\frac{2}{3}}"]),
-    # If the right answer is a pair, an interval is wrong. If it is an interval, a pair is right. So it matters which of
-    # the two arguments of math-verify is the right answer.
+    # If the right answer is the pair (1,2), math-verify calls the interval 1<x<2 wrong. If the right answer is the
+    # interval, it calls the pair right. So its two arguments, the right answer and the completion, must not be swapped.
     ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),
     ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),
-    ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # lenient, as the task says
+    ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # math-verify is lenient: a sum equals its value
 ]
 
 
@@ -39,7 +39,8 @@ def test_an_answer_without_mathematics_is_an_error_that_names_the_prompt(answer)
 
 
 def test_rows_of_a_file(tmp_path):
-    """Texts are asked for an answer in a box. Chat messages are unchanged."""
+    """A prompt that is a text becomes a message that also asks for an answer in a box (ASK). A prompt that is a list of
+    chat messages is left as it is."""
     chat = [{"role": "user", "content": "Is it 7?"}]
     rows = [{"problem": f"{n} + 1?", "answer": n + 1, "level": 1} for n in range(20)]
     rows += [{"prompt": "2 + 2?", "solution": "It is \\boxed{4}."}, {"prompt": chat, "answer": "7"}]

@@ -27,7 +27,7 @@ EXPRESSIONS = [  # text, numbers, its value
 FORMS = [  # a completion, whether it is the solution of (2, 3, 4) -> 10, whether it has the form
     ("<think>5 < 6, 2 * 3</think>\n<answer>2 * 3 + 4</answer>", 1, 1),
     ("\n<think>\n</think><answer> (2 * 3) + 4 </answer>\n", 1, 1),
-    ("2 * 3</think> <answer>2 * 3 + 4</answer>", 1, 1),  # the template opened the thought
+    ("2 * 3</think> <answer>2 * 3 + 4</answer>", 1, 1),  # the chat template has written the <think>
     ("<think>a</think><answer>2 + 3 + 4</answer>", 0, 1),  # the value is 9
     ("<answer>2 * 3 + 4</answer>", 1, 0),
     ("<think>a</think><answer>2 * 3 + 4</answer> and done", 1, 0),
@@ -71,6 +71,7 @@ def test_rewards_for_text_and_for_messages():
                 assert reward([""], [completion], [[1]], **given) == [value], (reward, text)
 
 
+# As a text, 1e22 is "1e+22". Numbers with an exponent are not read.
 @pytest.mark.parametrize("answer", [None, "seventy-two", "1 2", "72\n#### none", float("nan"), 1e22])
 def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
     with pytest.raises(UserError, match=r"^the answer .* has no number, or several, for prompt 'how many\?'$"):
@@ -114,12 +115,13 @@ def test_rows_come_from_the_hub(monkeypatch):
         assert problem["prompt"] == [{"role": "user", "content": f"{split}: why?{math.ASK}"}]
         assert problem["answer"] == f"{split}: \\boxed{{1}}"
     assert tasks[0].rewards[0]([""], ["1072"], [[1]], answer=["1,072"]) == [1.0]
-    assert [(task.correct, task.correct_at) for task in tasks[::2]] == [("right_number", 1.0), ("near_20", 0.0)]
+    assert {task.correct: task.correct_at for task in tasks} == {"right_number": 1, "equal_answer": 1, "near_20": 0}
 
 
 @pytest.mark.parametrize("text", LONG)
 def test_long_completions_cost_little_time(text):
     start, long = time.process_time(), text * (200_000 // len(text))
+    # With "e5" after it, a number at the end cannot be read, so that a regular expression has to backtrack.
     for completion in (f"<answer>{long}</answer>", long + "e5"):
         for reward in (gsm8k.right_number, countdown.equation, countdown.well_formed):
             reward([""], [completion], [[1]], answer=[9], numbers=[[9]], target=[9])

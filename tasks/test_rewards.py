@@ -50,7 +50,7 @@ def mine(completions):
 async def awaited(completions):
     return mine(completions)
 """
-NEIGHBOURS = """
+IMPORTS = """
 import config, functools, nearby, tasks.helper
 import train
 def mine(completions):
@@ -61,7 +61,6 @@ async def awaited(completions):
     return [batch.N] * len(completions)
 bound = functools.partial(mine)
 """
-OURS = "config", "loss", "batch", "tasks", "tasks._rewards"
 FILES = {
     "mine.py": "import no_such_module\n",
     "meddles.py": MEDDLES,
@@ -97,9 +96,11 @@ def test_numbers_and_none_are_rewards_and_all_else_is_an_error(returned, outcome
 
 
 def test_a_reward_gets_the_arguments_that_it_accepts():
-    # `wraps` gives the second function the signature of the first one, so the reward gets only the completions.
-    wrapped = functools.wraps(lambda completions: None)(lambda **given: [len(given)] * 3)
-    assert call(wrapped, level=[1, 2, 3]) == [1.0] * 3
+    @functools.wraps(lambda completions: None)  # gives `count` this signature, so it gets only the completions
+    def count(**given):
+        return [len(given)] * 3
+
+    assert call(count, level=[1, 2, 3]) == [1.0] * 3
     assert call(lambda level, completions, other=2: level, level=[1, 2, 3]) == [1, 2, 3]
     assert call(lambda **given: [len(given)] * 3, level=[1, 2, 3]) == [4.0] * 3
     values = call_rewards([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
@@ -107,7 +108,7 @@ def test_a_reward_gets_the_arguments_that_it_accepts():
 
 
 def test_a_reward_gets_copies():
-    """Each function gets its own copies, and each completion its own copy of a row that it shares with others."""
+    """Each function gets its own copies. If several completions belong to one row, each gets a copy of its values."""
 
     def spoils(prompts, completions, completion_ids, more):
         for value in (prompts[0], completions, completion_ids[0], more[0]["n"]):
@@ -116,41 +117,40 @@ def test_a_reward_gets_copies():
 
     given = dict(prompts=[[{}]] * 2, completions=["a", "b"], completion_ids=[[9]] * 2, more=[{"n": [1]}] * 2)
     before = copy.deepcopy(given)
-    # The three lists of the first completion then have 2 items each, and those of the second completion still have 1.
+    # For the first completion, the prompt, the ids and `n` then have 2 items each. For the second, they still have 1.
     assert call_rewards([spoils, spoils], given, {}) == [[6.0, 3.0]] * 2 and given == before
 
 
 def test_rewards_that_are_awaited_run_at_the_same_time():
-    """Two such rewards wait for each other here, under one time limit. One event loop serves all calls, even if another
-    loop is already running. A generator is read under the time limit of its function."""
-    events, loops = [], []
+    """They are awaited under one time limit. One event loop serves all calls, even if another loop is already running.
+    If a reward returns a generator, its values are read under the time limit of that reward."""
+    events, loops, both_started = [], [], asyncio.Barrier(2)
 
     @contextlib.contextmanager
     def time_limit(name: str):
-        events.append(f"({name}")
+        events.append(f"start {name}")
         yield
-        events.append(")")
+        events.append("stop")
 
-    def read(completions):
+    def plain(completions):
         yield from [1.0] * len(completions)
-        events.append("read")
+        events.append("values")
 
-    async def asked(completions):
+    async def awaited(completions):
         loops.append(asyncio.get_running_loop())
-        for _ in range(99):
-            await asyncio.sleep(0)
-        assert len(loops) % 2 == 0, "the other one has started too"
-        return read(completions)
+        await asyncio.wait_for(both_started.wait(), 30)  # a TimeoutError if only one of them has started
+        return plain(completions)
 
     async def in_a_notebook():
-        return call_rewards([asked, read, asked], COLUMNS, {}, time_limit)
+        return call_rewards([awaited, plain, awaited], COLUMNS, {}, time_limit)
 
     event_loop.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
-    # Each function is called under its own time limit. Then both coroutines are awaited under one limit, whose name is
-    # "asked, asked".
-    assert " ".join(events[:9]) == "(asked ) (read read ) (asked ) (asked, asked read"
-    assert call_rewards([asked, asked], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
+    # Each function is called under a time limit of its own, where `awaited` only returns a coroutine. Then the two
+    # coroutines are awaited under one limit, whose name is "awaited, awaited".
+    own = ["start awaited", "stop"]
+    assert events == [*own, "start plain", "values", "stop", *own, "start awaited, awaited", "values", "values", "stop"]
+    assert call_rewards([awaited, awaited], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
 
 
 @pytest.fixture
@@ -174,16 +174,19 @@ def sees_this_program(completions, user_error):
     return [2.0 * (config.UserError is user_error)] * len(completions)
 
 
-def test_neighbours_come_before_modules_of_this_program_and_of_other_rewards(folder):
-    """This applies while a file is imported and while its functions are called. The program itself is not affected."""
-    ours, rewards = {name: sys.modules[name] for name in OURS}, []
+def test_a_reward_imports_from_the_folder_of_its_file_first(folder):
+    """A module there comes before one of the same name in this program or in the folder of another reward, both while
+    the file is imported and while its functions are called. This program keeps its own modules."""
+    ours = {name: sys.modules[name] for name in ("config", "loss", "batch", "tasks", "tasks._rewards")}
+    rewards = []
     for place, n in (("x", 1), ("y", 2)):
         (folder / place / "tasks").mkdir(parents=True)
         for name in ("config", "train", "loss", "batch", "nearby", "tasks/__init__", "tasks/helper"):
             (folder / place / f"{name}.py").write_text(f"N = {n}\n")
-        (folder / place / "rewards.py").write_text(NEIGHBOURS)
+        (folder / place / "rewards.py").write_text(IMPORTS)
         rewards += [load_function(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
     for _ in range(2):
+        # N is 1 in folder x and 2 in y. `mine` and `bound` add up the N of five modules. `awaited` returns one N.
         assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
         assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
         assert {name: sys.modules[name] for name in ours} == ours
@@ -211,12 +214,14 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
             assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
     assert settings() == before
-    # Draws 0 and 1 follow a reward that meddles. Draw 3 is the first one that follows a reward that is harmless.
+    # In the first round, drawn[0] and drawn[1] each follow a reward that meddles. In the second round, `draw` is also
+    # the first reward, so drawn[2] is what the harmless reward drew, and drawn[3] follows it.
     assert drawn[0] != drawn[1] and drawn[0] == drawn[3]
 
 
 @pytest.mark.parametrize(("name", "outcome"), NAMED)
 def test_how_a_reward_is_found_by_its_name(folder, name, outcome):
     columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
+    # The task has one reward of its own, exact_sum, and an error names it.
     with pytest.raises(outcome[0], match=outcome[1]) if isinstance(outcome, tuple) else contextlib.nullcontext():
         assert call_rewards([load_function(name, {"exact_sum": len})], columns, {}) == [outcome]

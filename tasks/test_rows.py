@@ -20,6 +20,7 @@ ROWS = [
     {"prompt": "é\u2028\x85", "n": 1, "more": {"deep": [1]}},
     {"prompt": [{"role": "user", "content": "x"}], "level": 2},
 ]
+# Each case: the name of a file, what it begins with, and the line break. Blank lines are skipped.
 FILES = [("rows.jsonl", "", "\n"), ("rows", "\ufeff", "\r\n\r\n"), ("rows.txt", "", "\n\n")]
 READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "more": None, "level": 2}]
 NO_ROW = 'needs a "prompt", a string or chat messages: '
@@ -61,7 +62,7 @@ NOTED = [  # a prompt to train on, held-out prompts, the tokenizer, and a part o
 @pytest.mark.parametrize(("name", "start", "newline"), FILES)
 def test_read_rows(tmp_path, name, start, newline):
     """Every row has all columns. Otherwise the columns that a reward gets would depend on which rows are scored in one
-    call, and so on the number of ranks."""
+    call, and therefore on the number of ranks."""
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
     (tmp_path / name).write_bytes(text.encode())
     assert read_rows(str(tmp_path / name)) == READ
@@ -77,7 +78,8 @@ def test_rows_that_cannot_be_read_are_named_by_file_and_line(tmp_path, text, mes
 
 @pytest.mark.parametrize(("source", "kind"), DATASETS)
 def test_everything_else_is_read_by_the_package_datasets(tmp_path, monkeypatch, source, kind):
-    found = {(kind, None if kind == source else source): ROWS}  # they are equal for a data set on the hub
+    data_files = None if kind == source else source  # `kind` is `source` only for a data set on the hub
+    found = {(kind, data_files): ROWS}
     library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.chdir(tmp_path)
@@ -97,17 +99,18 @@ def test_which_rows_are_held_out_depends_only_on_the_prompts():
     train, held = hold_out(rows, 6)
     prompts = {row["prompt"] for row in held}
     assert prompts == {"8", "9", "10", "11", "20", "21"}, "the runs in results/ held these out"
+    # Each held-out prompt has two rows. One of them is held out, and the other is dropped.
     assert len(held) == 6 and len(train) == 48 and not prompts & {row["prompt"] for row in train}
     assert {row["prompt"] for row in hold_out(random.Random(0).sample(rows, 60), 6)[1]} == prompts
     assert {row["prompt"] for row in hold_out(rows, 4)[1]} < prompts
-    # The number of rows and of prompts to hold out -> the rows to train on and those that are held out. Of several
-    # prompts, at most a fifth is held out, but at least one.
+    # (rows, prompts to hold out) -> (rows to train on, rows held out). At most a fifth of the prompts are held out, but
+    # at least one, unless there is only one prompt.
     parts = {(60, 0): (60, 0), (60, 256): (48, 6), (1, 256): (1, 0), (2, 256): (1, 1)}
     assert {given: tuple(map(len, hold_out(rows[: given[0]], given[1]))) for given in parts} == parts
 
 
 def task_of(*prompts, held_out=()) -> Task:
-    return Task(*([{"prompt": prompt} for prompt in part] for part in (prompts, held_out)), [], [])
+    return Task([{"prompt": prompt} for prompt in prompts], [{"prompt": prompt} for prompt in held_out], [], [])
 
 
 @pytest.mark.parametrize(("tokenizer", "prompt", "text"), ENCODED)
@@ -128,15 +131,16 @@ def test_prompts_that_are_too_long_can_be_left_out():
     """A note reports it. There must still be prompts to train on and prompts to evaluate on."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
     task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
+    # The result is the length of the longest prompt that is left, with a context of 10 tokens and with an unknown one.
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
     assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
     (note,) = task.notes
     assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")
-    for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]), task_of("1"):
+    # A prompt is left out of the first two tasks, so they get a note.
+    for task, count in (task_of("1" * 8, held_out=["1"]), 1), (task_of("1", held_out=["1" * 8]), 1), (task_of("1"), 0):
         with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on: see --eval_data"):
             check_prompts(task, PLAIN, 10, config)
-        # There is a note if a prompt was left out, and otherwise there is none.
-        assert len(task.notes) == (1 if "1" * 8 in str(task.notes) else 0)
+        assert len(task.notes) == count
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, replace(config, steps=0)) == 1
     assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, replace(config, eval_every=0)) == 1
 

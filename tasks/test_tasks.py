@@ -39,7 +39,9 @@ REWARDS = [  # a task, --reward, settings; then the names of its rewards, their 
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
 ]
-CALLS = [  # a prompt, max_steps, done -> what the rewards see: global_step, and max_steps, which is then at least 1
+# Each case: a prompt, the run's max_steps, and the steps done; then global_step and max_steps as the rewards see them.
+# They see a max_steps of 0 as 1.
+CALLS = [
     ("1+1=", 100, 2, 2, 100),
     ([{"role": "user", "content": "1+1"}], 0, 0, 0, 1),
 ]
@@ -47,7 +49,7 @@ CALLS = [  # a prompt, max_steps, done -> what the rewards see: global_step, and
 
 def group_of(row: dict, *texts: str) -> Group:
     ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in texts]
-    return Group([], row, [Completion(one_text, [0.0] * len(one_text), truncated=False) for one_text in ids])
+    return Group([], row, [Completion(text_ids, [0.0] * len(text_ids), truncated=False) for text_ids in ids])
 
 
 def test_names_and_defaults_of_the_tasks():
@@ -98,7 +100,7 @@ def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, s
     given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
     task = load_task(Config(**given, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
-    assert task.graded == (task.correct_at == 0.0), "only the reward of tldr is graded"
+    assert task.graded == (task.correct_at == 0.0), "only tldr's near_20 is graded, and it is right at 0"
     with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
         load_task(Config(**given, correct="better"))
 
@@ -111,8 +113,9 @@ def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
 
 
 def test_what_is_right():
+    # Two groups of two completions, each with two rewards. The second reward, `min`, decides: a completion is right if
+    # it is at least 0.5, up to rounding. The functions are not called. Only their names matter.
     parts = torch.tensor([[[0.0, 0.5], [1.0, 0.5 - 1e-12]], [[1.0, 0.4], [1.0, math.nan]]], dtype=torch.float64)
-    # The functions are not called. Only their names matter.
     task = Task([], [], [max, min], [1.0, 1.0], correct="min", correct_at=0.5)
     assert task.right(parts).tolist() == [[True, True], [False, False]]
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
@@ -126,7 +129,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
         calls.append(columns)
         for i in range(3):
             log_metric("i", torch.tensor(i))
-        log_extra("text", (text[-1:] for text in columns["completions"]))
+        log_extra("text", iter(columns["completions"]))
         return [trainer_state.global_step, None, 3.0]
 
     def second(n, trainer_state, log_metric, log_extra):
@@ -136,18 +139,18 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
         return [trainer_state.max_steps] * 3
 
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
-    task, kind = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps), str(int)
+    task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     # The time limit here only records the name of the function.
     scores, metrics = score(task, groups, TOKENIZER, done, lambda name: contextlib.nullcontext(limited.append(name)))
-    a, b, c = texts = "abc" if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [[seen_step, seen_max], [math.nan, seen_max]], [[3.0, seen_max]]
-    extras = [dict(text=a[-1:], n=1, kind=kind), dict(text=b[-1:], n=1, kind=kind)], [dict(text=c[-1:], n=2, kind=kind)]
-    np.testing.assert_equal(scores, [*zip(values, extras)])
+    texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
+    values = [[seen_step, seen_max], [math.nan, seen_max], [3.0, seen_max]]
+    extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
+    np.testing.assert_equal(scores, [(values[:2], extras[:2]), (values[2:], extras[2:])])
     assert metrics == [("logged/i", 0.0), ("logged/i", 1.0), ("logged/i", 2.0), ("logged/n", 1.0)]
     assert all(type(value) is float for _, value in metrics) and limited == ["first", "second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
-    expected |= {"prompts": [prompt] * 3, "completions": [*texts]}
+    expected |= {"prompts": [prompt] * 3, "completions": texts}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
     assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "without groups no reward is called"
 

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 
+from batch import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess, load_task, score
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
-from tasks.test_tasks import group_of
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
@@ -18,6 +18,7 @@ MARKS = {  # the kind of a chat template: how it writes a message, and how it as
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
     "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
+    # This template ends the last message with <out>, and all earlier messages with <eos>.
     "gpt-oss": ("<in>{{ m.role }}:{{ m.content }}{{ '<out>' if loop.last else '<eos>' }}", "<in>assistant:"),
     "no tools": ("{% if m.role != 'tool' %}<in>{{ m.role }}:{{ m.content }}<out>{% endif %}", "<in>assistant:"),
     "no history": ("{% if loop.last %}{{ m.content }}<out>{% endif %}", "<in>"),
@@ -37,7 +38,7 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
     ("chatml", "user", [EOS_ID], NO_END),
     ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
-    ("glm", "user", [USER, TOOL], "hi<ai>"),
+    ("glm", "user", [USER, TOOL], "hi<ai>"),  # the <user> before "hi" is the token with which the model ended its turn
     ("gpt-oss", "user", [OUT], NO_END),
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("no history", "user", [OUT], NO_END),
@@ -52,7 +53,7 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
     if expected not in (NO_END, NOT_SHOWN):
         assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
-        # If the model did not end its turn with an end token, the reply begins with this token.
+        # If the model's turn has no end token, the reply begins with the one that the template puts there.
         assert CHAT.decode(encode_reply(CHAT, [message], ends, ended=False)[1:]) == expected
         check_template(task, CHAT, ends)
         game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
@@ -61,7 +62,7 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     else:
         with pytest.raises(Exception, match=expected):
             encode_reply(CHAT, [message], ends)
-        if role == "user":
+        if role == "user":  # check_template tries only this role
             with pytest.raises(UserError, match=expected):
                 check_template(task, CHAT, ends)
     check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
@@ -86,7 +87,7 @@ WRONG = [  # whether the prompt is a chat, what the reply function returns, what
     (False, USER_SAYS, "a text was expected"),
     (False, "?", "UNK"),
     (True, 7, "a text or messages was expected"),
-    (True, [{"role": "user", "content": None}], "unsupported operand"),
+    (True, [{"role": "user", "content": None}], "unsupported operand"),  # None + "-", in encode_reply
 ]
 
 
@@ -104,8 +105,8 @@ SAID = [  # whether the prompt is a chat, what the reply function returns, and t
 
 
 @pytest.mark.parametrize("is_chat, said, text", SAID)
-def test_what_a_reply_function_gets_and_what_becomes_of_what_it_returns(monkeypatch, is_chat, said, text):
-    """The first turn ends with an end token. A stop string ends the second one, so the reply adds an end token."""
+def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, is_chat, said, text):
+    """The first turn ends with an end token. A stop string ends the second turn, so the reply adds an end token."""
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
     made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
@@ -115,7 +116,7 @@ def test_what_a_reply_function_gets_and_what_becomes_of_what_it_returns(monkeypa
     assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
-    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the function sees the last turn"
+    assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the last turn is seen, too"
 
 
 def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
@@ -145,8 +146,7 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
         seen.append((turns, completion_ids))
         return [0.0] * len(turns)
 
-    group = group_of({"prompt": "1"}, "1")
-    group.completions = [completion] * 2
+    group = Group([], {"prompt": "1"}, [completion] * 2)
     task = Task([], [], [reward], [1.0], reply=print)
     score(task, [group], TOKENIZER, done=0)
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]

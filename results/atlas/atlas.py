@@ -32,11 +32,11 @@ from tools.ablate import Lines
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 PICTURE = HERE / "atlas.png"
-PASS = "eval/pass@1:last"  # decides
-ALPHA = 0.05  # the share of differences by chance alone that are taken for real
+PASS = "eval/pass@1:last"  # the figure by which objectives are tuned and compared
+ALPHA = 0.05  # the probability that any difference of a table "holds" although no objective differs from the first
 TUNE_SEEDS = ["101", "102"]
 NOTE = """\
-small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, drawn from grpo's mean
+small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, added to grpo's mean
 (dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
 
 
@@ -46,9 +46,9 @@ small dots: seeds; large dot: their mean; bar: 95 % interval of the paired diffe
 @dataclass
 class Grid:
     algorithms: str
-    rates: str  # none: as the flags say
+    rates: str  # the learning rates, with commas; "" if the rate is among the flags
     seeds: str
-    figures: str  # described
+    figures: str  # the figures besides PASS, which are shown but not tested
     flags: str
 
 
@@ -78,7 +78,8 @@ TUNED = [name for name, grid in GRIDS.items() if "," in grid.rates]
 
 
 def ablation(name: str, out: Path, algorithms: str | None = None, jobs: int = 1) -> argparse.Namespace:
-    """With every learning rate, on the seeds that are reported."""
+    """Return the arguments of tools.ablate for this grid: every objective with every learning rate, on the seeds that
+    are reported."""
     grid = GRIDS[name]
     words = ["--vary", f"algorithm={algorithms or grid.algorithms}"]
     words += ["--vary", f"learning_rate={grid.rates}"] if grid.rates else []
@@ -91,13 +92,15 @@ def with_(args: argparse.Namespace, **other: object) -> argparse.Namespace:
 
 
 def read_all(args: argparse.Namespace, read: Callable) -> list[list[Lines]]:
-    """For each variant its runs, in the order of the seeds."""
-    lines = [read(run) for run in ablate.runs_of(args)]
-    return [lines[i :: len(args.variants)] for i in range(len(args.variants))]
+    """Read the logs of all runs. Return for each variant its logs, in the order of the seeds."""
+    logs = [read(run) for run in ablate.runs_of(args)]
+    # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
+    return [logs[i :: len(args.variants)] for i in range(len(args.variants))]
 
 
 def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
-    """Each objective with the learning rate that is best in the figure that decides, over TUNE_SEEDS."""
+    """Return the arguments with one variant for each objective. Its learning rate has the best mean of PASS over
+    TUNE_SEEDS."""
     best: dict[str, tuple[float, dict]] = {}
     for variant, runs in zip(args.variants, read_all(with_(args, seeds=TUNE_SEEDS), read), strict=True):
         score = statistics.fmean(ablate.figure(lines, PASS) for lines in runs)
@@ -108,7 +111,8 @@ def tuned(args: argparse.Namespace, read: Callable) -> argparse.Namespace:
 
 
 def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
-    """-> what is reported of it"""
+    """Make the runs of a grid, and return the arguments of those that are reported. If the grid is tuned, only the best
+    learning rate of each objective is reported."""
     if name in TUNED:
         ablate.run_all(with_(args, seeds=TUNE_SEEDS))
         args = tuned(args, ablate.finished)
@@ -130,7 +134,7 @@ def key_of(settings: dict) -> tuple:
 
 @functools.cache
 def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
-    """What is reported of a grid, and for each of its variants the runs."""
+    """Read the log of a grid. Return the arguments of the runs that are reported, and for each variant its runs."""
     rows = rows_of(name)
 
     def read(run: ablate.Run) -> Lines:
@@ -144,17 +148,18 @@ def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
 
 
 def keep(name: str, args: argparse.Namespace) -> None:
-    """The runs of this grid in `out` join those in its log, or take their place: the metrics of its figures, to five
-    digits, and of the settings those that are not the default."""
+    """Add the finished runs in `out` to the log of this grid. A run with the same objective, learning rate and seed is
+    replaced. For each run, the log keeps the metrics of the grid's figures, rounded to five digits, and the settings
+    that are not the default."""
     rows, default = rows_of(name), vars(Config())
     metrics = ["step", *dict.fromkeys(figure.partition(":")[0] for figure in args.figures)]
     for run in ablate.runs_of(with_(args, seeds=[*args.seeds, *TUNE_SEEDS])):
         lines = ablate.log_if_finished(run)
-        if not lines:  # of a rate that is not the best
+        if not lines:  # not made: on the reported seeds, only the best rate of each objective is run
             continue
         made = json.loads((run.folder / "config.json").read_text())
-        settings = {name: its for name, its in made["settings"].items() if its != default[name] and name != "out"}
-        about = {name: made[name] for name in ("commit", "versions", "hardware")}
+        settings = {key: value for key, value in made["settings"].items() if value != default[key] and key != "out"}
+        about = {key: made[key] for key in ("commit", "versions", "hardware")}
         columns = {metric: [short(line.get(metric)) for line in lines] for metric in metrics}
         rows[key_of(vars(run.config))] = {"run": run.folder.name, "columns": columns, "settings": settings} | about
     written = sorted(rows.values(), key=lambda row: row["run"])
@@ -169,22 +174,27 @@ def short(value: float | None) -> float | None:
 
 
 def differences_of(runs: list[list[Lines]], name: str = PASS) -> list[list[float]]:
-    """From the first variant, seed by seed."""
-    values = [[ablate.figure(lines, name) for lines in its] for its in runs]
-    return [[a - b for a, b in zip(its, values[0], strict=True)] for its in values]
+    """Return for each variant its differences from the first variant, one for each seed."""
+    values = values_of(runs, name)
+    return [[a - b for a, b in zip(by_seed, values[0], strict=True)] for by_seed in values]
+
+
+def values_of(runs: list[list[Lines]], name: str = PASS) -> list[list[float]]:
+    """Return for each variant the values of this figure, one for each seed."""
+    return [[ablate.figure(lines, name) for lines in logs] for logs in runs]
 
 
 def what_holds(runs: list[list[Lines]]) -> list[bool]:
+    """Return for each variant whether its difference from the first variant holds. The first variant has none."""
     return [False, *holm(differences_of(runs)[1:])]
 
 
 def holm(comparisons: list[list[float]]) -> list[bool]:
-    """Which means differ from 0 when all are taken together, by the paired t-test: the k-th clearest of m at the level
-    ALPHA / (m - k + 1), as long as all before it hold. Fewer than three differences claim nothing."""
+    """Return which of the m comparisons hold, by Holm's method with paired t-tests. Sort them from the clearest to the
+    least clear, test the k-th at the level ALPHA / (m - k + 1), and stop at the first one that does not hold. A
+    comparison of fewer than three differences never holds."""
     holds = [False] * len(comparisons)
-    intervals = [ablate.interval(differences) for differences in comparisons]
-    clear = [math.atan2(abs(mean), half) if half >= 0 else 0.0 for mean, half in intervals]  # half may be NaN, or 0
-    for rank, i in enumerate(sorted(range(len(holds)), key=lambda i: -clear[i])):
+    for rank, i in enumerate(sorted(range(len(holds)), key=lambda i: -clearness(comparisons[i]))):
         mean, half = ablate.interval(comparisons[i], ALPHA / (len(holds) - rank))
         if len(comparisons[i]) < 3 or not abs(mean) > half:
             break
@@ -192,15 +202,24 @@ def holm(comparisons: list[list[float]]) -> list[bool]:
     return holds
 
 
+def clearness(differences: list[float]) -> float:
+    """Return the size of the mean divided by half the width of its interval, or 0 if these are NaN because a run has no
+    value."""
+    mean, half = ablate.interval(differences)
+    if mean == 0 or math.isnan(half):
+        return 0.0
+    return abs(mean) / half if half > 0 else math.inf
+
+
 # ---- Tables ----
 
 
 def table(args: argparse.Namespace, runs: list[list[Lines]], describe: bool = False) -> str:
-    """A row for each variant with the figure that decides. With `describe`, the other figures follow in columns."""
+    """Return a table of PASS with a row for each variant. With `describe`, the other figures have a column each."""
     variants, others = args.variants, args.figures[1:] if describe else []
     difference = f"difference from {' at '.join(variants[0].values())} (95 % interval)"
     names = [*variants[0], f"pass@1, mean ± std of {len(args.seeds)} seeds", difference]
-    rows = [row[1:-1] for row in ablate.paired(PASS, variants, runs)]
+    rows = [row[1:-1] for row in ablate.paired(PASS, variants, runs)]  # without the metric's name and the verdict
     for row, lines_of_seeds, holds in zip(rows, runs, what_holds(runs), strict=True):
         row[-1] += " **holds**" if holds else ""
         for other in others:
@@ -230,22 +249,22 @@ CLAIMS = [
 
 
 def claims() -> str:
-    """A row for each claim and a column for each task."""
-    of_grid = {}
+    """Return a table with a row for each claim and a column for each task."""
+    logs_of_grid = {}  # the name of a grid -> the name of an objective -> its logs
     for name in TUNED:
         args, runs = logged(name)
-        of_grid[name] = {variant["algorithm"]: its for variant, its in zip(args.variants, runs, strict=True)}
+        logs_of_grid[name] = {variant["algorithm"]: logs for variant, logs in zip(args.variants, runs, strict=True)}
     rows = []
-    for paper, claim, regime, name, a, b in CLAIMS:
-        cells = [paper, claim, f"{name.partition(':')[0]}, {a} minus {b}"]
+    for paper, claim, regime, figure, higher, lower in CLAIMS:
+        cells = [paper, claim, f"{figure.partition(':')[0]}, {higher} minus {lower}"]
         for task in ("chain", "addition"):
-            theirs, ours = (of_grid[f"{task}_{regime}"][each] for each in (b, a))
-            _, differences = differences_of([theirs, ours], name)
+            by_objective = logs_of_grid[f"{task}_{regime}"]
+            _, differences = differences_of([by_objective[lower], by_objective[higher]], figure)
             mean, half = ablate.interval(differences)
             seen = "not seen"
             if abs(mean) > half:
                 seen = "**seen**" if mean > 0 else "**opposite**"
-            digits = ablate.decimals(statistics.fmean(ablate.figure(lines, name) for lines in theirs))
+            digits = ablate.decimals(statistics.fmean(ablate.figure(lines, figure) for lines in by_objective[lower]))
             cells.append(f"{ablate.with_interval(differences, digits)}: {seen}")
         rows.append(cells)
     return ablate.markdown(["paper", "claim", "measure", "chain", "addition"], *rows)
@@ -255,13 +274,13 @@ def claims() -> str:
 
 
 def panels() -> list[dict]:
-    """What is drawn, in plain values."""
+    """Return what is drawn, in plain values, with a panel for each tuned grid."""
     drawn = []
     for name in TUNED:
         args, runs = logged(name)
         columns = {
             "variant": args.variants,
-            "values": [[ablate.figure(lines, PASS) for lines in its] for its in runs],
+            "values": values_of(runs),
             "differences": differences_of(runs),
             "holds": what_holds(runs),
         }

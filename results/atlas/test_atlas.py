@@ -1,4 +1,5 @@
-"""The atlas: what holds, what is tuned, and that its page is that of its logs, which are of its grids."""
+"""The atlas: which differences hold, how a grid is tuned, and that the page agrees with the logs, and the logs with the
+grids."""
 
 import json
 import math
@@ -10,20 +11,23 @@ from infra.command_line import parse, ready
 from results.atlas import atlas
 from tools import ablate
 
-T = {2: (4.303, 9.925), 7: (2.365, 3.499)}  # Student's, at 97.5 and at 99.5 %, by degrees of freedom
+T = {2: (4.303, 9.925), 7: (2.365, 3.499)}  # degrees of freedom -> Student's t for two-sided tests at 5 % and at 1 %
 
 
 @pytest.mark.parametrize("df, t", T.items())
-def test_a_difference_holds_from_its_own_level_on_if_all_before_it_hold(df, t):
-    """Of five comparisons the first at 5 / 5 %."""
-    spread = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
-    half = [each * statistics.stdev(spread) / math.sqrt(df + 1) for each in t]
-    near, beyond, clear = ([by + each for each in spread] for by in (1.01 * half[0], 1.01 * half[1], -99 * half[1]))
-    none, unknown = spread, [math.nan] * (df + 1)
-    assert atlas.holm([near]) == [True] and atlas.holm([near, none]) == [False, False]
-    assert atlas.holm([none, beyond, unknown, none, none]) == [False, True, False, False, False]
-    assert atlas.holm([near, beyond, none, none, none, none]) == [False] * 6
-    assert atlas.holm([near, clear]) == [True, True] and atlas.holm([[0.1, 0.1]]) == [False]
+def test_a_difference_holds_if_it_is_clear_at_its_own_level_and_all_clearer_ones_hold(df, t):
+    """Of five comparisons, the clearest one is tested at the level 5 % / 5 = 1 %."""
+    none = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)  # its mean is 0
+    limit_5, limit_1 = (each * statistics.stdev(none) / math.sqrt(df + 1) for each in t)
+    # All comparisons have the same spread. Their means are just beyond a limit, or far beyond it and below 0.
+    beyond_5 = [1.01 * limit_5 + each for each in none]
+    beyond_1 = [1.01 * limit_1 + each for each in none]
+    clear = [-99 * limit_1 + each for each in none]
+    unknown = [math.nan] * (df + 1)
+    assert atlas.holm([beyond_5]) == [True] and atlas.holm([beyond_5, none]) == [False, False]
+    assert atlas.holm([none, beyond_1, unknown, none, none]) == [False, True, False, False, False]
+    assert atlas.holm([beyond_5, beyond_1, none, none, none, none]) == [False] * 6
+    assert atlas.holm([beyond_5, clear]) == [True, True] and atlas.holm([[0.1, 0.1]]) == [False]
 
 
 def lines_of(accuracy: float, length: float) -> list[dict]:
@@ -35,7 +39,7 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
     values = {"grpo": [0.50, 0.60, 0.70], "dapo": [0.61, 0.70, 0.80], "opo": [0.45, 0.65, 0.70]}
     words = f"--vary algorithm={','.join(values)} --vary learning_rate=1e-4 --out o --figures {atlas.PASS}"
     args = ablate.parse([*words.split(), "completion_length"])
-    runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(its)] for its in values.values()]
+    runs = [[lines_of(value, 10 + seed) for seed, value in enumerate(by_seed)] for by_seed in values.values()]
     headings, _, *rows = atlas.table(args, runs, describe=True).splitlines()
     assert headings.endswith("| difference from grpo at 1e-4 (95 % interval) | completion_length |") and rows == [
         "| grpo | 1e-4 | 0.600 ± 0.100 | | 11.00 |",
@@ -46,8 +50,8 @@ def test_the_figure_that_decides_is_compared_and_the_others_describe():
 
 
 def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
-    """Each objective gets the rate that is best on seeds that are not reported; no run of the log takes the place of
-    one."""
+    """Each objective gets the rate that is best on seeds that are not reported. The grid's log is empty at first. --run
+    does not read it, and --keep fills it."""
     made = []
 
     def run_one(run: ablate.Run) -> None:
@@ -80,5 +84,5 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
     assert first["columns"] == {"step": [0, 1], "eval/pass@1": [0.0, 0.81235], "completion_length": [None, 9]}
 
 
-def test_the_page_is_that_of_the_logs_and_the_logs_are_of_its_grids():
+def test_the_page_agrees_with_the_logs_and_the_logs_with_the_grids():
     assert atlas.stale() == []
