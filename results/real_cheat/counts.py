@@ -72,6 +72,7 @@ def main(folder: Path) -> None:
         print(f"\nbeta {beta}: lax alone rises in {k} of {n} seeds (95 %: {low:.2f} to {high:.2f})")
     seeds = [seed for beta, seed in only_lax_rises if beta == "0" and ("0.02", seed) in only_lax_rises]
     pairs = [(only_lax_rises["0", seed], only_lax_rises["0.02", seed]) for seed in seeds]
+    # In how many pairs only lax rises in just one of the two runs: the one with beta 0, or the one with beta 0.02.
     with_0, with_002 = pairs.count((True, False)), pairs.count((False, True))
     test = sign_test(with_0, with_002)
     print(f"\n{len(pairs)} pairs: with 0 alone {with_0}, with 0.02 alone {with_002}; sign test {test:.2f}")

@@ -71,7 +71,7 @@ def judge_sentence(sentence: str, small: str, large: str) -> bool | None:
 
 
 def judge_text(text: str, prompt: str) -> bool | None:
-    """Return True if every sentence is true, False if one of them is untrue, and None for all other texts."""
+    """Return True if the text has sentences and all are true, False if one is untrue, and None for all other texts."""
     small, large = sorted(re.findall(r"\d+", prompt), key=int)
     sentences = [sentence.strip() for sentence in re.split(r"[.!](?=\s|$)|\n", text.lower())]
     verdicts = [judge_sentence(sentence, small, large) for sentence in sentences if sentence]
@@ -190,7 +190,8 @@ def named(folder: Path) -> str:
 
 def carries(folder: Path) -> str:
     """Return a table with a row for each seed: how many complete answers to "sum" there are in the last ten steps, and
-    which share of them is right, for sums with a carry and for sums without one."""
+    which share of them is right, for sums with a carry and for sums without one. The last two columns are how many of
+    the wrong answers without a carry are 10 too high, and the share right without a carry minus that with one."""
     made = [
         "| seed | with a carry: ended | right | without: ended | right | 10 too high | without minus with |",
         "|---|---|---|---|---|---|---|",
