@@ -1,5 +1,5 @@
-"""How well models play `--task guess` on ranges that they were not trained on: how often they find the number, compared
-with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
+"""Show how well models play `--task guess` on ranges that they were not trained on: how often they find the number,
+compared with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
 
     python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
     python results/guess/guess.py table                prints the tables of docs/findings.md and what halving would find
@@ -29,9 +29,11 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    # For each guess: of the `size` numbers, how many are expected to be below it and found later. Above it is the same.
-    chances = [below * random_player(below, guesses - 1) for below in range(size)]
-    return (size + 2 * sum(chances)) / size**2
+    # Of all size² pairs of a first guess and a number, `size` are hits. If `below` numbers are under the guess, later
+    # guesses find below * random_player(below, guesses - 1) of them on average. By symmetry, the sum for the numbers
+    # above the guess is the same.
+    found_below = [below * random_player(below, guesses - 1) for below in range(size)]
+    return (size + 2 * sum(found_below)) / size**2
 
 
 def bisection(size: int) -> float:
@@ -61,15 +63,15 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether it leaves at least a third of the other remaining numbers on both sides."""
+    """Return for each guess whether at least a third of the other remaining numbers are on each side of it."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
-    made = []
+    near = []
     for turn in game["turns"]:
         number = int(turn) if turn.isdecimal() else 0
-        made.append(min(number - low, high - number) >= (high - low) // 3)
+        near.append(min(number - low, high - number) >= (high - low) // 3)
         if low <= number <= high and number != game["number"]:
             low, high = (number + 1, high) if number < game["number"] else (low, number - 1)
-    return made
+    return near
 
 
 def read_games(name: str) -> list[dict]:
@@ -77,17 +79,19 @@ def read_games(name: str) -> list[dict]:
 
 
 def line(name: str) -> str:
-    """Return a model's line of the table. The two games of a range are not independent, so the interval is that of the
-    means of both."""
+    """Return a model's line of the table. The two games of a held-out row are not independent, so the interval is
+    computed from one value for each row, the mean of its two games."""
     games = read_games(name)
     found = [statistics.fmean(game["found"] for game in games[i : i + SAMPLES]) for i in range(0, len(games), SAMPLES)]
     half = 1.96 * statistics.stdev(found) / len(found) ** 0.5
-    middle = [[made[k] for made in map(near_middle, games) if len(made) > k] for k in range(guess.GUESSES)]
     cells = [
         f"{statistics.fmean(found):.3f} ± {half:.3f}",
         f"{statistics.fmean(len(game['turns']) for game in games):.2f}",
     ]
-    cells += [f"{statistics.fmean(of_turn):.2f}" for of_turn in middle]
+    near_in_games = [near_middle(game) for game in games]
+    for turn in range(guess.GUESSES):
+        near_in_turn = [near[turn] for near in near_in_games if len(near) > turn]
+        cells.append(f"{statistics.fmean(near_in_turn):.2f}")
     label = "before training" if name == "before" else name.replace("-", " ")
     return f"| {label} | {' | '.join(cells)} |"
 
@@ -95,7 +99,8 @@ def line(name: str) -> str:
 def table() -> str:
     names = ["before", *sorted(path.stem for path in HERE.glob("seed-*.jsonl"))]
     sizes = [size_of(game) for game in read_games("before")]
-    chance, best = (statistics.fmean(map(of, sizes)) for of in (random_player, bisection))
+    chance = statistics.fmean(map(random_player, sizes))
+    best = statistics.fmean(map(bisection, sizes))
     head = [
         "| | found (95 % interval) | mean turns | near the middle, by guess: 1 | 2 | 3 | 4 | 5 |",
         "|---|---|---|---|---|---|---|---|",
@@ -107,7 +112,8 @@ def table() -> str:
 def games_of(*names: str, count: int = 5) -> list[str]:
     """Return a table of the first game of each of the first held-out rows, as each of these models played it."""
     rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
-    for games in list(zip(*(read_games(name)[::SAMPLES] for name in names)))[:count]:
+    first_games = [read_games(name)[: count * SAMPLES : SAMPLES] for name in names]
+    for games in zip(*first_games):
         said = [" ".join(game["turns"]) for game in games]
         rows.append(f"| {games[0]['prompt'].rstrip(':')} | {games[0]['number']} | {' | '.join(said)} |")
     return rows

@@ -1,14 +1,19 @@
-"""The least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that they took.
+"""Print the least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that they
+took, which is read from results/step_NxG/.
 
     OMP_NUM_THREADS=1 python results/least_work/least_work.py 8,40,32 6,90,48 3,12,96 > results/least_work/least_work.md
 
 Each shape is given as prompts, tokens of a prompt, limit of a completion. There are 8 completions for each prompt, and
-their lengths are those of `tools.bench step`. The least work of an update is the arithmetic of its matrix products and
-of attention, at the rate that this core reaches for products of the model's shapes, and the bytes that the optimizer
-must read and write, at this core's memory bandwidth. The times that the steps took are those in results/step_NxG/.
-Every prompt and every token is read once. The least work of a rollout is reading the prompts, and for each token the
-longer of two times: the arithmetic of all unfinished rows, or reading all weights once. Everything else counts as 0:
-softmax, norms, activations, the cache, sampling, Python.
+their lengths are those of `tools.bench step`.
+
+An update reads each prompt once for all of its completions, and each completion once. The least time is that of the
+matrix products and of attention, at the rate that this core reaches for products of the model's shapes, plus that of
+the bytes that the optimizer must read and write, at this core's memory bandwidth.
+
+A rollout reads each prompt once, and then generates the completions position by position. At each position, the least
+time is the longer of two: the arithmetic for all unfinished completions, or reading all weights once.
+
+Everything else counts as 0: softmax, norms, activations, the cache, sampling, Python.
 """
 
 import json
@@ -52,9 +57,10 @@ def bandwidth() -> float:
 
 
 def least_work(shape: str) -> list[str]:
-    prompts, prompt_tokens, limit = shape.split(",")
-    flags = ["--prompts_per_step", prompts, "--max_completion_length", limit]
-    args = bench.parse(["step", "--out", tempfile.mkdtemp(), "--prompt_tokens", prompt_tokens, "--", *flags])
+    """Return the row of the table for one shape."""
+    prompts, prompt_tokens, limit = map(int, shape.split(","))
+    flags = ["--prompts_per_step", f"{prompts}", "--max_completion_length", f"{limit}"]
+    args = bench.parse(["step", "--out", tempfile.mkdtemp(), "--prompt_tokens", f"{prompt_tokens}", "--", *flags])
     config = command_line.ready(command_line.parse([*args.flags, "--out", str(args.out)], on_gpu=False), on_gpu=False)
     run = train.set_up(config, torch.device("cpu"))[0]
     tokens = bench.plan_step(run, args)
@@ -64,26 +70,39 @@ def least_work(shape: str) -> list[str]:
     layers = [
         x.weight.detach() for x in run.model.modules() if isinstance(x, nn.Linear) and x.weight.shape != head.shape
     ]
-    rate, head_rate, bytes_per_second = rate_of(layers[:7], 1024), rate_of([head], 256), bandwidth()
-    P, p, N, n = int(prompts), int(prompt_tokens), len(lengths), int(lengths.sum())
+    # The first seven linear layers are those of one block, and all blocks have the same shapes. A full micro-batch has
+    # roughly 1,024 tokens, and 256 tokens go through the output head at once (logprob.chunk_tokens).
+    rate, head_rate = rate_of(layers[:7], 1024), rate_of([head], 256)
+    bytes_per_second = bandwidth()
+    all_prompt_tokens, completion_tokens = prompts * prompt_tokens, int(lengths.sum())
     n_layers, hidden = run.model.config.num_hidden_layers, run.model.config.hidden_size
-    W, H = sum(weight.numel() for weight in layers), head.numel()
+    layer_weights, head_weights = sum(weight.numel() for weight in layers), head.numel()
 
-    pairs = P * p * p / 2 + float((lengths * (p + lengths / 2)).sum())  # of a token and one that it sees
-    update = 3 * 2 * W * (P * p + n - N) / rate  # a forward product, and two backward
-    update += 3 * 2 * H * n / head_rate
+    # A matrix product takes 2 operations for each weight and token. An update has 3 products: 1 forward and 2 backward.
+    # The last token of each completion is predicted, but it is not an input.
+    input_tokens = all_prompt_tokens + completion_tokens - len(lengths)
+    update = 3 * 2 * layer_weights * input_tokens / rate
+    update += 3 * 2 * head_weights * completion_tokens / head_rate
+    # Attention has 2 products, so it takes 4 operations for each hidden dimension and each pair of a token and an
+    # earlier token that it sees.
+    pairs = all_prompt_tokens * prompt_tokens / 2 + float((lengths * (prompt_tokens + lengths / 2)).sum())
     update += 3 * 4 * n_layers * hidden * pairs / rate
-    update += sum(x.numel() for x in run.model.parameters()) * 32 / bytes_per_second  # 8 numbers for each parameter
-    rollout = 2 * (W * P * p + H * P) / rate
-    for t in range(1, int(limit)):
-        rows = int((lengths > t).sum())
-        rollout += max(4 * (W + H) / bytes_per_second, 2 * rows * (W + H) / rate) if rows else 0.0
+    # The optimizer reads or writes 8 numbers of 4 bytes for each parameter.
+    update += sum(x.numel() for x in run.model.parameters()) * 8 * 4 / bytes_per_second
+
+    rollout = 2 * (layer_weights * all_prompt_tokens + head_weights * prompts) / rate
+    weights = layer_weights + head_weights
+    for position in range(1, limit):
+        unfinished = int((lengths > position).sum())
+        if unfinished:
+            rollout += max(4 * weights / bytes_per_second, 2 * unfinished * weights / rate)
+
     speed = f"{rate / 1e9:.0f}, {head_rate / 1e9:.0f} GFLOP/s (layers, head), {bytes_per_second / 1e9:.1f} GB/s"
-    print(f"{shape}: {n} tokens; {speed}", file=sys.stderr)
-    cells = [f"{P} × 8, {p}, {limit}"]
+    print(f"{shape}: {completion_tokens} tokens; {speed}", file=sys.stderr)
+    cells = [f"{prompts} × 8, {prompt_tokens}, {limit}"]
     for part, least in (("rollout", rollout), ("update", update)):
-        cells += [f"{seconds(P, way, part):.1f}" for way in ("ours", "TRL-plain-head")] + [f"{least:.1f}"]
-    return [*cells, f"{seconds(P, 'ours', 'step') / seconds(P, 'TRL-plain-head', 'step'):.2f}"]
+        cells += [f"{seconds(prompts, way, part):.1f}" for way in ("ours", "TRL-plain-head")] + [f"{least:.1f}"]
+    return [*cells, f"{seconds(prompts, 'ours', 'step') / seconds(prompts, 'TRL-plain-head', 'step'):.2f}"]
 
 
 def seconds(prompts: int, way: str, part: str) -> float:

@@ -1,6 +1,8 @@
-"""The answers of the last ten steps, without their tokens: what of samples.jsonl is kept beside a run's logs.
+"""Copy the part of each run's samples.jsonl that results/ keeps: the training answers of the last ten steps, without
+their tokens.
 
-python results/real_model/answers.py runs/real_cheat [8]    to results/real_cheat/*/samples.jsonl; one in eight
+    python results/real_model/answers.py runs/real_cheat      writes results/real_cheat/*/samples.jsonl
+    python results/real_model/answers.py runs/real_cheat 8    copies only every eighth answer
 """
 
 import json

@@ -1,6 +1,6 @@
 """Candidates for a task of docs/real_model.md: prompts that anybody can make anew, and what is right for each.
 
-python results/real_model/candidates.py runs/candidates                 a file of prompts for each of them
+python results/real_model/candidates.py runs/candidates                    writes a file of prompts for each of them
 python results/real_model/candidates.py --table results/real_candidates    what the model can do before any training
 python results/real_model/candidates.py --named results/real_larger        which number its answers end with
 python results/real_model/candidates.py --carries results/real_sum         which sums it gets wrong, and by how much
@@ -46,13 +46,14 @@ def text_of(completion) -> str:
 
 
 def last_number(completions, answer, **columns) -> list[float]:
-    """1 if the last number of the text is the answer."""
+    """Return 1 for each text whose last number is the answer, otherwise 0."""
     found = [re.findall(r"-?\d+", text_of(completion).replace("−", "-")) for completion in completions]
     return [float(numbers[-1:] == [right]) for numbers, right in zip(found, answer, strict=True)]
 
 
 def judge_sentence(sentence: str, small: str, large: str) -> bool | None:
-    """Whether a sentence of the answer to "Which number is larger, 7 or 5?" is true; None where that cannot be read."""
+    """Return whether a sentence that answers "Which number is larger, 7 or 5?" is true, or None if that cannot be
+    decided."""
 
     def read(forms: list[str]) -> tuple[str, ...] | None:
         found = [match for form in forms if (match := re.fullmatch(form, sentence))]
@@ -70,16 +71,19 @@ def judge_sentence(sentence: str, small: str, large: str) -> bool | None:
 
 
 def judge_text(text: str, prompt: str) -> bool | None:
-    """True if every sentence is true; False if one of them is untrue; None for all others."""
+    """Return True if the text has sentences and all are true, False if one is untrue, and None for all other texts."""
     small, large = sorted(re.findall(r"\d+", prompt), key=int)
     sentences = [sentence.strip() for sentence in re.split(r"[.!](?=\s|$)|\n", text.lower())]
     verdicts = [judge_sentence(sentence, small, large) for sentence in sentences if sentence]
-    return False if False in verdicts else True if verdicts and all(verdicts) else None
+    if False in verdicts:
+        return False
+    return True if verdicts and None not in verdicts else None
 
 
 def true_sentence(prompts, completions, answer, log_metric, **columns) -> list[float]:
-    """1 if all that the answer says is read and is true. Logged: the shares that are untrue, and those that
-    `last_number` pays for although they are untrue, or are not known to be true."""
+    """Return 1 for each answer whose sentences can all be read and are all true, otherwise 0. Log three shares of the
+    answers: those that are untrue, those that `last_number` pays for although they are untrue, and those that it pays
+    for although they are not known to be true."""
     asked = [prompt[-1]["content"] for prompt in prompts]
     verdicts = [judge_text(text_of(completion), prompt) for completion, prompt in zip(completions, asked, strict=True)]
     for verdict, paid in zip(verdicts, last_number(completions, answer), strict=True):
@@ -90,7 +94,7 @@ def true_sentence(prompts, completions, answer, log_metric, **columns) -> list[f
 
 
 def lower_case(completions, **columns) -> list[float]:
-    """1 for a text with letters, none of them a capital."""
+    """Return 1 for each text that has letters and no capitals, otherwise 0."""
     return [float(text_of(completion).islower()) for completion in completions]
 
 
@@ -104,7 +108,7 @@ def has_word(completions, answer, **columns) -> list[float]:
 
 
 def json_object(completions, **columns) -> list[float]:
-    """1 for a text that is an object in JSON and nothing else."""
+    """Return 1 for each text that is a JSON object and nothing else, otherwise 0."""
     right = []
     for completion in completions:
         try:
@@ -114,14 +118,14 @@ def json_object(completions, **columns) -> list[float]:
     return right
 
 
-def shuffled(*of: list) -> list[tuple]:
-    pairs = [*itertools.product(*of)]
+def shuffled(*choices: list) -> list[tuple]:
+    pairs = [*itertools.product(*choices)]
     random.Random(0).shuffle(pairs)
     return pairs
 
 
 def rows() -> dict[str, list[tuple[str, str | None]]]:
-    """Name -> (what is asked, the answer)."""
+    """Return the rows of each candidate by its name. A row is a prompt and its answer."""
     pairs = shuffled(range(1, 21), range(1, 21))
     small = [(a, b) for a in range(1, 17) for b in range(1, 17)]
     return {
@@ -163,42 +167,52 @@ def table(folder: Path) -> str:
 
 
 def named(folder: Path) -> str:
-    """Of the answers to "larger" in samples.jsonl that came to an end, in the first ten steps and in the last ten."""
+    """Return a table of how many of the complete answers to "larger" end with the larger number, the smaller one or
+    neither, in the first ten steps and in the last ten."""
     made = ["| steps | answers | complete | larger | smaller | other, none |", "|---|---|---|---|---|---|"]
     lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
     for first, last in ((1, 10), (31, 40)):
         answers = [line for line in lines if line["kind"] == "train" and first <= line["step"] <= last]
         ended = [line for line in answers if not line["truncated"]]
-        counts = dict(larger=0, smaller=0, another=0)
+        counts = dict(larger=0, smaller=0, neither=0)
         for line in ended:
-            asked = sorted(re.findall(r"\d+", line["prompt"][-1]["content"]), key=int)
-            said = re.findall(r"\d+", line["completion"])[-1:]
-            counts["larger" if said == asked[1:] else "smaller" if said == asked[:1] else "another"] += 1
+            small, large = sorted(re.findall(r"\d+", line["prompt"][-1]["content"]), key=int)
+            numbers = re.findall(r"\d+", line["completion"])
+            if numbers and numbers[-1] == large:
+                counts["larger"] += 1
+            elif numbers and numbers[-1] == small:
+                counts["smaller"] += 1
+            else:
+                counts["neither"] += 1
         made.append(f"| {first} to {last} | {len(answers)} | {len(ended)} | {' | '.join(map(str, counts.values()))} |")
     return "\n".join(made)
 
 
 def carries(folder: Path) -> str:
-    """Of the answers to "sum" in samples.jsonl that came to an end in the last ten steps, for each seed."""
+    """Return a table with a row for each seed: how many complete answers to "sum" there are in the last ten steps, and
+    which share of them is right, for sums with a carry and for sums without one. The last two columns are how many of
+    the wrong answers without a carry are 10 too high, and the share right without a carry minus that with one."""
     made = [
         "| seed | with a carry: ended | right | without: ended | right | 10 too high | without minus with |",
         "|---|---|---|---|---|---|---|",
     ]
     differences = []
     for file in sorted(folder.glob("*/samples.jsonl")):
-        off = {True: [], False: []}  # with and without a carry: how much each answer is above the sum, or None
+        # For sums with a carry (True) and without: how far each answer is above the sum, or None if it has no number.
+        errors = {True: [], False: []}
         for line in map(json.loads, file.open()):
             if line["kind"] == "train" and line["step"] > 30 and not line["truncated"]:
                 a, b = map(int, re.findall(r"\d+", line["prompt"][-1]["content"]))
-                said = re.findall(r"-?\d+", line["completion"])[-1:]
-                off[a % 10 + b % 10 >= 10].append(int(said[0]) - a - b if said else None)
-        right = {carry: each.count(0) / len(each) for carry, each in off.items()}
+                numbers = re.findall(r"-?\d+", line["completion"])
+                has_carry = a % 10 + b % 10 >= 10
+                errors[has_carry].append(int(numbers[-1]) - (a + b) if numbers else None)
+        right = {has_carry: found.count(0) / len(found) for has_carry, found in errors.items()}
         differences.append(right[False] - right[True])
-        wrong = len(off[False]) - off[False].count(0)
         cells = [file.parent.name.rpartition("-")[2]]
-        for carry in (True, False):
-            cells += [f"{len(off[carry])}", f"{right[carry]:.3f}"]
-        cells += [f"{off[False].count(10)} of {wrong} wrong", f"{differences[-1]:+.3f}"]
+        for has_carry in (True, False):
+            cells += [f"{len(errors[has_carry])}", f"{right[has_carry]:.3f}"]
+        wrong = len(errors[False]) - errors[False].count(0)
+        cells += [f"{errors[False].count(10)} of {wrong} wrong", f"{differences[-1]:+.3f}"]
         made.append(f"| {' | '.join(cells)} |")
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from tools import ablate

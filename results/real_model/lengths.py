@@ -1,8 +1,8 @@
-"""How long sampled answers are, and how many are right, before any training: of 64 prompts, 2 samples each.
+"""Show how long sampled answers are, and how many are right, before any training: 2 samples for each of 64 prompts.
 
-python results/real_model/lengths.py 96 runs/candidates/sum.jsonl ...    at most 96 tokens; a row for each file
+    python results/real_model/lengths.py 96 runs/candidates/sum.jsonl ...    at most 96 tokens; a row for each file
 
-Right is an answer whose last number is that of the row. The first eight answers go to stderr.
+An answer is right if its last number is the answer in the file. The first eight answers of each file go to stderr.
 """
 
 import json
@@ -20,8 +20,10 @@ PROMPTS, SAMPLES = 64, 2
 
 
 def spread(lengths: np.ndarray) -> str:
-    """The tenth, the median and the ninetieth of a hundred."""
-    return " / ".join(f"{x:.0f}" for x in np.percentile(lengths, [10, 50, 90])) if len(lengths) else "none"
+    """Return the 10th, 50th and 90th percentiles."""
+    if not len(lengths):
+        return "none"
+    return " / ".join(f"{x:.0f}" for x in np.percentile(lengths, [10, 50, 90]))
 
 
 def row(file: Path, model: AutoModelForCausalLM, tokenizer: AutoTokenizer, limit: int) -> str:
@@ -29,14 +31,13 @@ def row(file: Path, model: AutoModelForCausalLM, tokenizer: AutoTokenizer, limit
     ids = [tokenizer.apply_chat_template(each["prompt"], add_generation_prompt=True).input_ids for each in asked]
     places = [(p, i) for p in range(len(asked)) for i in range(SAMPLES)]
     sampling = Sampling(max_completion_length=limit, eos_ids=[tokenizer.eos_token_id])
-    made = rollout(model, [ids[p] for p, _ in places], uniforms(0, 0, places, limit), sampling)
-    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in made]
-    right = last_number(texts, [asked[p]["answer"] for p, _ in places])
-    cut_off = np.mean([completion.truncated for completion in made])
-    lengths = np.array([completion.length for completion in made])
-    right = np.array(right) == 1.0
-    for text, x in [*zip(texts, right, strict=True)][:8]:
-        print(int(x), text.replace("\n", " / "), file=sys.stderr)
+    completions = rollout(model, [ids[p] for p, _ in places], uniforms(0, 0, places, limit), sampling)
+    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
+    right = np.array(last_number(texts, [asked[p]["answer"] for p, _ in places])) == 1.0
+    cut_off = np.mean([completion.truncated for completion in completions])
+    lengths = np.array([completion.length for completion in completions])
+    for text, is_right in zip(texts[:8], right[:8], strict=True):
+        print(int(is_right), text.replace("\n", " / "), file=sys.stderr)
     cells = [
         file.stem,
         f"{np.mean(right):.3f}",
@@ -47,8 +48,9 @@ def row(file: Path, model: AutoModelForCausalLM, tokenizer: AutoTokenizer, limit
 
 
 if __name__ == "__main__":
-    model, tokenizer = (kind.from_pretrained("models/smollm2") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model = AutoModelForCausalLM.from_pretrained("models/smollm2").eval()
+    tokenizer = AutoTokenizer.from_pretrained("models/smollm2")
     print("| candidate | right | cut off | tokens: 10 %, half, 90 % | of right ones | of wrong ones |")
     print("|---|---|---|---|---|---|")
     for name in sys.argv[2:]:
-        print(row(Path(name), model.eval(), tokenizer, int(sys.argv[1])), flush=True)
+        print(row(Path(name), model, tokenizer, int(sys.argv[1])), flush=True)

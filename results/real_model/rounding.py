@@ -1,4 +1,4 @@
-"""How rounding to bf16 changes the gradient of models/smollm2, before and after one small update.
+"""Show how rounding to bf16 changes the gradient of models/smollm2, before and after one small update.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python results/real_model/rounding.py > results/real_model/rounding.txt
 
@@ -19,6 +19,7 @@ TEXTS = [f"What is {a} + {b}? {a} + {b} = {a + b}." for a, b in ((7, 5), (12, 19
 
 
 def gradient(model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of all parameters as one vector. The model keeps it, too."""
     model.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         model(**batch, labels=batch["input_ids"]).loss.backward()
@@ -26,12 +27,14 @@ def gradient(model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> Tensor:
 
 
 def cosine(model: torch.nn.Module, batch: dict) -> float:
-    in_bf16, in_fp32 = (gradient(model, batch, dtype) for dtype in (torch.bfloat16, torch.float32))
+    in_bf16 = gradient(model, batch, torch.bfloat16)
+    in_fp32 = gradient(model, batch, torch.float32)  # the last one, so the model keeps it for the update below
     return float(torch.cosine_similarity(in_bf16, in_fp32, dim=0))
 
 
 def is_halfway(x: Tensor) -> Tensor:
-    """Return which numbers end in the bits of one half of the last place of bf16, which has the upper 16 bits."""
+    """Return which fp32 numbers lie exactly halfway between two bf16 numbers. bf16 keeps the upper 16 bits of fp32, so
+    the lower 16 bits of such a number are a one and then only zeros."""
     return (x.view(torch.int32) & 0xFFFF) == 0x8000
 
 
@@ -41,6 +44,7 @@ batch = dict(tokenizer(TEXTS, return_tensors="pt", padding=True))
 weights = torch.cat([p.detach().flatten() for p in model.parameters()])
 print(f"halfway between two bf16 numbers: {is_halfway(weights).double().mean():.3f} of {len(weights)} weights")
 print(f"cosine of the gradients in bf16 and in fp32, before an update: {cosine(model, batch):.4f}")
+# The parameters still have the gradient in fp32 that `cosine` computed last.
 torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0).step()
 print(f"after one update of AdamW at a learning rate of {RATE}: {cosine(model, batch):.4f}")
 print(json.dumps(run_folder.provenance()))

@@ -1,4 +1,4 @@
-"""What the strict judge of "larger" says of single answers."""
+"""Tests of the strict judge of "larger"."""
 
 import pytest
 from candidates import judge_text, last_number, true_sentence
@@ -38,7 +38,8 @@ def test_a_text_is_true_only_if_all_of_it_is_read_and_true(text, verdict):
 
 def test_what_is_paid_and_untrue_is_logged():
     logged = {}
-    texts = ["17 is larger than 6.", "6 is 17.", "17 is 17.", "6 is the larger number."]  # the first is true, not paid
+    # The first text is true but not paid.
+    texts = ["17 is larger than 6.", "6 is 17.", "17 is 17.", "6 is the larger number."]
     given = dict(completions=[[{"content": text}] for text in texts], answer=["17"] * 4)
     prompts = [[{"role": "user", "content": ASKED}]] * 4
     strict = true_sentence(prompts, **given, log_metric=lambda name, value: logged.setdefault(name, []).append(value))
