@@ -60,7 +60,7 @@ class Batch:
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
-    together: list[int] | None = None  # how many completions each row of the model's input has; None: one
+    together: list[int] | None = None  # how many completions share each row of the model's input; None: no sharing
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,7 +84,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model, to decide which completions share a row; None: no sharing
+    hidden_size: int | None = None  # of the model; decides up to which length sharing a row pays; None: no sharing
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -183,14 +183,14 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # A shared row has a prompt and several of its completions. First, every rank computes the same deal: which rank
-    # gets which shared rows. The deal must not depend on `limits`, because a rank that runs out of memory lowers its
-    # own limits. `fair_share` keeps a few large rows from leaving some ranks without work.
+    # A shared row has a prompt and several of its completions. Such rows are formed twice. The first time is to deal
+    # the completions out to the ranks. Every rank must compute the same deal, so it must not depend on `limits`, which
+    # a rank lowers when it runs out of memory. `fair_share` keeps rows small enough to give work to every rank.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # The deal has decided which completions each rank gets. Now a rank puts its completions into shared rows again,
-    # this time within its own limits, and cuts these rows into pieces.
+    # The second time, a rank forms rows of the completions that it was dealt, within its own limits, and cuts these
+    # rows into pieces.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for shared in deal[rank::world] for i in shared.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)

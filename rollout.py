@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
-    tokens_at_once: int = 1 << 19  # limit of tokens in the cache, even if all rows reach their maximum length
+    tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
     drop_share: float = 0.25  # finished rows are dropped from the batch once they make up this share of it
     with_entropy: bool = False  # record the entropy of the distribution of each token
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings

@@ -78,7 +78,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # Nothing can be learned here, but a baseline or scale computed over the whole batch would give advantages.
+        # There is no signal, but with a baseline or scale of the whole batch, some advantages could differ from 0.
         advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
@@ -178,7 +178,8 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp[rows] += logprobs(run, part, model)[0]  # `+=`, because a masked copy of a row may follow, with zeros
+        # Add, because with `same_count`, a fully masked copy of a row may follow, and its zeros must not overwrite.
+        logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
 
@@ -236,8 +237,7 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
     the number of prompts that this step drew before. `first` + the place of a prompt decides its random numbers."""
-    # Rows that your own code has added during the run are not encoded yet.
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that you have added
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, sample) for p, sample in mine], cfg.max_completion_length)
@@ -246,8 +246,8 @@ def generate_groups(
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
-        asked = [rows[picked[p]] for p, _ in mine]
-        replies = replies_to(run.task, asked, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
+        own_rows = [rows[picked[p]] for p, _ in mine]
+        replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
         completions = rollout(run.model, own_prompts, uniform, sampling, replies=replies, progress=run.progress)
         return with_replies(completions, replies)
 
@@ -260,14 +260,14 @@ def generate_groups(
 
 def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
     """Set the rewards of every group. Each rank scores a part of them. `done` is the number of finished steps."""
-    cfg, own = run.config, ranks.share(len(groups))
+    cfg, own, weights = run.config, ranks.share(len(groups)), run.task.weights
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = combine_rewards(group.reward_parts[None], run.task.weights)[0]  # (G,), only reported
-        group.combined = combine_rewards(group.reward_parts[None], run.task.weights, cfg.combine_rewards)[0]
+        group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,), for reports
+        group.combined = combine_rewards(group.reward_parts[None], weights, cfg.combine_rewards)[0]  # for advantages
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
     run.logged += logged  # of this rank only; `training_step` gathers it

@@ -15,9 +15,10 @@ forward pass of the model, the head returns (logp, entropy) instead of V logits,
 computes the logits of each chunk again. Logits are in fp32 even if states and weights are in bf16, because rounding a
 logit of 20 to bf16 would change it by up to 0.06.
 
-This is right only if the model returns the output of its head unchanged, but some models cap or scale it. So the head's
-output and the model's logits are compared once for each model, on a short input. If they differ, the model's logits are
-used, one row at a time, which is slower but right for every model. Left out: an output head that is split over devices.
+Replacing the output of the head is right only if the model returns it unchanged, but some models cap or scale it. So
+the head's output and the model's logits are compared once for each model, on a short input. If they differ, the model's
+logits are used, one row at a time, which is slower but right for every model. Left out: an output head that is split
+over devices.
 """
 
 import inspect
@@ -182,11 +183,12 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # logp contributes g_logp * onehot - g_logp * q to d_z. g_p is the factor of -p in d_z, below: without sets,
-            # q is p, so it is g_logp.
+            # logp contributes g_logp * onehot - g_logp * q to d_z. Without sets, q is p. So the second part is -g_p * p
+            # with g_p = g_logp, which is added below, together with the gradient of the entropy.
             g_p = g_logp
             if sets is not None:
-                # q is 0 outside of the set, so -g_logp * q is computed for its ids only, as d_set, and g_p is 0.
+                # With sets, q is 0 outside of the set. So the second part is d_set, for the ids of the set, and g_p is
+                # 0.
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p

@@ -1,7 +1,8 @@
 """Prepare a model for decoding, and restore it afterwards.
 
 While it decodes, its weights are in the dtype of the computation, sharded weights are gathered, and logits are in fp32.
-With --decode graph each token is one CUDA graph. Otherwise Python launches about a thousand kernels for each token.
+With --decode graph, a token is computed by replaying one CUDA graph. Otherwise Python launches about a thousand kernels
+for each token.
 """
 
 from collections.abc import Callable, Iterator

@@ -53,10 +53,10 @@ class Costs:
     checkpoints: float  # all checkpoints on disk, of all ranks
 
 
-def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, same: dict) -> tuple[Config, str]:
+def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, must_match: dict) -> tuple[Config, str]:
     """Return the settings with budgets of tokens that fit, the same on all ranks, and a line for the screen. Fail if
-    the ranks differ in `same`."""
-    free = min(ranks.gather([free_memory()], same))
+    any value in `must_match` differs between ranks."""
+    free = min(ranks.gather([free_memory()], must_match))
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
         config = fitting(config, cost, free)
@@ -185,6 +185,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
+        # Only one of the two budgets matters for `part`, and `with_budgets` keeps those that the user gave.
         while 2 * tokens <= most and needed(with_budgets(config, 2 * tokens, 2 * tokens), cost)[part] <= room:
             tokens *= 2
         return tokens
@@ -275,6 +276,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
-    # new limit is half of the tokens in that micro-batch, which are counted without padding.
+    # new limit is half of the tokens in that micro-batch, counted without padding. As the
+    # limit counts padding too, this is low enough.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

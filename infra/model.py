@@ -83,8 +83,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Adapters are saved with the name of their base model, and a checkpoint has none: the model that its run started
-    # from has other weights. And saved adapters cannot be trained on.
+    # New adapters would be saved with the name of their base model, but no name stands for the weights of a checkpoint.
+    # And adapters that were saved cannot be trained on.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.
@@ -214,7 +214,8 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     if any(type(size) is int and size < length for size in sizes):
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
-    # `places` says where in that one row each token of `ids` is. All rows of `ids` have 5 tokens.
+    # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and together=[2] puts
+    # two completions into one row.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
     inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
     try:

@@ -78,8 +78,8 @@ def release(address: int) -> None:
 
 
 def resize(storage: torch.UntypedStorage, size: int, resize_: Callable = torch.UntypedStorage.resize_) -> None:
-    """Replaces `UntypedStorage.resize_`, the original of which is the last argument, to count the memory. To free
-    gathered weights, FSDP resizes their storage to 0."""
+    """Replaces `UntypedStorage.resize_`, to count the memory as well. The default of the last argument is the original.
+    To free gathered weights, FSDP resizes their storage to 0."""
     resize_(storage, size)
     if storage._cdata in _blocks:
         count(storage)
@@ -303,8 +303,8 @@ _kept_alive: list = []
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
     """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
-    # Autograd asks for the number of devices and for their streams. The guard inherits its answers: one device, and no
-    # streams.
+    # Autograd asks an object, the device guard, for the number of devices and for their streams. This guard inherits
+    # its answers: one device, and no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
     library = torch.library.Library("aten", "IMPL")
     _kept_alive.extend([guard, library])

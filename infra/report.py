@@ -52,8 +52,8 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
         "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        "rejected_groups": mean(not group.has_signal for group in groups),  # those that dynamic sampling would replace
-        "groups_replaced": sum(group.advantages is None for group in groups),  # a group that is replaced gets none
+        "rejected_groups": mean(not group.has_signal for group in groups),  # share without a signal
+        "groups_replaced": sum(group.advantages is None for group in groups),  # a replaced group has none
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
@@ -65,8 +65,8 @@ def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
-    """Compute the metrics of the updates of a step. For each update, there are its loss and its gradient norm, which
-    are the same on all ranks, and a (sum, count) for each other metric, which covers this rank only. The loss and the
+    """Compute the metrics of the updates of a step. An update is given by its loss and its gradient norm, which are the
+    same on all ranks, and by a pair (sum, count) for every other metric, which covers this rank only. The loss and the
     gradient norm are averaged over the updates. The other metrics are means over all tokens or completions that the
     updates trained on, or maxima. If the optimizer has several groups of parameters, each has its own learning rate."""
     losses, grad_norms, totals = zip(*updates, strict=True)

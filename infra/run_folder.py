@@ -55,7 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # With --steps 0, a run only evaluates, and writes no model. If it had not done so, made_steps would return None.
+    # A run with --steps 0 only evaluates, and writes no model. Before its evaluation is written, `made` is None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == made:
         return None
@@ -165,7 +165,8 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
     beginnings = [*beginnings, {"after_step": done} | now]
     about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    # JSON has no infinity, so write it as the string "inf", which `settings_of` turns back into a number.
+    # JSON has no infinity, but Python writes one, as Infinity. Replace it by the string "inf", which
+    # `settings_of` turns back into a number.
     about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
     write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
     return notes

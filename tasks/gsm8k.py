@@ -18,8 +18,8 @@ def to_row(row: dict) -> dict:
 
 
 # The parts of this expression, in order:
-# - What must not come before a number: a letter, a digit, a dot, a comma, a closing parenthesis, or the start of an
-#   exponent, as "1e-" in "1e-5". In "10-5", a digit comes before the minus, so the minus is not a sign.
+# - What must not come before a number and its sign: a letter, a digit, a dot, a comma, a closing parenthesis (so "10-5"
+#   has the numbers 10 and 5), or the start of an exponent, as "1e-" in "1e-5".
 # - A sign.
 # - Digits, with or without commas between groups of three, and a decimal part.
 # - What must not come after a number: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3".

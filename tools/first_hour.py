@@ -1,7 +1,7 @@
 """The first hour on a GPU: does training work, does it stay within the planned memory, how fast is it, does it learn?
 
     python -m tools.first_hour                                  a small model from this repository
-    torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k     any settings
+    torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k    (any settings)
 
 It prints what it measures, and writes it to first_hour.json and, as text, to first_hour.txt in the current directory.
 docs/distributed.md says how to read it. Please send us one of the two files, or paste the text into an issue.

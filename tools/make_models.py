@@ -7,10 +7,10 @@
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
-shown for every kind of prompt, but most long prompts are answered at once, so the trained model does that too. Then it
-is mostly wrong, and with the steps it is right more often. Reinforcement learning has to find out that the steps pay,
-and to get them right. For guess, supervised training shows games in which each guess is a random one of the numbers
-that are left. Held-out prompts are never trained on.
+shown for every kind of prompt, but most long prompts are answered at once, so the trained model does that too. When it
+answers them at once, it is mostly wrong; with the steps, it is right more often. Reinforcement learning has to find out
+that the steps pay, and to get them right. For guess, supervised training shows games in which each guess is a random
+one of the numbers that are left. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
 results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
