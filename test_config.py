@@ -138,8 +138,8 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     work: dict[str, list[str]] = {"rollout": [], "update": []}
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
-        """Note the shape and dtype of an output, and the kind of attention. Calls with
-        gradients belong to an update, and all others to a rollout."""
+        """Note the shape and dtype of an output, and the kind of attention. Calls with gradients
+        belong to an update, all others to a rollout."""
         how = [getattr(output, name, None) for name in ("shape", "dtype")]
         how += [getattr(getattr(module, "config", None), "_attn_implementation", None)]
         work["update" if torch.is_grad_enabled() else "rollout"].append(f"{type(module).__name__} {how}")

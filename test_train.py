@@ -490,7 +490,7 @@ def draws(watch):
     drawn, sampled = watch(Task, "draw"), watch(train, "uniforms")
 
     def so_far() -> tuple[list[int], list[tuple]]:
-        # Task.draw(self, first, n, seed) draws the next n rows of a run that has already drawn `first` rows.
+        # Task.draw(self, first, n, seed) draws n rows after `first` earlier ones, so their numbers start at `first`.
         indices = [i for _, first, n, _ in (call.args for call in drawn) for i in range(first, first + n)]
         return indices, [(step, p, i) for _, step, pairs, _ in (call.args for call in sampled) for p, i in pairs]
 
