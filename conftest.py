@@ -234,8 +234,8 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 
 def in_a_copy(folder: Path, module: str) -> None:
-    """Make this process import the project from `folder`, which has a copy of it. `module` names a module of the copy:
-    train itself, or one that takes its place. After this, `import train` returns that module."""
+    """Make this process import the project from `folder`, which has a copy of it. After this, `import train` returns
+    the module of the copy that is called `module`: the copied train, or a module that replaces it."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}
@@ -261,6 +261,7 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
+            # Every string ends with "", so without `of`, every call matches.
             matches = str(args[0] if args else "").endswith(of)
             is_the_nth = matches and next(calls) == n  # next(calls) counts this call, if it matches
             if is_the_nth and not after:

@@ -50,7 +50,8 @@ def by_hand(groups, scale, baseline, eps, lengths):
     for p, i in given:
         own = [j for q, j in given if q == p]
         group, others = [groups[p][j] for j in own], [groups[p][j] for j in own if j != i]
-        of_group, of_batch = (scale, baseline) in OF_THE_GROUP, (scale, baseline) in OF_THE_BATCH
+        of_group = (scale, baseline) in OF_THE_GROUP
+        of_batch = (scale, baseline) in OF_THE_BATCH
         too_few = of_group and sum(lengths[p][j] > 0 for j in own) < 2
         equal = (of_group and min(group) == max(group)) or (of_batch and min(batch) == max(batch))
         # With scale "mean", the mean of the group is the divisor. It must be above 0 by more than rounding.
@@ -146,9 +147,10 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     """arXiv 2506.01939. A share of 0.25 keeps the highest two of eight trained tokens. Masked tokens do not count."""
     entropy = torch.tensor([[9.0, 0.1, 0.5, 0.3, 0.2], [0.4, 0.9, 0.6, 0.7, 9.0]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
-    of_completions, of_tokens = torch.tensor([2.0, -1.0]), torch.tensor([[2.0] * 5, [-1.0] * 5])
+    # The same advantages twice: one for each completion, and one for each token.
+    by_completion, by_token = torch.tensor([2.0, -1.0]), torch.tensor([[2.0] * 5, [-1.0] * 5])
     for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
-        for A in (of_completions, of_tokens):
+        for A in (by_completion, by_token):
             assert (on_high_entropy(A, entropy, mask, share) * mask).tolist() == expected
     # The number of tokens is rounded up, as in the authors' code. But 0.07 * 100, which is 7.000000000000001 in
     # float64, counts as 7. All entropies are equal here, so the first tokens are kept.

@@ -32,8 +32,8 @@ from rollout import Completion, KeptSets, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
-# In a model as wide as this, it always pays to read a prompt only once. So its completions share a row whenever the
-# limits allow it.
+# For a model as wide as this, reading a prompt only once always saves work. So the completions of a prompt share a row
+# whenever the limits allow it.
 TOGETHER = partial(Limits, hidden_size=1000)
 
 # ---- Completions as tensors ----
@@ -118,9 +118,9 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
-    # The same micro-batches, each as a list of the sequences that the model reads. A sequence is a prompt with the
-    # completions that share it. Here it is a tensor with the indices of these completions. `together` lists how many
-    # completions each sequence of a micro-batch has.
+    # A sequence is a prompt followed by the completions that share it, and the model reads it as one row. In this test,
+    # a sequence is a tensor with the indices of its completions. sequences_by_rank[rank] has one list of sequences for
+    # each micro-batch. part.together says how many completions each sequence of a micro-batch has.
     sequences_by_rank = [[torch.tensor(index).split(part.together) for index, part in pieces] for pieces in by_rank]
 
     def tokens_in(sequence: Tensor) -> int:
@@ -132,7 +132,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     sequences = [sequence for pieces in sequences_by_rank for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    most, fair_share = max(map(len, sequences)), math.ceil(n / world)  # completions of a sequence, and of a rank
+    # Both are numbers of completions: in the largest sequence, and on each rank if all ranks get equally many.
+    most, fair_share = max(map(len, sequences)), math.ceil(n / world)
     if hidden_size is None or rows == 1 or tokens == 1:
         assert most == 1, "no row is shared"
     elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
@@ -207,8 +208,9 @@ def make_run(limits: Limits, **switches) -> train.Run:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
-    """Compare loss, gradient norm, statistics, and the weights after an update with a clipped gradient. The settings
-    include choices over the whole update, such as the tokens of the highest entropy."""
+    """Compare loss, gradient norm, statistics, and the weights after an update with a clipped gradient. Some of the
+    settings need to see the whole update at once: top_entropy, for instance, picks the tokens of the highest entropy
+    among all of its tokens."""
     chosen = dict(tis_cap=1.5, tis_mode="sequence_mask", off_policy_mask=0.1, top_entropy=0.4, max_grad_norm=1e-3)
     chosen |= dict(beta=0.1, entropy_coef=0.01)
     steps = []
@@ -225,9 +227,9 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
 # backward pass. Rows whose advantage is 0 need none, unless the KL, entropy or sampler term gives them a gradient.
 # The advantage is 0 in row 1, which has the mean reward of its group, in rows 3 to 5, which have equal rewards, and in
 # row 11, which has no reward. If each token has its own advantage, the test also sets those of row 2 to 0.
-# With shards, every row has a backward pass, and so have the masked rows that give all ranks the same number of
-# micro-batches. So rows are not counted, and the number is None.
-LEARNING = [
+# With shards, every row has a backward pass. So have the masked rows that are added until all ranks have the same
+# number of micro-batches. How many are added depends on the split, so the number is None and is not tested.
+BACKWARD_ROWS = [
     (False, {}, 7),
     (True, {}, 6),
     (True, dict(shard=True), None),
@@ -237,17 +239,17 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize("by_token, also, learning", LEARNING)
-def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(monkeypatch, by_token, also, learning):
+@pytest.mark.parametrize("by_token, also, n_backward", BACKWARD_ROWS)
+def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(monkeypatch, by_token, also, n_backward):
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if by_token:
         batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
         batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
-    learnt, logprobs = [], train.logprobs
+    ran_backward, logprobs = [], train.logprobs
 
     def noting(run: train.Run, part: Batch, *rest, **more) -> tuple:
-        learnt.append(len(part) if torch.is_grad_enabled() else 0)
+        ran_backward.append(len(part) if torch.is_grad_enabled() else 0)
         return logprobs(run, part, *rest, **more)
 
     def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -266,14 +268,14 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
     # All splits are compared with this one: one rank, no limits, and a backward pass for every row. Because of
     # shard=True, even rows with advantage 0 have one.
     [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))
-    assert sum(learnt) == 12 and gradient.norm() > 1e-3
+    assert sum(ran_backward) == 12 and gradient.norm() > 1e-3
     assert totals[train.STATS.index("sampler_gap"), 0] < 1e-4, "the trainer uses the sampler's sets"
     splits = [(1, Limits(1, None)), (2, Limits(3, 40)), (1, TOGETHER(None, None)), (3, TOGETHER(3, 40)), (13, WHOLE)]
     for world, limits in splits:
-        learnt.clear()
+        ran_backward.clear()
         parts = parts_of_ranks(limits, world, **also)
         split = [sum(figures) for figures in zip(*parts)]
-        assert learning is None or sum(learnt) == learning
+        assert n_backward is None or sum(ran_backward) == n_backward
         assert distance(split[0], gradient) < 1e-12
         same_up_to_rounding(split[1:], [loss, totals])
     # The last split has 13 ranks for 12 rows.

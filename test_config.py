@@ -68,6 +68,7 @@ def reply_with_c(row, turns):
     return "c"
 
 
+# A chat begins with "a", or with `mark` if --chat_template_kwargs sets it, as one entry of DIFFERS does.
 TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 # This takes the place of the package wandb, and writes a file when metrics are logged. It counts as installed because
@@ -81,8 +82,9 @@ PLAIN = dict(
     eval_prompts=3, samples_per_step=-1, out="out",
 )  # fmt: skip
 
-# For each setting: another value, settings that both runs have in common, and the results that must differ between the
-# runs, as `run_in` names them. What follows a comma in a key is a remark, so that a setting can have two entries.
+# Each setting is tested by two runs that differ in nothing else. Its entry has the value that only the second run gets,
+# the settings that both runs get, and the results that must differ between them, by the names that `run_in` gives them.
+# What follows a comma in a key is a remark, so that a setting can have two entries.
 # Three kinds of settings are left out: arguments of policy_loss (test_loss.py), settings that most runs of tests need,
 # such as --model, --task, --data and --out, and settings for which another file compares a run with an equation or with
 # another run (test_train.py, test_lora.py, test_shard.py or test_checkpoint.py).
@@ -136,7 +138,8 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     work: dict[str, list[str]] = {"rollout": [], "update": []}
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
-        """Note the shape and dtype of an output, and the kind of attention. A call with gradients is of an update."""
+        """Note the shape and dtype of an output, and the kind of attention. Calls with gradients
+        belong to an update, all others to a rollout."""
         how = [getattr(output, name, None) for name in ("shape", "dtype")]
         how += [getattr(getattr(module, "config", None), "_attn_implementation", None)]
         work["update" if torch.is_grad_enabled() else "rollout"].append(f"{type(module).__name__} {how}")

@@ -137,12 +137,13 @@ def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyP
         logp, entropy = score(model, temperature=0.7, entropy_grad=True)
         # For qwen2, token_logprobs does not round logits, so the reference must not round them either. For gemma2, both
         # use the model's own logits, which are rounded to bf16.
-        with forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head)) if name == "qwen2" else nullcontext():
-            expected_logp, expected_entropy = reference(model, temperature=0.7)
+        unrounded_logits = forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head))
+        with unrounded_logits if name == "qwen2" else nullcontext():
+            expected = reference(model, temperature=0.7)
     assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
-    grads = gradient(model, logp, entropy), gradient(model, expected_logp, expected_entropy)
-    assert distance(*grads) < 2 * torch.finfo(torch.bfloat16).eps  # one rounding for each of the two layers
+    # Allow one rounding for each of the two layers.
+    assert distance(gradient(model, logp, entropy), gradient(model, *expected)) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -158,7 +159,8 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
         with forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head)):
             logits.append(model(input_ids=IDS).logits)
     log_p = torch.stack([x[:, :-1].double() for x in logits]).log_softmax(-1)[:, SCORED[:, 1:]]  # (2, n, V)
-    rounded, expected = log_p.gather(2, IDS[SCORED].expand(2, -1)[..., None])[..., 0]
+    # The log-probs of the scored tokens: first from logits that the model rounded to bf16, then from unrounded ones.
+    rounded, expected = (x.gather(1, IDS[SCORED][:, None])[:, 0] for x in log_p)
     # The second condition shows that rounded logits would fail the first one.
     assert (logp - expected).abs().max() < 1e-5 and (rounded - expected).abs().max() > 1e-2
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5
@@ -272,6 +274,8 @@ SCALED = {  # changes that scale the logits
 def test_a_model_that_was_changed(name: str, how: str):
     model = tiny_model(name)
     (SAME_LOGITS | SCALED)[how](model)
+    # One of the changes sets `forward` on the head itself, not on its class. Scoring must leave it there. With any
+    # other change, this is None, and scoring must leave no `forward` behind.
     forward = vars(model.lm_head).get("forward")
     assert_equals_reference(model, torch.float64 if name in ALL_IN_FLOAT64 else torch.float32)
     assert head_returns_logits(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
@@ -348,9 +352,9 @@ def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With sets, a chunk has half as many tokens. The ids of its sets are converted to int64, so an id takes 8 bytes. A
-    logit takes 4. So if the sets have almost all ids, these ids take as much memory as the logits of a whole chunk
-    without sets. The peak may be higher by this much."""
+    """With sets, a chunk has half as many tokens, but an id takes 8 bytes, because it is converted to int64, and a
+    logit takes 4. So the ids of sets of almost the whole vocabulary take about as much memory as a chunk of logits
+    without sets, which is CHUNK_BYTES. The peak may be higher by that."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     # Three rows of 99 positions, which is more than a row has.
     large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))

@@ -39,7 +39,7 @@ GROUPS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.5, 0.5]]  # rewards; the mean of th
 REWARDS = GROUPS[0] + GROUPS[1]
 MINUS_MEAN = [r - fmean(group) for group in GROUPS for r in group]
 OVER_STD = [(r - fmean(group)) / stdev(group) for group in GROUPS for r in group]
-PROMPTS = torch.tensor([5] * 4 + [3] * 4)  # the number of each completion's prompt; numbers need not be in order
+PROMPTS = torch.tensor([5] * 4 + [3] * 4)  # which prompt each completion belongs to; the labels need not be in order
 N, TOKENS, BUDGET = len(LENGTHS), sum(LENGTHS), 20  # BUDGET is max_completion_length; no completion is that long
 WEIGHTS = {  # the weight in J of each token of completion i
     "sequence": [1 / (N * length) for length in LENGTHS],
@@ -329,10 +329,13 @@ def test_kl_estimators_on_policy(estimator):
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
     """DeepSeek-V3.2, arXiv 2512.02556, eq. 7. With kl_importance, the expected KL term has the value and the gradient
-    of the exact KL divergence, even if the completions were sampled from π_old. The test lists all completions of a toy
-    model: each ends with token 0 or after three tokens. Let o run over these completions, and p over all prefixes after
-    which another token follows, including the empty prefix. Let k_ot be the estimate at token t of o. For every π_θ,
-    Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p))."""
+    of the exact KL divergence, even if the completions were sampled from π_old. For every π_θ,
+
+        Σ_o π_old(o) Σ_t ρ_ot k_ot = Σ_p π_old(p) KL(π_θ(·|p) ‖ π_ref(·|p)).
+
+    Here o is a completion, ρ_ot and k_ot are the ratio and the estimate at its token t, and p is a prefix (perhaps
+    empty) after which another token follows. The equation needs the ratio of the token, so the loss must use it
+    whatever `ratio` is. The test lists all completions of a toy model: each ends with token 0 or after three tokens."""
     prefixes = [p for length in range(3) for p in product((1, 2), repeat=length)]
     completions = [(*p, token) for p in prefixes for token in range(3) if token == 0 or len(p) == 2]
     logits = torch.randn(3, len(prefixes), 3, generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -460,7 +463,8 @@ def test_sampler_correction(switches, mode, gate):
     assert stats["tis_bounded"] == ((too_low | too_high).sum(), TOKENS)
     close(stats["tis_ratio"], (unbounded.sum(), TOKENS))
     close(stats["tis_ratio_max"], (unbounded.max(), 1))
-    kept = correction(b, "token_truncate", 1.0, 1.0, gate)  # 1, or 0 where the gate drops the completion
+    # With both bounds 1, every factor is 1, except that all factors of a completion that the gate drops are 0.
+    kept = correction(b, "token_truncate", 1.0, 1.0, gate)
     dropped = (kept[:, 0] == 0).sum()
     assert stats["gate_dropped"] == (dropped, N) and dropped < N and (dropped > 0) == (gate != [None, None])
 
@@ -472,7 +476,8 @@ def test_sampler_correction(switches, mode, gate):
 
 @pytest.mark.parametrize("switches", [{}, {"ratio": "sequence"}, {"objective": "dppo"}])
 def test_the_sampler_as_the_old_policy(b, switches):
-    """The ratio is to the sampler. The statistic sampler_gap still compares the sampler with the old policy."""
+    """With old_policy="sampler", the denominator of the ratio is the probability under the sampler, not under the old
+    policy. The statistic sampler_gap still compares the sampler with the old policy."""
     args = torch.tensor(OVER_STD, dtype=F64), token_weights(b.mask, "global"), b.mask
     ours = run(b.logp, b.old, *args, sampler_logp=b.sampler, old_policy="sampler", **switches)
     expected = run(b.logp, b.sampler, *args, **switches)
@@ -572,6 +577,7 @@ def run_all(b, switches):
     return run(b.logp, b.old, b.advantages, b.weights, b.mask, **kl_and_tis | switches)
 
 
+# "advantages" has one number for each completion, "token advantages" one for each token. Both are set as b.advantages.
 @every_switch
 @pytest.mark.parametrize("name", ["logp", "old", "ref", "sampler", "weights", "advantages", "token advantages"])
 def test_garbage_where_masked(name, switches):
@@ -602,12 +608,12 @@ def test_any_split_of_the_step(normalization, switches):
     for number, rows in enumerate(([4], [7, 2, 5, 0, 8], [6, 1], [3])):
         width = max(1, int(whole.mask[rows].sum(1).max())) + number % 3
         part = {name: tensor[rows] for name, tensor in vars(whole).items()}
-        change = width - whole.mask.shape[1]  # of the width; where it is negative, pad() removes columns
-        part = SimpleNamespace(**{name: pad(x, (0, change)) if x.dim() == 2 else x for name, x in part.items()})
+        widening = width - whole.mask.shape[1]  # where this is negative, pad() removes columns
+        part = SimpleNamespace(**{name: pad(x, (0, widening)) if x.dim() == 2 else x for name, x in part.items()})
         part_loss, part_grad, part_stats = run_all(part, switches)
         assert part.mask.any() or set(part_stats.values()) == {(0, 0)}, "a masked row counts in no statistic"
         sum_loss += part_loss
-        sum_grad[rows] += pad(part_grad, (0, -change))
+        sum_grad[rows] += pad(part_grad, (0, -widening))
         assert part_stats.keys() == stats.keys()
         for name, so_far in sum_stats.items():
             pairs = torch.tensor([so_far, part_stats[name]], dtype=F64)  # each is a total and a count
@@ -627,19 +633,18 @@ RAGGED = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0,
 @every_normalization
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_token_weights(normalization, dtype):
-    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. P = 2 prompts count: prompt 7 (row 0) and
-    prompt 2 (rows 2 and 3) have four tokens each. Prompt 0 has only row 1, which is masked.
+    """Here N = 3 rows have a token, L = 100, and Σ_j |o_j| = 8. Prompt 7 has row 0, prompt 2 has rows
+    2 and 3, and each of the two has four tokens. Prompt 0 has only row 1, which is masked. So P = 2.
 
         sequence: 1/(N |o_i|)       global: 1/Σ_j |o_j|       prompt: 1/(P Σ |o_j| of the prompt)
         constant: 1/(N L)           sum: 1/N
     """
     by_row = torch.tensor([[3 * 4], [1], [3 * 1], [3 * 3]])  # the masked row has weight 0 with any divisor
     divisors = {"sequence": by_row, "global": 8, "prompt": 2 * 4, "constant": 3 * 100, "sum": 3}
-    expected = RAGGED.double() / divisors[normalization]
     prompts = torch.tensor([7, 0, 2, 2])
     weights = token_weights(RAGGED.to(dtype), normalization, max_completion_length=100, prompts=prompts)
     assert weights.dtype == F64
-    close(weights, expected, 1e-15)
+    close(weights, RAGGED.double() / divisors[normalization], 1e-15)
     close(token_weights(0 * RAGGED, normalization, max_completion_length=100, prompts=prompts), torch.zeros(4, 5), 0)
 
 

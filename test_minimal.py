@@ -12,6 +12,7 @@ from tasks import addition
 
 def test_the_steps_are_those_of_train(tmp_path, monkeypatch, updates):
     monkeypatch.setattr(minimal, "PROMPTS", 2)
+    # None stands for the settings of the run, which this task does not need. Its model is in `folder`.
     folder, task = addition.model(None), addition.load(None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=minimal.LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)

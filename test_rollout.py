@@ -139,8 +139,8 @@ def test_greedy_sampling_is_that_of_transformers():
 
 
 def replied(turn: list[int]) -> list[int] | None:
-    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. A 2 that the
-    model writes ends its turn. A 2 in a reply does not end the reply."""
+    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. Replies of two or more tokens contain
+    the end token 2. It ends a turn of the model, but must not end a reply."""
     return None if sum(turn) % 3 == 0 else [7, 2, 30, 31][: 1 + turn[0] % 4]
 
 
@@ -208,11 +208,12 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
         # append() returns None, so each function notes the turn and returns the reply.
         replies = [lambda turn, notes=notes: notes.append(turn) or replied(turn) for notes in heard]
         completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
-        ended = [[turn for turn in turns if turn and is_over(turn, sampling)] for turns in all_turns]
-        assert heard == ended, "the reply function must be called once for each turn"
+        # A turn that the length limit cuts off gets no reply.
+        ended = [[turn for turn in turns if is_over(turn, sampling)] for turns in all_turns]
+        assert heard == ended, "the reply function must be called once for each turn that ended"
         for completion, (ids, written, truncated, turns, sets) in zip(completions, expected, strict=True):
             assert (completion.ids, completion.written, completion.truncated) == (ids, written, truncated)
-            assert completion.turns == [turn for turn in turns if turn] and completion.length == sum(written)
+            assert completion.turns == turns and completion.length == sum(written)
             kept = None if completion.kept is None else [None if x is None else x.tolist() for x in completion.kept]
             assert kept == (sets if cut else None)
         assert_scored_as_sampled(model, prompts, completions, 0.9)

@@ -70,7 +70,10 @@ def drawn(prompts, **columns):
 
 
 def answered(row: dict, turns: list[str]) -> str | None:
-    """Reply up to three times, each time with a shorter text, but not to a turn of one character."""
+    """Reply up to three times, each time with a shorter text, but not to a turn of one character.
+
+    Also check that each completion has its own copy of the row, which is kept from one turn to the next: this function
+    counts its calls there, and must have been called once for each turn."""
     row["calls"] = row.get("calls", 0) + 1
     assert row["calls"] == len(turns) and row.keys() == {"prompt", "answer", "calls"}
     return None if len(turns[-1]) == 1 or len(turns) > 3 else (row["answer"] + row["prompt"])[: 4 - len(turns)]
@@ -332,8 +335,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
     given = [[r for r in rewards[i : i + 3] if r is not None] for i in range(0, len(rows), 3)]
     right = [named["judged"] == 1.0 for named in rewards_by_name]
-    # For each group, the set of its verdicts. A group is rejected if it has fewer than two different verdicts, or fewer
-    # than two completions that are trained on.
+    # A verdict is a value of `right`. It is False for a completion that has a reward only from `sometimes`. Collect the
+    # different verdicts in each group, except those of completions without any reward. A group is rejected if it has
+    # fewer than two different verdicts, or fewer than two completions that are trained on.
     verdicts = [{right[i + j] for j in range(3) if rewards[i + j] is not None} for i in range(0, len(rows), 3)]
     expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,
@@ -353,7 +357,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "logged/tokens": mean(lengths),
         "loss": loss,
         "grad_norm": mean(float(gradient.norm()) for gradient, _ in updates),
-        "learning_rate": 0.02,
+        "learning_rate": 0.02,  # half of 0.04 in the first of two warm-up steps
         "seconds_rollout": 3.0,
         "seconds_update": 20.0,
         "tokens_per_second": sum(lengths) / 23.0,
@@ -486,6 +490,7 @@ def draws(watch):
     drawn, sampled = watch(Task, "draw"), watch(train, "uniforms")
 
     def so_far() -> tuple[list[int], list[tuple]]:
+        # Task.draw(self, first, n, seed) draws n rows after `first` earlier ones, so their numbers start at `first`.
         indices = [i for _, first, n, _ in (call.args for call in drawn) for i in range(first, first + n)]
         return indices, [(step, p, i) for _, step, pairs, _ in (call.args for call in sampled) for p, i in pairs]
 
@@ -529,7 +534,8 @@ def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
 
 
 def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
-    """Each group also knows the place of its row in the task's list."""
+    """Only groups whose rewards are all equal are rejected. In each group that is kept, group.index is the position of
+    its row in task.train."""
     steps = watch(train, "training_step")
     out = go(algorithm="dapo")
     assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
