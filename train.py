@@ -56,7 +56,7 @@ class Run:
     reference: PreTrainedModel | None  # for the KL term; None with LoRA, which uses the model without its adapters
     optimizer: torch.optim.Optimizer
     sampling: Sampling
-    limits: Limits  # the size of a micro-batch
+    limits: Limits  # the size of a micro-batch; `memory.until_it_fits` lowers it when memory runs out
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved, and the same on all ranks
