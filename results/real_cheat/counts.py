@@ -47,7 +47,8 @@ def sign_test(only_first: int, only_second: int) -> float:
 
 
 def main(folder: Path) -> None:
-    print("| beta | seed | lax rises by | strict rises by | lax alone | paid, 31 to 40 | of these untrue | not read |")
+    # The last two columns are shares of the paid answers.
+    print("| beta | seed | lax rises by | strict rises by | only lax rises | paid, 31 to 40 | untrue | unread |")
     print("|---|---|---|---|---|---|---|---|")
     only_lax_rises = {}
     for file in sorted(folder.glob("*/metrics.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name)):
@@ -69,13 +70,13 @@ def main(folder: Path) -> None:
         verdicts = [verdict for (beta_of_run, _), verdict in only_lax_rises.items() if beta_of_run == beta]
         k, n = verdicts.count(True), len(verdicts)
         low, high = exact_interval(k, n)
-        print(f"\nbeta {beta}: lax alone rises in {k} of {n} seeds (95 %: {low:.2f} to {high:.2f})")
+        print(f"\nbeta {beta}: only lax rises in {k} of {n} seeds (95 %: {low:.2f} to {high:.2f})")
     seeds = [seed for beta, seed in only_lax_rises if beta == "0" and ("0.02", seed) in only_lax_rises]
     pairs = [(only_lax_rises["0", seed], only_lax_rises["0.02", seed]) for seed in seeds]
     # In how many pairs only lax rises in just one of the two runs: the one with beta 0, or the one with beta 0.02.
     with_0, with_002 = pairs.count((True, False)), pairs.count((False, True))
     test = sign_test(with_0, with_002)
-    print(f"\n{len(pairs)} pairs: with 0 alone {with_0}, with 0.02 alone {with_002}; sign test {test:.2f}")
+    print(f"\n{len(pairs)} pairs: only with 0 in {with_0}, only with 0.02 in {with_002}; sign test {test:.2f}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 python results/real_model/candidates.py runs/candidates                    writes a file of prompts for each of them
 python results/real_model/candidates.py --table results/real_candidates    what the model can do before any training
-python results/real_model/candidates.py --named results/real_larger        which number its answers end with
-python results/real_model/candidates.py --carries results/real_sum         which sums it gets wrong, and by how much
+python results/real_model/candidates.py --carries results/real_carry       which sums it gets wrong, and by how much
 """
 
 import itertools
@@ -166,28 +165,6 @@ def table(folder: Path) -> str:
     return "\n".join(made)
 
 
-def named(folder: Path) -> str:
-    """Return a table of how many of the complete answers to "larger" end with the larger number, the smaller one or
-    neither, in the first ten steps and in the last ten."""
-    made = ["| steps | answers | complete | larger | smaller | other, none |", "|---|---|---|---|---|---|"]
-    lines = [json.loads(line) for file in folder.glob("*/samples.jsonl") for line in file.open()]
-    for first, last in ((1, 10), (31, 40)):
-        answers = [line for line in lines if line["kind"] == "train" and first <= line["step"] <= last]
-        ended = [line for line in answers if not line["truncated"]]
-        counts = dict(larger=0, smaller=0, neither=0)
-        for line in ended:
-            small, large = sorted(re.findall(r"\d+", line["prompt"][-1]["content"]), key=int)
-            numbers = re.findall(r"\d+", line["completion"])
-            if numbers and numbers[-1] == large:
-                counts["larger"] += 1
-            elif numbers and numbers[-1] == small:
-                counts["smaller"] += 1
-            else:
-                counts["neither"] += 1
-        made.append(f"| {first} to {last} | {len(answers)} | {len(ended)} | {' | '.join(map(str, counts.values()))} |")
-    return "\n".join(made)
-
-
 def carries(folder: Path) -> str:
     """Return a table with a row for each seed: how many complete answers to "sum" there are in the last ten steps, and
     which share of them is right, for sums with a carry and for sums without one. The last two columns are how many of
@@ -220,7 +197,7 @@ def carries(folder: Path) -> str:
     return "\n".join([*made, "", f"Mean of the differences: {ablate.with_interval(differences, 3)}"])
 
 
-TABLES = {"--table": table, "--named": named, "--carries": carries}
+TABLES = {"--table": table, "--carries": carries}
 
 if __name__ == "__main__":
     if sys.argv[1] in TABLES:
