@@ -113,7 +113,7 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
 
 def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
     """Only the files that decide what a run computes count as its code: not tests, pages and tools. Here the
-    command takes settings from a file, and the runs have the dtype of a GPU. Neither makes their settings differ."""
+    command takes settings from a file, and the runs have the dtype of a GPU. Neither counts as another setting."""
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
     words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
     original = run_folder.sha256_of
