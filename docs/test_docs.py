@@ -44,8 +44,8 @@ PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md
 PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
 README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL | re.MULTILINE))
-# The diffs of these sections may change the same lines of train.py. So `fork` copies train.py for each section, under
-# the name given here, and applies the section's diffs to that copy.
+# The diffs of these sections may change the same lines of train.py. So each section gets its own copy of train.py,
+# under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
     "distillation": SECTIONS.pop("On-policy distillation"),
@@ -431,7 +431,9 @@ def test_runs_with_the_game_with_the_environment_and_with_a_reward_for_each_turn
     assert replied and all(len(line["advantage"]) == len(line["tokens"]) for line in replied)
 
 
-TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}  # the action of each turn -> the reward of each
+# All completions of a game with the actions 0 and 1, where action 0 in the first turn ends the game: the action of each
+# turn -> the reward of each turn.
+TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}
 
 
 def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
@@ -475,9 +477,10 @@ def test_the_functions_of_the_page(fork):
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # 0.375 is 0.3 / (0.5 + 0.3)
         sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
-        tokens, logp, sets = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        # `masks` has a row for each of the 100 draws, which is True for the tokens that are kept.
+        tokens, logp, masks = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
-        assert all(one.nonzero().squeeze(1).tolist() == kept for one in sets)
+        assert all(row.nonzero().squeeze(1).tolist() == kept for row in masks)
 
 
 def test_the_token_baseline_of_the_page(fork):

@@ -41,7 +41,8 @@ def noisy(completions, **columns):
 
 @pytest.fixture(scope="module")
 def without_noise(sorting) -> dict:
-    """Return the settings of a small run that needs everything that a checkpoint contains."""
+    """Return the settings of a small run whose results depend on every part of a checkpoint. If a part were not
+    restored, the resumed run would end with other numbers."""
     return sorting | dict(
         prompts_per_step=2, num_generations=3, dynamic_sampling=2, max_completion_length=6, steps=7, num_iterations=2,
         minibatches=2, beta=0.1, ref_sync_every=3, weight_decay=0.1, lr_schedule="linear", warmup_steps=5, eval_every=4,
@@ -61,7 +62,7 @@ def out(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory) -> Path:
-    """Make the run in one go, and check that it needs everything that a checkpoint contains."""
+    """Make the run in one go, and check that the settings of `without_noise` have an effect on it."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(small, out)
     # Without dynamic sampling, the seven steps would draw two prompts each.
@@ -74,8 +75,9 @@ def whole(small, tmp_path_factory) -> Path:
 
 STOP = partial(signal.raise_signal, signal.SIGTERM)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-# One run is ended at each of these moments in turn: what ends it, and its exit code. With `of`, only calls whose first
-# argument ends with this text are counted.
+# One run is ended at each of these moments in turn. Each value is what ends the run, and the exit code. `at(f, n, do)`
+# calls `do` before the n-th call of f, or after this call with after=True. With `of`, it counts only the calls of f
+# whose first argument ends with this text.
 ENDS = {
     "after the third of a step's four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, "infra.test_faults.answered", 12, die), -signal.SIGKILL),
@@ -356,13 +358,15 @@ def accident() -> None:
     # The fourth step of a process is step 4 at first, and step 6 after the restart, which resumes after step 2.
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
-    # Rank 1 comes a second late. So after the restart, rank 0 first finds the old address of rank 1 in torchrun's
-    # store, which is the worst case.
+    # Ranks find each other's addresses in torchrun's store, which survives a restart. Rank 1 starts a second late. So
+    # when rank 0 looks for its address after the restart, the store has only that of the killed process. This is the
+    # hardest case: rank 0 must wait for the new address.
     time.sleep(1 if os.environ["RANK"] == "1" else 0)
 
 
 def test_torchrun_restarts_ranks_and_if_it_is_killed_they_end_and_more_ranks_can_resume(without_noise, out, tmp_path):
     # Only the first start may start over. After a restart by torchrun, the run is resumed in spite of --overwrite.
+    # `run_supervised` returns when all ranks have ended, and fails if they do not end.
     code, shown = run_supervised(without_noise | dict(overwrite=True), out, accident, restarts=2)
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved_steps(out) == [2, 4]

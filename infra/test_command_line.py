@@ -148,7 +148,8 @@ def values_of(setting: dataclasses.Field) -> tuple[list, list]:
     if kind is str:
         wrong = ["", "?"] if names else [""]
         return list(names or ["a_word"]), wrong
-    fine, wrong = [], [math.nan, -math.inf] if kind is float else []
+    fine = []
+    wrong = [math.nan, -math.inf] if kind is float else []
     if kind is float and bounds.get("at_most") != math.inf:  # only at_most=inf allows infinity
         wrong.append(math.inf)
     for bound, x in bounds.items():

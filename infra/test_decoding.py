@@ -16,7 +16,8 @@ LENGTH, ENDS, NO_ENDS = 10, [2, 4, 8, 11, 22, 33, 44, 55], [VOCAB]  # no token h
 STREAMS = uniforms(0, 1, [(i, 0) for i in range(len(PROMPTS))], LENGTH)
 SAMPLINGS = [
     Sampling(LENGTH, ENDS, top_p=0.8, with_entropy=True, drop_share=0.5),
-    # 60 tokens are four rows of at most 5 + 10 tokens. Some of these batches have no padding.
+    # A batch of 60 tokens has four rows, because the longest prompt has 5 tokens and a completion has up to 10. Each
+    # row is dropped from the batch as soon as it has ended.
     Sampling(LENGTH, ENDS, tokens_at_once=60, drop_share=0.01),
     Sampling(LENGTH, ENDS[:1], temperature=0.0),
 ]

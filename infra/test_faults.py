@@ -24,8 +24,8 @@ from rollout import Completion
 
 
 def answered(row, turns):
-    """Reply once, with a text that depends on the row and on what the model wrote. The row must be fresh for each
-    completion, even when a rollout is repeated with less memory."""
+    """Reply once, with a text that depends on the row and on what the model wrote. The assertion checks that each
+    completion has its own new copy of the row, even when a rollout is repeated with less memory."""
     row["calls"] = row.get("calls", 0) + 1
     assert row["calls"] == len(turns)
     return row["answer"][:1] + turns[0][:1] if len(turns) == 1 else None

@@ -62,10 +62,11 @@ def test_weights_and_cache_are_counted_exactly(dtype):
     cached = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    # The keys and values of one layer at a time, repeated for the query heads that share them.
+    # A row needs the most memory at one of two moments. In the forward pass, the keys and values of one layer at a time
+    # are repeated for the query heads that share them, and then each id of the vocabulary has a logit in fp32.
     repeated = cached / SMALL.num_hidden_layers * SMALL.num_attention_heads / SMALL.num_key_value_heads
-    # For each id of the vocabulary, the sampler has four numbers: the logit in the dtype of the model, and in fp32 the
-    # logit, the probability, and a copy of the probability.
+    # Later, the sampler has four numbers for each id of the vocabulary: the logit in the dtype of the model, and in
+    # fp32 the logit, the probability, and a copy of the probability.
     assert cost.row == cached + max(repeated + 4 * conftest.VOCAB, conftest.VOCAB * (dtype.itemsize + 4 + 4 + 4))
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy of the weights in bf16"
 
@@ -80,7 +81,7 @@ def test_an_evaluation_needs_no_memory_for_an_update():
     config, cost = large(steps=0, rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
     needed = memory.needed(config, cost)
     assert {name for name, amount in needed.items() if amount} == {"weights", "rollout"}
-    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 28 * cost.row, "in bf16, without a copy"
+    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 7 * 4 * cost.row, "in bf16, no copy"
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -41,12 +41,12 @@ def small(sorting) -> dict:
 
 
 def print_devices(pick_rows: Callable) -> Callable:
-    """Print the device of each rank in each step, and the device of a tensor that is kept in Run.state. Loading this
-    tensor from a checkpoint must not change its device."""
+    """Print for each rank and step the device of the run, the device that torch.cuda.set_device has chosen, and the
+    device of a tensor that is kept in Run.state. Loading this tensor from a checkpoint must not change its device."""
 
     def picking(run, *rest):
         kept = run.state.setdefault("kept", torch.arange(3.0, device=run.device))
-        print(f"on {run.device}, set to {pretend_gpu.gpu.set_to}, state on {kept.device.type}")
+        print(f"run on {run.device}, chosen {pretend_gpu.gpu.set_to}, state on {kept.device.type}")
         return pick_rows(run, *rest)
 
     return picking
@@ -112,7 +112,7 @@ def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, wo
     # A line of the output names the device: "2 rank(s) (cuda)", not "2 rank(s) (cpu)".
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     if kind == "pretended":
-        assert {*re.findall(r"on cuda:(\d), set to cuda:(\d)", shown)} == {(str(n), str(n)) for n in range(world)}
+        assert {*re.findall(r"run on cuda:(\d), chosen cuda:(\d)", shown)} == {(str(n), str(n)) for n in range(world)}
     (assert_same_files if kind == "pretended" else assert_same_run)(out, cpu)
 
 

@@ -84,8 +84,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
 def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     """A reply is what the task answers between two turns of the model. One completion has two turns, with a reply of
     two tokens between them. The other one has one turn."""
-    written = [True, True, False, False, True]
-    several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=written)
+    several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=[True, True, False, False, True])
     made = group([1.0, 0.0], 3)
     made.completions = [several, Completion([6], [-0.5], True, [0.25], written=[True])]
     made.advantages, made.extras = [torch.tensor([0.5, 0.5, 0.0, 0.0, -1.0]), torch.tensor([2.0])], [{}, {}]
@@ -125,8 +124,8 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_
     steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     log = RunLog(Config(out="run"), PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, NAMES)
-    # Some ids, and the text of the last one. The others get no text. The byte 0xE4 is invalid, but that is known only
-    # when the next id is decoded.
+    # Each piece is a list of ids and the text that the last of them gets. The ids before it get no text. The byte 0xE4
+    # is invalid, but that is known only when the next id is decoded.
     pieces = [([256], "a"), ([256], " a"), ("中".encode(), "中"), ("é".encode(), "é"), ("😀".encode(), "😀")]
     pieces += [("中".encode(), "中"), ([257], "b "), ("é".encode(), "é"), ([258], " "), ([256], " a")]
     pieces += [([0xE4, 256], "\ufffd a")]

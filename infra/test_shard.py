@@ -44,8 +44,8 @@ def save_model(folder: Path, family: str, **how) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Save three models: one with an untied output head, one that caps its logits, so that each row is scored in a pass
-    of its own, and one whose configuration says that its output head is tied although it is not."""
+    """Save three models. One has an untied output head. One caps its logits, and therefore each of its rows is scored
+    in a separate pass. One has a configuration which says that the output head is tied, although it is not."""
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "capped", "gemma2")
     save_model(folder / "untied", "llama")
@@ -132,8 +132,7 @@ def test_a_run_can_be_resumed_on_another_number_of_ranks_sharded_or_not(small, t
     for world, sharded in ((2, True), (1, False)):
         dies = partial(at, "train.training_step", 3, die, rank=world - 1)
         run(settings | dict(shard=sharded), out, separate_backends, small_files, dies, code=None, world=world)
-    shown = run(settings | dict(shard=True), out, separate_backends, world=3)
-    assert "continued after step 4" in shown
+    assert "continued after step 4" in run(settings | dict(shard=True), out, separate_backends, world=3)
     assert_same_run(out, one)
     kinds = {path.suffix or path.name for path in (out / "checkpoint").rglob("*") if path.is_file()}
     assert kinds == {".safetensors", ".json", "SHA256SUMS"}, "a file that might be unpickled"
@@ -149,6 +148,7 @@ def test_a_checkpoint_is_evaluated_sharded(small, tmp_path):
 
 WRONG = [  # number of ranks, what is called before the run, settings, a part of the error
     (2, [], dict(model="tied"), "its head is not tied; set tie_word_embeddings to false in its config.json"),
+    # Without --shard_size, each machine has its own copy, and here the machines have 1 and 2 ranks.
     (3, [machines_of_unequal_size], {}, "3 ranks cannot be split into copies of [1, 2] ranks; give a --shard_size"),
     (2, [], dict(shard_size=3), "2 ranks cannot be split into copies of [3] ranks"),
 ]
@@ -198,6 +198,7 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     gradients are summed once. This process is one of four ranks with two copies of the model. The others are fake."""
     whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
     ids = torch.ones(2, 8, dtype=torch.long)
+    scored = torch.arange(8).expand(2, 8) > 0  # every token but the first of each row
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     # out[:] = [own] * 4
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [own] * 4))
@@ -214,11 +215,13 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
         # The first pass also calls the model once more, to see what its head returns. Only the second pass is counted.
         for _ in range(2):
             with SentBytes() as update:
-                token_logprobs(model, ids, torch.ones_like(ids), ids.cumsum(1) > 1)[0].sum().backward()
+                token_logprobs(model, ids, torch.ones_like(ids), scored)[0].sum().backward()
     finally:
         dist.destroy_process_group()
     P = sum(p.numel() for p in whole.parameters())
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
+    # `make_mesh` makes two kinds of groups: ranks that share a copy of the model, and ranks that have the same shard.
+    # Both must have this program's time limit, because the default of NCCL is too short.
     assert [call.kwargs["timeout"] for call in new_groups.call_args_list] == [ranks.TIMEOUT] * 2
     assert rollout.bytes == {gather: 2 * P}
     # Weights in bf16 have 2 bytes and are gathered twice. Gradients in fp32 have 4 bytes. They are summed over the two

@@ -88,8 +88,8 @@ def test_everything_else_is_read_by_the_package_datasets(tmp_path, monkeypatch, 
             read_rows(source)
         (tmp_path / source).touch()
     assert read_rows(source) == READ
-    error = FileNotFoundError("Couldn't find\nany data file")  # a message of several lines
-    monkeypatch.setattr(library, "load_dataset", Mock(side_effect=error))
+    # The message of this error has several lines.
+    monkeypatch.setattr(library, "load_dataset", Mock(side_effect=FileNotFoundError("Couldn't find\nany data file")))
     with pytest.raises(UserError, match=f"^{source}: the package datasets cannot read it: [^\n]+ any data file$"):
         read_rows(source)
 
@@ -149,6 +149,7 @@ def test_a_task_with_its_own_small_model_refuses_other_models():
     task, config = task_of("1", held_out=["1+1"]), Config(max_completion_length=7, task="addition", model="mine")
     task.eos_id = EOS_ID
     assert check_prompts(task, PLAIN, 10, config) == 3, "the longest prompt may fill the context"
+    # The tokenizer has another end-of-sequence token than the task, so the model cannot be the task's own.
     task.eos_id = EOS_ID + 1
     with pytest.raises(UserError, match="--model mine: --task addition works only with its own small model"):
         check_prompts(task, PLAIN, None, config)

@@ -68,6 +68,7 @@ def test_names_and_defaults_of_the_tasks():
 def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     (tmp_path / "mine.py").write_text(MINE)
+    # Of these five names, only `steps` is a setting that a task may set. There is no setting `step`.
     (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, delta=3, baseline='none', steps=1)")
     task = load_task(Config(task="mine", steps=7))
     assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)

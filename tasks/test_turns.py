@@ -87,7 +87,7 @@ WRONG = [  # whether the prompt is a chat, what the reply function returns, what
     (False, USER_SAYS, "a text was expected"),
     (False, "?", "UNK"),
     (True, 7, "a text or messages was expected"),
-    (True, [{"role": "user", "content": None}], "unsupported operand"),  # None + "-", in encode_reply
+    (True, [{"role": "user", "content": None}], "unsupported operand"),  # encode_reply appends "-" to the content
 ]
 
 
@@ -147,8 +147,7 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
         return [0.0] * len(turns)
 
     group = Group([], {"prompt": "1"}, [completion] * 2)
-    task = Task([], [], [reward], [1.0], reply=print)
-    score(task, [group], TOKENIZER, done=0)
+    score(Task([], [], [reward], [1.0], reply=print), [group], TOKENIZER, done=0)
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
 
 

@@ -98,7 +98,7 @@ def out(tmp_path, monkeypatch):
     for beta in ("0.0", "0.1"):
         flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
         given = parse(flags.split(), on_gpu=False)
-        # The dtype is that of a run on a GPU.
+        # Give the run the dtype of a run on a GPU. The dtype is "auto" by default, so any dtype must be accepted.
         run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path
@@ -112,8 +112,8 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
 
 
 def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
-    """Only the files that decide what a run computes count as its code: not tests, pages and tools. The settings may
-    come from a file, and the dtype of the runs from a GPU."""
+    """Only the files that decide what a run computes count as its code: not tests, pages and tools. Here the
+    command takes settings from a file, and the runs have the dtype of a GPU. Neither counts as another setting."""
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
     words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
     original = run_folder.sha256_of

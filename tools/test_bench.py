@@ -62,15 +62,15 @@ def test_our_steps_have_the_planned_completions(planned):
 def test_every_way_does_the_same_work_in_a_step(planned, tmp_path, capsys):
     """A way is a trainer and its output head: "ours", "TRL" or "TRL, plain head". Those of TRL are compared only where
     TRL is installed."""
-    words = STEP.format(tmp_path).split()
+    command, *flags = STEP.format(tmp_path).split()
     ways = bench.WAYS if find_spec("trl") else ["ours"]
-    bench.main([*words[:1], "--ways", "; ".join(ways), *words[1:]])
+    bench.main([command, "--ways", "; ".join(ways), *flags])
     assert "| seconds_step:2-3 | ours |" in capsys.readouterr().out
     for way in ways:
         made = lines(tmp_path / f"{way.replace(', ', '-').replace(' ', '-')}-1" / "metrics.jsonl")
         assert [line["tokens"] for line in made] == [sum(map(len, completions(*planned)))] * 3
         assert all(0 < line["seconds_rollout"] < line["seconds_step"] for line in made)
-    args = bench.parse([*words[:1], "--ways", "ours; other", *words[1:]])
+    args = bench.parse([command, "--ways", "ours; other", *flags])
     # The other run has the lines of the last way, except that one number is 2 % higher.
     for name in ("tokens", "grad_norm"):
         add_run(tmp_path / "other-1", [line | {name: 1.02 * line[name]} for line in made])
@@ -104,7 +104,8 @@ def test_what_is_learned(tmp_path):
 
 
 def test_what_a_token_costs_in_long_completions(tmp_path, monkeypatch, capsys):
-    """Completions of four times the length cost no more for each token that is sent or written."""
+    """If completions are four times as long, gathering them, writing samples and saving checkpoints take fewer bytes
+    for each token."""
     monkeypatch.setattr(bench, "LIMITS", ["40", "160"])
     bench.main(["long", "--out", str(tmp_path)])
     cells = r" \|( [\d,]+ / [\d,]+ \|){6}\n"

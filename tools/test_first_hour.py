@@ -14,6 +14,7 @@ from tools import first_hour
 
 def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
     os.chdir(folder)
+    # `replace` calls the outer lambda with the original function. The inner lambda takes the place of gpu_tests.
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
     # Keep the flags of each kind, but make only 2 steps.
     conftest.replace("tools.first_hour.KINDS", lambda found: {kind: (found[kind][0], 2) for kind in kinds})
@@ -23,7 +24,7 @@ def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
 @needs_pretended_gpu
 @pytest.mark.parametrize("flags, kinds", [("", [*first_hour.KINDS]), ("--lora_rank 16", ["plain"])])
 def test_the_first_hour(flags, kinds, tmp_path):
-    # LoRA needs a model in a folder, because adapters are saved with the name of the model that they belong to.
+    # LoRA needs --model: saved adapters name the model that they belong to, and the task's own model has no name.
     words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 {flags}"
     on_pretended_gpu(first_hour_of, words.split(), kinds, tmp_path)
     found = json.loads((tmp_path / "first_hour.json").read_text())

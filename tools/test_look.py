@@ -61,6 +61,7 @@ def run(tmp_path) -> Path:
 def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
+    # Of the three evaluations, the page has only the first and the last, each with two completions.
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
     size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
     # A limit in megabytes, and the steps that are shown. The first limit has room for all steps, and the second for two
@@ -106,11 +107,14 @@ def test_a_browser_shows_what_fits_of_a_very_long_run_and_completion(run):
 def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     seen = json.loads(unquote(re.search("<body>(.*)</body>", seen_in_a_browser(run, READER))[1]))
 
-    figures = ["0.5 {} 0.2, length 12", "none {} 0, length 9, truncated", "1 {} -2, length 10", "-1 {} 1, length 11"]
-    figures = [text.format(f"({EVIL} 0.25), advantage") for text in figures]
+    middle = f"({EVIL} 0.25), advantage"  # in parentheses is the value of the only reward function
+    # The advantage of the last completion is the mean over the two tokens that are not from a reply.
+    figures = [f"0.5 {middle} 0.2, length 12", f"none {middle} 0, length 9, truncated"]
+    figures += [f"1 {middle} -2, length 10", f"-1 {middle} 1, length 11"]
     cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
-    # After each click, the completions of the step are sorted, with the highest value first. Then those of a prompt are
-    # put together. "lowest" is clicked while they are sorted by advantage, and reverses the sorting.
+    # After each click, the completions of the step are sorted, with the highest value first. Then they are grouped by
+    # prompt, and the prompt of the first completion comes first. "lowest" is clicked while the completions are sorted
+    # by advantage, and puts the lowest value first.
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
     for name, step in steps.items():
@@ -118,7 +122,9 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     for name, order in orders.items():
         assert seen[name] == [f"step 3, {cards[i]}" for i in order], name
     assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 3"] * 2
+    # "kl" is always null and "beta" never changes, so they have no curve.
     assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
+    # After the click on "lowest", the second prompt, which is a chat, comes first.
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
     assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
     assert len(seen["script, img"]) == 3  # two of the page, and READER

@@ -28,6 +28,7 @@ def test_null_leaves_a_gap_and_smoothing_is_a_centred_mean():
     logs = [[{"step": 1, "kl": 1.0}, {"step": 2, "kl": None}], [{"step": 1, "kl": 3.0}, {"step": 2, "kl": 5.0}]]
     steps, values = plot.series([plot.Log({}, lines) for lines in logs], "kl")
     assert steps == [1, 2] and values.tolist() == [[1.0, None], [3.0, 5.0]]
+    # The mean over three steps leaves null out. Here it includes the other step, so no gap remains.
     assert plot.smooth(values, 3).tolist() == [[1.0, 1.0], [4.0, 4.0]]
     squares = np.ma.array([np.arange(20.0) ** 2])
     assert [plot.smooth(squares, 5)[0, t] for t in (0, 10)] == [squares[0, :3].mean(), squares[0, 8:13].mean()]

@@ -311,6 +311,7 @@ def draw_panel(axes: Axes, panel: dict) -> None:
         if row["holds"]:
             colour = plot.COLOURS[0] if mean > 0 else plot.COLOURS[1]
         axes.plot(row["values"], [y] * len(row["values"]), ".", color=colour, alpha=0.35, markersize=4, zorder=1)
+        # The other rows are compared with the first one, so the first has no interval and gets no error bar.
         axes.errorbar(
             centre + mean, y, xerr=half or None, fmt="o", color=colour, markersize=5, capsize=2.5, linewidth=1.4
         )
@@ -352,12 +353,12 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     name = args.run or args.keep
     if name:
-        grid = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
+        ablation_args = ablation(name, args.out or Path("runs") / f"atlas_{name}", args.algorithms, args.jobs)
     if args.run:
-        grid = run(name, grid)
-        print(table(grid, read_all(grid, ablate.finished), describe=True))
+        reported = run(name, ablation_args)
+        print(table(reported, read_all(reported, ablate.finished), describe=True))
     elif args.keep:
-        keep(name, grid)
+        keep(name, ablation_args)
     elif args.check:
         found = stale()
         print("\n".join(found) or "the page says what the logs say")

@@ -15,7 +15,7 @@ T = {2: (4.303, 9.925), 7: (2.365, 3.499)}  # degrees of freedom -> Student's t 
 
 
 @pytest.mark.parametrize("df, t", T.items())
-def test_a_difference_holds_if_it_is_clear_at_its_own_level_and_all_clearer_ones_hold(df, t):
+def test_the_clearest_difference_is_tested_first_and_none_holds_after_one_that_does_not(df, t):
     """Of five comparisons, the clearest one is tested at the level 5 % / 5 = 1 %."""
     none = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)  # its mean is 0
     limit_5, limit_1 = (each * statistics.stdev(none) / math.sqrt(df + 1) for each in t)
