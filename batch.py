@@ -84,7 +84,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model; decides up to which length sharing a row pays; None: no sharing
+    hidden_size: int | None = None  # of the model, to decide which completions share a row; None: none share
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -183,14 +183,14 @@ def micro_batches(
     lengths = batch.attention.sum(1) - batch.prompt_lengths
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
-    # A shared row has a prompt and several of its completions. Such rows are formed twice. The first time is to deal
-    # the completions out to the ranks. Every rank must compute the same deal, so it must not depend on `limits`, which
-    # a rank lowers when it runs out of memory. `fair_share` keeps rows small enough to give work to every rank.
+    # A shared row has a prompt and several of its completions. Such rows are formed twice. First, they are formed of
+    # all completions, to decide which rank gets which. All ranks must decide alike, so the limits of rows and tokens,
+    # which a rank lowers when it runs out of memory, play no part. `fair_share` keeps rows small, so that every rank
+    # gets some.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # The second time, a rank forms rows of the completions that it was dealt, within its own limits, and cuts these
-    # rows into pieces.
+    # Then each rank forms rows of its own completions, within its own limits, and cuts these rows into pieces.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for shared in deal[rank::world] for i in shared.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)

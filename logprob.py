@@ -58,14 +58,14 @@ def token_logprobs(
     T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
     inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # Token t is predicted by the output at token t - 1. For each scored token, take the place of that output, (n,). If
-    # every row is a single token, T is 1 all the same, and `places` has a column too many.
-    predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]
+    # Token t is predicted by the output at token t - 1, whose place is in column t - 1 of `places`. If every row is a
+    # single token, max(1, ...) above makes T 1, and the slice removes that column.
+    predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # For each scored token: the kept sets of its row, and the index of its own set, its position in input_ids.
+        # Each scored token gets a pair: the kept sets of its row, and its position in input_ids, the index of its set.
         rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
         sets = [(kept[row], position) for row, position in zip(rows, positions)]
     with_entropy = with_entropy or entropy_grad

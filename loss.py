@@ -194,7 +194,7 @@ def policy_loss(
     elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant, so every token has a gradient
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp  # here epsilon_high is the cap itself
         too_high = (rho > epsilon_high) & (A > 0)
-    elif objective == "sapo":  # SAPO 2511.20347: a gate that closes smoothly, and sooner where A is negative
+    elif objective == "sapo":  # SAPO 2511.20347: a sigmoid in place of clipping, steeper where A is negative
         tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
         policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
@@ -266,7 +266,7 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """Replace each value of x (B, T), which is 0 where the mask is 0, by the mean over its completion."""
+    """Return for each token the mean of x (B, T) over its completion. x must be 0 where the mask is 0."""
     return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
 
 

@@ -249,7 +249,7 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-            kept.to_host(live)  # while `live` still says whose sets these are
+            kept.to_host(live)  # before `live` changes, which says whose sets these are
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)

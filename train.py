@@ -83,7 +83,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    # `gather` also compares the checksums, and ends the run if the ranks differ in completions, rewards or advantages.
+    # Collect the logged values. `gather` also ends the run if the ranks differ in completions, rewards or advantages.
     run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):  # your own `draw_groups` may replay groups
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
@@ -122,7 +122,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     cfg = run.config
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
     # Then the loss of a micro-batch is a partial sum. No matter how the update is split, all partial losses add up to
-    # the loss of the update, and their gradients, summed (not averaged) over all ranks, to its gradient.
+    # its loss. Their gradients, summed (not averaged) over all ranks, add up to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -178,7 +178,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        # Add, because with `same_count`, a fully masked copy of a row may follow, and its zeros must not overwrite.
+        # Not `=`: with `same_count`, a copy of a row may follow as filler, masked, whose zeros must not overwrite.
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -237,12 +237,12 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
     the number of prompts that this step drew before. `first` + the place of a prompt decides its random numbers."""
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # rows that you have added
+    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # added during the run
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, sample) for p, sample in mine], cfg.max_completion_length)
 
-    # If memory runs out, `until_it_fits` calls this again, on the same prompts, with a smaller sampling.tokens_at_once.
+    # If memory runs out, `smaller_rollout` gets the arguments and lowers run.sampling.tokens_at_once; then try again.
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
@@ -290,7 +290,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    must_match = run_folder.must_match(cfg, task.train + task.eval)  # `memory.plan` compares this between ranks
+    must_match = run_folder.must_match(cfg, task.train + task.eval)  # settings and data; `memory.plan` compares ranks
     cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, must_match)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
@@ -304,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # with graphs, dropping finished rows costs a new capture
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # of finished rows; with graphs, dropping costs a capture
         # The settings that have the same name as a field of Sampling:
         **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )

@@ -55,7 +55,8 @@ def as_array(x: Tensor) -> array:
     return array("i" if x.dtype == torch.int32 else "q", x.tolist())
 
 
-ARRAYS = {"Tensor": lambda x: x, "ndarray": Tensor.numpy, "array": as_array}  # how each is made from a tensor
+# For each type of array that Run.state may contain: how it is made from a tensor.
+ARRAYS = {"Tensor": lambda x: x, "ndarray": Tensor.numpy, "array": as_array}
 
 
 def save(
@@ -155,8 +156,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # Each rank writes its parts of all tensors that have the same file number to one file. So together these tensors
-    # may have FILE_BYTES times the number of ranks.
+    # For each number, every rank writes one file, which has this rank's parts of the tensors with that number. So these
+    # tensors may have FILE_BYTES times the number of ranks.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -213,7 +214,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             # `save_pretrained` may refuse the generation settings that came with the model, so they are written here.
             own, model.generation_config = model.generation_config, GenerationConfig()
             model.save_pretrained(partial_folder, state_dict=weights)
-            model.generation_config = own  # your own code may save the model during a run
+            model.generation_config = own  # a run may continue after the model is saved
             write_text(partial_folder / "generation_config.json", own.to_json_string())
 
 

@@ -58,7 +58,7 @@ class GraphForward:
     """Replaces the forward of a model, so that a CUDA graph can compute most of the tokens.
 
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
-    tensors that stay in place, the keys and values into a cache of fixed length. Whenever the cache has new tensors,
+    tensors that stay in place. The keys and values go into a cache of fixed length. Whenever the cache has new tensors,
     because of new prompts, fewer rows or a larger cache, the next token is computed without a graph, the one after it
     is captured, and the graph is replayed for all others. A full cache is doubled. It starts small, because attention
     reads all of it for every token, whether it is filled or not."""
@@ -86,6 +86,7 @@ class GraphForward:
         call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
         # `out` is None at the first token with new tensors. That token is computed without a graph. This warms up the
         # kernels, and it raises an error if the model makes the CPU wait for the GPU, which is impossible in a graph.
+        # On a CPU, which has no graphs, all tokens are computed like this.
         if self.out is None or not self.ids.is_cuda:
             try:
                 sync_debug_mode(2)  # from now on, waiting for the GPU raises an error

@@ -113,7 +113,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # For some models, such as Mamba, DynamicCache has no layers. Then every layer counts with the full length.
     cache = head_bytes * heads * (sum(kept_tokens) if kept_tokens else layers * length)  # bytes, for one completion
     # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of the probability. The
-    # copy is for a GPU, which divides the ids into blocks to pick one (rollout.py). To cut the distribution, the
+    # copy is made on a GPU, where the sampler divides the ids into blocks (rollout.py). To cut the distribution, the
     # sampler needs 30 bytes more: the sorted probability (4) and its id (8), the cumulative sum (4), the probability
     # after the cut, once in sorted order (4) and once in the order of the ids (4), and 6 for other cuts and for the
     # record of which ids are left.
@@ -127,16 +127,16 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # the old policy and the reference, and the sampler's entropy), and an fp64 weight.
     batch = trained * length * (3 * 8 + 4 * 4 + 8)  # bytes
     chunk = chunk_tokens(torch.cuda.is_available())
-    between_bytes = compute_bytes if config.shard else weight_bytes  # of a number that layers pass to the next
+    between_bytes = compute_bytes if config.shard else weight_bytes  # of one element of the hidden states
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # `mask` is how many entries the attention mask has for each token: one for every token of the row. If a layer has
+    # `mask` is how many entries the attention mask has for a token: as many as its row has tokens. If a layer has
     # a sliding window, each row is one completion with its prompt. Otherwise only shared rows have a mask. Such a row
     # has a prompt of p tokens, and then completions of about sqrt(p (p + 6 h)) tokens in all (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
     # Bytes that a layer saves for its backward pass, for each token. Each norm saves its input, as it is and in fp32.
-    # Attention and the feed-forward part each save one vector, the input of their products with weights. These two are
-    # counted as 2.5 vectors, because all amounts must be upper bounds.
+    # Attention and the feed-forward part each save one vector, the input of their products with weights. 2.5
+    # instead of 2 are counted, to stay on the safe side.
     layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
     # It also saves query, key, value and output of each head, four vectors of the feed-forward part, and the mask, with
     # its entries as numbers.
@@ -185,7 +185,7 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
-        # Only one of the two budgets matters for `part`, and `with_budgets` keeps those that the user gave.
+        # Try both budgets at once, as `part` depends on only one. `with_budgets` keeps a budget that the user gave.
         while 2 * tokens <= most and needed(with_budgets(config, 2 * tokens, 2 * tokens), cost)[part] <= room:
             tokens *= 2
         return tokens
@@ -276,7 +276,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
-    # new limit is half of the tokens in that micro-batch, counted without padding. As the
-    # limit counts padding too, this is low enough.
+    # new limit is half of the tokens in that micro-batch, counted without padding. With
+    # padding, that micro-batch certainly exceeds the new limit, so it is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

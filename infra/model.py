@@ -83,8 +83,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # New adapters would be saved with the name of their base model, but no name stands for the weights of a checkpoint.
-    # And adapters that were saved cannot be trained on.
+    # New adapters are saved with the name of their base model, and a checkpoint has no such name. The training of saved
+    # adapters cannot be continued in another run.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.

@@ -193,8 +193,8 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. All of `groups` have advantages: a
-            # number for each completion, or a tensor with a number for each token.
+            # For each sign that the run may not be learning, print a note once. `groups` has no replaced groups, so all
+            # have advantages: a number for each completion, or a tensor with a number for each token.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
@@ -236,7 +236,8 @@ class RunLog:
         # that is finished, and ids[done:t] those of the next one.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
-            # Decode new tokens together with those before them, because a tokenizer may drop a space at the start.
+            # This is the text of ids[done:t]. They are decoded together with the tokens before them, whose text is then
+            # cut off, because a tokenizer may drop a space at the start.
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             # Wait for the last token of a character, but not for ever if the bytes are invalid.
             is_complete = not new.endswith("\ufffd") or t - done == 8

@@ -46,7 +46,8 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
         raise UserError(f"--shard: {found}; give a --shard_size that divides the number of ranks on every machine")
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
-    # `init_device_mesh` would give these groups a timeout of 10 minutes, the default of NCCL. The first rank may need
+    # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the
+    # default of NCCL. The first rank may need
     # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
     copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
     # Each row of `copies.T` lists the ranks that have the same shard. Each row of both tables becomes a group. This
