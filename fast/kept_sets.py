@@ -59,7 +59,7 @@ class KeptSets:
     def __getitem__(self, t: int) -> np.ndarray | None:
         t = range(len(self))[t]  # allows negative indices, and raises IndexError past the end
         words = np.frombuffer(self.words, np.int32)[self.offsets[t] : self.offsets[t + 1]]
-        if len(words) == 0:  # a token of the prompt, or of a reply of the task
+        if len(words) == 0:  # a token that was not sampled, such as one of the prompt
             return None
         if words[0] >= 0:
             return words

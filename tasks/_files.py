@@ -13,7 +13,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
-    """Read the rows of a .jsonl file, of another file that the package datasets can read, or of the train split of a
+    """Read the rows of a .jsonl file, of another file that the package `datasets` can read, or of the train split of a
     data set on the hub. A file with an unknown suffix is read as .jsonl. If a row lacks a column that others
     have, the value is None there, because a reward gets each column as a list, with a value for each row."""
     kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)

@@ -59,7 +59,7 @@ def gpu_tests() -> str:
 
 
 def main(words: list[str]) -> None:
-    device = ranks.start(shard=True)
+    device = ranks.start(shard=True)  # which only "sharded" needs, and the others allow
     found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
     for kind, (flags, steps) in KINDS.items():

