@@ -36,8 +36,8 @@ from tasks._characters import char_tokenizer, small_config
 
 EOS = PAD = 2  # the same id, as in many real models
 VOCAB = 61
-UNTIED = dict(vocab_size=VOCAB, tie_word_embeddings=False)
-TOKENS = UNTIED | dict(pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS)
+BASE = dict(vocab_size=VOCAB, tie_word_embeddings=False)
+TOKENS = BASE | dict(pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS)
 SIZES = TOKENS | dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=64,
@@ -59,8 +59,8 @@ FAMILIES = {  # name: model type, settings
     **{name: (name, SIZES | EXPERTS) for name in ("mixtral", "qwen3_moe")},
     "gpt_oss": ("gpt_oss", SIZES | EXPERTS | {"sliding_window": 4}),
     "opt": ("opt", SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "bloom": ("bloom", UNTIED | dict(hidden_size=32, n_layer=2, n_head=4)),  # no position ids
-    "mpt": ("mpt", UNTIED | dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
+    "bloom": ("bloom", BASE | dict(hidden_size=32, n_layer=2, n_head=4)),  # no position ids
+    "mpt": ("mpt", BASE | dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
     "mamba": ("mamba", SIZES | {"state_size": 4}),  # no attention
     "falcon_h1": ("falcon_h1", SIZES | HYBRID | {"lm_head_multiplier": 0.5}),
 }
@@ -235,7 +235,7 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 def in_a_copy(folder: Path, module: str) -> None:
     """Make this process import the project from `folder`, which has a copy of it. After this, `import train` returns
-    the module of the copy that is called `module`: the copied train, or a module that replaces it."""
+    the copy's module whose name is the argument `module`: "train", or one that takes the place of train."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}

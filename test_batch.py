@@ -118,9 +118,9 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
-    # A sequence is a prompt followed by the completions that share it, and the model reads it as one row. In this test,
-    # a sequence is a tensor with the indices of its completions. sequences_by_rank[rank] has one list of sequences for
-    # each micro-batch. part.together says how many completions each sequence of a micro-batch has.
+    # The model reads a prompt and the completions that share it as one row. Here, such a row is described by a tensor
+    # with the indices of its completions, and called a sequence. sequences_by_rank[rank] has a list of sequences for
+    # each micro-batch. part.together is the number of completions in each of them.
     sequences_by_rank = [[torch.tensor(index).split(part.together) for index, part in pieces] for pieces in by_rank]
 
     def tokens_in(sequence: Tensor) -> int:
@@ -132,7 +132,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     sequences = [sequence for pieces in sequences_by_rank for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    # Both are numbers of completions: in the largest sequence, and on each rank if all ranks get equally many.
+    # `most` is the number of completions in the largest sequence, `fair_share` that of a rank if all get equally many.
     most, fair_share = max(map(len, sequences)), math.ceil(n / world)
     if hidden_size is None or rows == 1 or tokens == 1:
         assert most == 1, "no row is shared"
@@ -150,12 +150,13 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     # The last rank lowers its limits, as it does when it has run out of memory.
     last = micro_batches(batch, Limits(1, None, hidden_size), world - 1, world)
     assert sorted(row for rows, _ in chain(*by_rank[:-1], last) for row in rows) == [*range(n)], "every completion once"
+    # With same_count, a rank with fewer micro-batches than others gets more of them: single rows that are fully masked.
     count = max(map(len, by_rank))
     for rank, pieces in enumerate(by_rank):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
         assert len(filled) == count and [rows for rows, _ in filled[: len(pieces)]] == [rows for rows, _ in pieces]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(pieces) :])
-    assert torch.equal(batch.mask, batch.attention), "a micro-batch that is added gets a mask of its own"
+    assert torch.equal(batch.mask, batch.attention), "the masks of the batch are as they were"
 
 
 @pytest.mark.parametrize("length, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
@@ -224,11 +225,11 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
 
 
 # Each entry says whether each token has its own advantage, which settings are used, and how many of the 12 rows need a
-# backward pass. Rows whose advantage is 0 need none, unless the KL, entropy or sampler term gives them a gradient.
-# The advantage is 0 in row 1, which has the mean reward of its group, in rows 3 to 5, which have equal rewards, and in
-# row 11, which has no reward. If each token has its own advantage, the test also sets those of row 2 to 0.
-# With shards, every row has a backward pass. So have the masked rows that are added until all ranks have the same
-# number of micro-batches. How many are added depends on the split, so the number is None and is not tested.
+# backward pass. Rows whose advantage is 0 need none, unless the KL, entropy or sampler term gives them a gradient. The
+# advantage is 0 in row 1, which has the mean reward of its group, in rows 3 to 5, which have equal rewards, and in row
+# 11, which has no reward. If each token has its own advantage, the test also sets those of row 2 to 0. With shards,
+# every row has a backward pass. Masked rows are added until all ranks have the same number of micro-batches, and they
+# have one, too. How many are added depends on the split, so the number is None and is not tested.
 BACKWARD_ROWS = [
     (False, {}, 7),
     (True, {}, 6),

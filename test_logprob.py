@@ -168,9 +168,9 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
 
 @pytest.mark.parametrize("name, dtype", [("weight", torch.float32), ("bias", torch.bfloat16)])
 def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, monkeypatch):
-    """600 chunks have the same gradient, and a sum in bfloat16 would stop growing after 256 of them. The weight and its
-    gradient are in float32, even under autocast. A single rounding of the gradient to bfloat16 would exceed the
-    tolerance. The bias and its gradient are in bfloat16."""
+    """600 chunks have the same gradient. In the case "weight", the weight is in float32, even under autocast, and a
+    single rounding of its gradient to bfloat16 would exceed the tolerance. In the case "bias", the bias is in bfloat16,
+    and a sum in bfloat16 would stop growing after 256 chunks."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: 1)
     model = tiny_model("qwen2", dtype)
     model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB, dtype=dtype)) if name == "bias" else None
@@ -352,9 +352,9 @@ def test_the_models_own_logits_are_in_memory_for_one_row_at_a_time(entropy_grad:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With sets, a chunk has half as many tokens, but an id takes 8 bytes, because it is converted to int64, and a
-    logit takes 4. So the ids of sets of almost the whole vocabulary take about as much memory as a chunk of logits
-    without sets, which is CHUNK_BYTES. The peak may be higher by that."""
+    """With sets, a chunk has CHUNK / 2 tokens. If a set is almost the whole vocabulary, its ids take 8 bytes (int64)
+    for each logit of 4 bytes. So the ids of a chunk take about as much as the logits of CHUNK tokens, CHUNK_BYTES, and
+    the peak may be higher by CHUNK_BYTES."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
     # Three rows of 99 positions, which is more than a row has.
     large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))

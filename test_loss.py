@@ -316,8 +316,8 @@ def test_kl_estimators_on_policy(estimator):
     theta = logits[0].clone().requires_grad_()
     logp, ref = theta.log_softmax(0), logits[1].log_softmax(0)
     kl, reverse_kl = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
-    # `absolute` is not the mean of abs, but has the same gradient: π_θ ∇|log π_θ − log π_ref| is ∇π_θ times the sign of
-    # log π_θ − log π_ref.
+    # The mean gradient of abs is Σ π_θ ∇|log π_θ − log π_ref|, which is Σ ∇π_θ times the sign of log π_θ − log π_ref,
+    # because π_θ ∇log π_θ = ∇π_θ. `absolute` has this gradient.
     absolute = (logp.exp() * (logp - ref).sign().detach()).sum()
     mean = (logp.detach().exp() * kl_divergence(logp, ref, estimator)).sum()
     assert (abs(mean - kl) < 1e-12) == (estimator not in ("k2", "abs"))

@@ -83,6 +83,7 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     model, seen = build(), []
     sampling = replace(SAMPLING, tokens_at_once=budget)
     rollout(model, PROMPTS, streams(), sampling, progress=lambda t, live: seen.append((t, live)))
+    # `progress` gets the number of the token, which begins at 1 in each batch, and the number of unfinished rows.
     assert max(live for _, live in seen) <= rows
     assert sum(t == 1 for t, _ in seen) == math.ceil(len(PROMPTS) / rows), "the number of batches"
     assert rollout(model, [], streams([]), sampling) == []

@@ -267,7 +267,7 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     # The run above has these three settings as well, unless STEPS changes them.
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None or (cfg.mask_truncated and row["truncated"])}
-    assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12
+    assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12  # of 18
     rows_by_update = [
         [i for i in rows_of_update if i not in masked]
         for iteration in range(cfg.num_iterations)
@@ -335,9 +335,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
 
     given = [[r for r in rewards[i : i + 3] if r is not None] for i in range(0, len(rows), 3)]
     right = [named["judged"] == 1.0 for named in rewards_by_name]
-    # A verdict is a value of `right`. It is False for a completion that has a reward only from `sometimes`. Collect the
-    # different verdicts in each group, except those of completions without any reward. A group is rejected if it has
-    # fewer than two different verdicts, or fewer than two completions that are trained on.
+    # A group is rejected if its completions that have a reward are all right or all wrong, or if fewer than two are
+    # trained on. A completion with a reward only from `sometimes` is wrong. `verdicts` has the values of `right` in
+    # each group.
     verdicts = [{right[i + j] for j in range(3) if rewards[i + j] is not None} for i in range(0, len(rows), 3)]
     expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,

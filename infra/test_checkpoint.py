@@ -96,7 +96,7 @@ def test_killed_at_chosen_moments(small, whole, out):
     for end, code in ENDS.values():
         newest = saved_steps(out)[-1:]
         run(small, out, end, code=code)
-        assert saved_steps(out)[-1:] >= newest  # lists of at most one step, because at first nothing is saved
+        assert saved_steps(out)[-1:] >= newest  # `[-1:]`, because at first nothing is saved
     run(small, out)
     assert_same_files(out, whole)
 
@@ -359,7 +359,7 @@ def accident() -> None:
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
     # Ranks find each other's addresses in torchrun's store, which survives a restart. Rank 1 starts a second late. So
-    # when rank 0 looks for its address after the restart, the store has only that of the killed process. This is the
+    # when rank 0 looks for that of rank 1 after the restart, the store has only that of the killed process. This is the
     # hardest case: rank 0 must wait for the new address.
     time.sleep(1 if os.environ["RANK"] == "1" else 0)
 

@@ -21,11 +21,12 @@ def rise(lines: list[dict], name: str) -> float:
 
 
 def exact_interval(k: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
-    """Return the Clopper-Pearson interval of a share, where k of n were observed. If the lower end were the true share,
-    k or more of n would have the probability alpha / 2; if the upper end were, k or fewer would have it."""
+    """Return the Clopper-Pearson interval of a share, where k of n were observed. If its lower end were the true share,
+    the probability to observe k or more would be alpha / 2. If its upper end were the true share, the probability to
+    observe k or fewer would be alpha / 2."""
 
     def share_at(count: int, probability: float) -> float:
-        """Return the share for which `count` or more of n have this probability."""
+        """Return the true share with which `count` or more are observed with the given probability."""
         low, high = 0.0, 1.0
         for _ in range(60):
             share = (low + high) / 2
@@ -36,6 +37,7 @@ def exact_interval(k: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
         return low
 
     lower = share_at(k, alpha / 2) if k else 0.0
+    # k or fewer with alpha / 2 is the same as k + 1 or more with 1 - alpha / 2.
     upper = share_at(k + 1, 1 - alpha / 2) if k < n else 1.0
     return lower, upper
 
@@ -73,7 +75,7 @@ def main(folder: Path) -> None:
         print(f"\nbeta {beta}: only lax rises in {k} of {n} seeds (95 %: {low:.2f} to {high:.2f})")
     seeds = [seed for beta, seed in only_lax_rises if beta == "0" and ("0.02", seed) in only_lax_rises]
     pairs = [(only_lax_rises["0", seed], only_lax_rises["0.02", seed]) for seed in seeds]
-    # In how many pairs only lax rises in just one of the two runs: the one with beta 0, or the one with beta 0.02.
+    # A run cheats if only lax rises in it. Count the seeds of which only the run with beta 0 cheats, or only the other.
     with_0, with_002 = pairs.count((True, False)), pairs.count((False, True))
     test = sign_test(with_0, with_002)
     print(f"\n{len(pairs)} pairs: only with 0 in {with_0}, only with 0.02 in {with_002}; sign test {test:.2f}")
