@@ -81,9 +81,7 @@ def test_an_evaluation_needs_no_memory_for_an_update():
     config, cost = large(steps=0, rollout_tokens=10**6, eval_every=1, eval_prompts=7, eval_k=4, prompts_per_step=1)
     needed = memory.needed(config, cost)
     assert {name for name, amount in needed.items() if amount} == {"weights", "rollout"}
-    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 7 * 4 * cost.row, (
-        "with weights in bf16, a rollout makes no copy"
-    )
+    assert needed["weights"] == 2 * PARAMETERS and needed["rollout"] == 7 * 4 * cost.row, "bf16 weights need no copy"
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
