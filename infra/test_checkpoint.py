@@ -85,6 +85,7 @@ ENDS = {
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
     "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 1),
     "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
+    # 6.partial is renamed when checkpoint 6 is complete. 4 is renamed to 4.partial before it is deleted.
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
     "while the last old checkpoint is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
     "between writing the model and renaming it": (partial(at, RENAME, 1, die, of="model.partial"), -signal.SIGKILL),

@@ -155,6 +155,7 @@ def values_of(setting: dataclasses.Field) -> tuple[list, list]:
     for bound, x in bounds.items():
         size = 1 if kind is int else 1e-6 * max(1.0, abs(x))
         inwards = size if bound in ("above", "at_least") else -size  # a small step to the allowed side of the bound
+        # "above" and "below" exclude x itself, "at_least" and "at_most" include it.
         inside, outside = (x + inwards, x) if bound in ("above", "below") else (x, x - inwards)
         fine.append(inside)
         wrong += [outside] if math.isfinite(x) else []

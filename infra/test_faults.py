@@ -229,6 +229,7 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, mon
     if what == "loss":  # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it
         settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9)
     spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
+    # The process would print this if it made a second update, which it must not.
     updated = partial(at, OPTIMIZER, 2, partial(os.write, 1, b"updated"))
     shown = run(settings, out, updated, *spoil, code=2, world=world)
     (error,) = errors(shown)

@@ -47,7 +47,7 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert metrics == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
     metrics = report.of_evaluation([missing, one], [one, one], NAMES)
-    # One of the two rewards is missing. The mean is the only reward, 1 - 1, and one value has no interval.
+    # One of the two rewards is missing. The mean is the other reward, 1 + (-1), and one value has no interval.
     assert (metrics["eval/reward"], metrics["eval/reward_ci"]) == (0.0, None)
     assert metrics["eval/accuracy"] is metrics["eval/pass@1"] is metrics["eval/accuracy_ci"] is None
 

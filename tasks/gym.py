@@ -24,7 +24,7 @@ RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens poly
 
 def load(config: Config) -> Task:
     name, _, settings = config.task.removeprefix("gym").removeprefix(":").partition(":")  # gym:NAME or gym:NAME:JSON
-    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # parts of a composite one are in the JSON
+    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # also finds the parts that the JSON names
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
     from reasoning_gym import create_dataset, utils  # only needed for this task
 

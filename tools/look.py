@@ -34,7 +34,7 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     shown = shown[-max(1, len(fitting)) :]
     shown_evaluations = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last
     every = max(1, math.ceil(len(metrics) / MOST_POINTS))
-    points = metrics[::-every][::-1]  # counted from the last one, and then in order again
+    points = metrics[::-every][::-1]  # counted from the last one
     parts = (shown, trained, "completions"), (points, metrics, "points of the curves")
     left_out = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
     return {
