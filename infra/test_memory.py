@@ -101,12 +101,7 @@ def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_the_bytes_of_thei
 FITTING = [  # bytes free, ranks, settings; the expected rollout_tokens and micro_batch_tokens
     (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the highest ever chosen; a completion has 4608 tokens with its prompt
     (80e9, 8, dict(shard=True, max_completion_length=1024), (256 * 1536, 2 * 1536)),
-    (
-        80e9,
-        1,
-        dict(rollout_tokens=7),
-        (7, 4608),
-    ),  # 7 is kept, and 4608 tokens are one completion, which is always allowed
+    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion, 4608 tokens, is always allowed
     (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # a limit of rows leaves the tokens without a limit
 ]
 
