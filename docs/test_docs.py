@@ -157,6 +157,7 @@ def test_imports_run_one_way():
         if "test" not in path.name and ".venv" not in path.parts:
             name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
             nodes = [*ast.walk(ast.parse(path.read_text()))]
+            # `from a import b` may import the module a.b, so collect a and a.b. What is no module is left out below.
             pairs = [(node.module, alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
             imports[name] = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
             imports[name] |= {found for module, alias in pairs for found in (module, f"{module}.{alias.name}")}
@@ -259,8 +260,8 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
-            # For an empty line, line[:1] is "", which is in " -" and in " +", so the line counts as context. The lists
-            # begin and end with "", so that `old` begins and ends with a line break and matches only whole lines.
+            # An empty line counts as context, because "" is in every text. Each list begins and ends with "", so that
+            # `old` begins and ends with a line break and matches only whole lines.
             old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
             new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
             assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"

@@ -14,8 +14,8 @@ from rollout import Sampling, rollout
 from tasks import addition, chain, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
-# Each case: a reward function; the right answer; the reward of each of the texts if it ends with EOS; these texts; and
-# the factor by which the reward is multiplied if a text does not end with EOS.
+# Each case: a reward function, the right answer, a value, some texts, and a factor. A text that ends with EOS earns the
+# value, and one that does not earns the value times the factor.
 REWARDS = [
     (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts

@@ -146,8 +146,8 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
 
     event_loop.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
-    # Each function is called under a time limit of its own, where `awaited` only returns a coroutine. Then the two
-    # coroutines are awaited under one limit, whose name is "awaited, awaited".
+    # First, each function is called under a time limit of its own. The calls of `awaited` only return coroutines. Then
+    # the two coroutines are awaited under one limit, whose name is "awaited, awaited".
     own = ["start awaited", "stop"]
     assert events == [*own, "start plain", "values", "stop", *own, "start awaited, awaited", "values", "values", "stop"]
     assert call_rewards([awaited, awaited], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
@@ -207,6 +207,8 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
         return [0.0] * len(completions)
 
     before = settings()
+    # In the first round, each call has a reward that meddles, and then `draw`. In the second, `draw` takes the place of
+    # the rewards that meddle, so it is called twice.
     rewards = [load_function(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
     for harmless in (False, True):
         set_seed(1)
@@ -214,8 +216,6 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
             assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
     assert settings() == before
-    # In each call, `draw` is the second reward. In the second round it is also the first one, in place of a reward that
-    # meddles, and what it draws then (`_`) is not compared.
     after_mine, after_awaited, _, after_harmless = drawn[:4]
     assert after_mine != after_awaited and after_mine == after_harmless
 

@@ -66,7 +66,7 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
             with pytest.raises(UserError, match=expected):
                 check_template(task, CHAT, ends)
     check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
-    check_template(Task(rows, [], [], []), TOKENIZER, ends)
+    check_template(Task(rows, [], [], []), TOKENIZER, ends)  # without replies, chats need no template either
 
 
 USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2

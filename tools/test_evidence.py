@@ -7,8 +7,8 @@ import pytest
 from tools import evidence
 
 BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
-# The logs of runs/NAME are kept in results/NAME. The second and the fourth of these commands are ignored, because there
-# is no results/not_kept, and elsewhere.png is not in results/.
+# The logs of runs/NAME are kept in results/NAME. Two of the commands below are ignored: the one for runs/not_kept,
+# because there is no results/not_kept, and the one that draws elsewhere.png, which is not in results/.
 FINDING = """
 python -m tools.ablate --vary epsilon_high=0.2,0.5 --seeds 1,2,3 --out runs/clip_higher \\
     --figures entropy -- --task sorting --steps 100 --learning_rate 5e-4 --num_iterations 4 --minibatches 2

@@ -64,9 +64,9 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     # Of the three evaluations, the page has only the first and the last, each with two completions.
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
     size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
-    # A limit in megabytes, and the steps that are shown. The first limit has room for all steps, and the second for two
-    # of the three. The others have less room than the last step needs, so only a part of it is shown, at the least one
-    # completion.
+    # Each limit in megabytes has the steps that are shown. The first limit has room for all steps, and the second for
+    # two of the three. The others have less room than the last step needs, so only a part of it is shown, at the least
+    # one completion.
     for megabytes, steps in {1.0: [1, 2, 3], size / 1.4: [1, 3], size / 4: [3], size / 100: [3]}.items():
         part = look.content(run, megabytes)
         assert sorted({line["step"] for line in part["trained"]}) == steps
@@ -113,8 +113,8 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     figures += [f"1 {middle} -2, length 10", f"-1 {middle} 1, length 11"]
     cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
     # After each click, the completions of the step are sorted, with the highest value first. Then they are grouped by
-    # prompt, and the prompt of the first completion comes first. "lowest" is clicked while the completions are sorted
-    # by advantage, and puts the lowest value first.
+    # prompt, and the prompt whose completion was sorted first comes first. "lowest" is clicked while the completions
+    # are sorted by advantage, and puts the lowest value first.
     orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
     steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
     for name, step in steps.items():

@@ -140,6 +140,7 @@ def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
     def read(run: ablate.Run) -> Lines:
         row = rows[key_of(vars(run.config))]
         ablate.check_settings(run, Config(**row["settings"]))
+        # The log has a list of values for each metric. Return a dictionary for each step.
         return [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())]
 
     args = ablation(name, HERE)

@@ -26,6 +26,7 @@ def test_the_clearest_difference_is_tested_first_and_none_holds_after_one_that_d
     unknown = [math.nan] * (df + 1)
     assert atlas.holm([beyond_5]) == [True] and atlas.holm([beyond_5, none]) == [False, False]
     assert atlas.holm([none, beyond_1, unknown, none, none]) == [False, True, False, False, False]
+    # Of six, the clearest is tested at 5 % / 6, which is below 1 %.
     assert atlas.holm([beyond_5, beyond_1, none, none, none, none]) == [False] * 6
     assert atlas.holm([beyond_5, clear]) == [True, True] and atlas.holm([[0.1, 0.1]]) == [False]
 
