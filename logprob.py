@@ -58,14 +58,14 @@ def token_logprobs(
     T = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)
     inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # Token t is predicted by the output at token t - 1, whose place is in column t - 1 of `places`. If every row is a
-    # single token, max(1, ...) above makes T 1, and the slice removes that column.
+    # Token t is predicted by the output at token t - 1, so take column t - 1 of `places`. The slice has an effect only
+    # if every row is a single token. `places` has one column then, which predicts nothing.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # Each scored token gets a pair: the kept sets of its row, and its position in input_ids, the index of its set.
+        # Each scored token gets a pair (the kept sets of its row, the index of its own set, which is its position).
         rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
         sets = [(kept[row], position) for row, position in zip(rows, positions)]
     with_entropy = with_entropy or entropy_grad

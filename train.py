@@ -4,9 +4,8 @@
     torchrun --nproc_per_node 8 train.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
     python train.py --help                                lists every setting
 
-Read `training_step`, `update` and `accumulate` in this order. A step trains on prompts_per_step x num_generations
-completions. Ranks and micro-batches change how this is computed, not what is computed: every rank has all completions,
-the weight of each token is fixed before the completions are split, and gradients are summed.
+Read `training_step`, `update` and `accumulate` in this order. Ranks and micro-batches change how a step is computed,
+not what is computed: token weights are fixed before the completions are split, and gradients are summed.
 """
 
 import math
@@ -178,7 +177,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        # Not `=`: with `same_count`, a copy of a row may follow as filler, masked, whose zeros must not overwrite.
+        # Not `=`: with `same_count`, a masked copy of the row may follow, and its zeros must not overwrite the row's.
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -237,12 +236,13 @@ def generate_groups(
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
     the number of prompts that this step drew before. `first` + the place of a prompt decides its random numbers."""
-    encode_prompts(run.tokenizer, [rows[i] for i in picked if "prompt_ids" not in rows[i]])  # added during the run
+    new = [rows[i] for i in picked if "prompt_ids" not in rows[i]]
+    encode_prompts(run.tokenizer, new)  # rows that your own code has added during the run
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
     mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
     uniform = uniforms(cfg.seed, step, [(first + p, sample) for p, sample in mine], cfg.max_completion_length)
 
-    # If memory runs out, `smaller_rollout` gets the arguments and lowers run.sampling.tokens_at_once; then try again.
+    # `until_it_fits` calls this below. Whenever memory runs out, it lowers run.sampling.tokens_at_once and tries again.
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
@@ -290,8 +290,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    must_match = run_folder.must_match(cfg, task.train + task.eval)  # settings and data; `memory.plan` compares ranks
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt, must_match)
+    ranks.gather([], run_folder.must_match(cfg, task.train + task.eval))  # fails if settings or data differ
+    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
@@ -304,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # of finished rows; with graphs, dropping costs a capture
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # higher with graphs: each drop needs a new capture
         # The settings that have the same name as a field of Sampling:
         **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )

@@ -183,11 +183,11 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # d_z is g_logp * onehot, added at the end, minus g_logp * q, plus the gradient of the entropy. Without
-            # sets, q is p, and d_z below includes -g_p * p with g_p = g_logp.
+            # d_z has three terms: g_logp * onehot, -g_logp * q, and the gradient of the entropy. g_p is the factor of
+            # -p in the second term. Without sets, q is p, so the factor is g_logp. With sets, q is 0 outside of the
+            # set, so the term is computed for the ids of the set only, as d_set, and the factor is 0.
             g_p = g_logp
             if sets is not None:
-                # With sets, q is 0 outside of the set. So -g_logp * q is d_set, for the ids of the set, and g_p is 0.
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
                 d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
             if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p

@@ -53,10 +53,9 @@ class Costs:
     checkpoints: float  # all checkpoints on disk, of all ranks
 
 
-def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int, must_match: dict) -> tuple[Config, str]:
-    """Return the settings with budgets of tokens that fit, the same on all ranks, and a line for the screen. Fail if
-    any value in `must_match` differs between ranks."""
-    free = min(ranks.gather([free_memory()], must_match))
+def plan(config: Config, model_config: PretrainedConfig, longest_prompt: int) -> tuple[Config, str]:
+    """Return the settings with budgets of tokens that fit, the same on all ranks, and a line for the screen."""
+    free = min(ranks.gather([free_memory()]))
     with ranks.fail_together():
         cost = costs(model_config, config, ranks.world(), longest_prompt)
         config = fitting(config, cost, free)
@@ -141,8 +140,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # It also saves query, key, value and output of each head, four vectors of the feed-forward part, and the mask, with
     # its entries as numbers.
     layer += compute_bytes * (4 * all_heads * head_size + 4 * feed_forward + mask)
-    # Of these bytes, those that stay from the forward to the backward pass. With gradient checkpointing, only the input
-    # of the layer stays, and the rest is computed again, for one layer at a time.
+    # `saved` counts those of these bytes that stay in memory from the forward to the backward pass. With gradient
+    # checkpointing, only the input of the layer stays, and the rest is computed again, for one layer at a time.
     saved = h * between_bytes if config.gradient_checkpointing else layer
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},

@@ -37,7 +37,7 @@ def exact_interval(k: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
         return low
 
     lower = share_at(k, alpha / 2) if k else 0.0
-    # k or fewer with alpha / 2 is the same as k + 1 or more with 1 - alpha / 2.
+    # P(k or fewer) = alpha / 2 is the same as P(k + 1 or more) = 1 - alpha / 2.
     upper = share_at(k + 1, 1 - alpha / 2) if k < n else 1.0
     return lower, upper
 
