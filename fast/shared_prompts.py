@@ -80,7 +80,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return {"input_ids": ids}, torch.arange(B * T, device=ids.device).view(B, T)
     completions = iter([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
     tokens, positions, segments = [], [], []  # one list for each row of the model
-    columns = []  #     # one list for each completion: the place of each of its tokens in the shared row
+    columns = []  # one list for each completion: the place of each of its tokens in the shared row
     for count in together:
         members = [next(completions) for _ in range(count)]
         # The prompt, and the first tokens of these completions, as long as they are the same in all of them. The zip

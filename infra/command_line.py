@@ -120,7 +120,7 @@ def wrong_values(config: Config) -> Iterator[str]:
 
 
 def is_allowed(setting: dataclasses.Field, value: Any) -> bool:
-    if value is None or isinstance(value, (str, bool)):
+    if value is None or kind_of(setting) in (str, bool):
         return value != ""  # an empty text comes from a shell variable that is not set; None and booleans are allowed
     bounds = setting.metadata["bounds"]
     # Infinity is allowed only where it is the upper bound. NaN is never allowed.
