@@ -274,8 +274,8 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
     if not tried:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
-    # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the
-    # new limit is half of the tokens in that micro-batch, counted without padding. With
-    # padding, that micro-batch certainly exceeds the new limit, so it is split.
+    # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
+    # limit is half of the tokens in that micro-batch, counted without padding. With padding, that micro-batch certainly
+    # exceeds the new limit, so it is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -47,8 +47,8 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
     # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the
-    # default of NCCL. The first rank may need
-    # longer to flush a checkpoint to disk, and meanwhile the others wait for it.
+    # default of NCCL. The first rank may need longer to flush a checkpoint to disk, and meanwhile the others wait for
+    # it.
     copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
     # Each row of `copies.T` lists the ranks that have the same shard. Each row of both tables becomes a group. This
     # rank keeps the two groups that it belongs to.

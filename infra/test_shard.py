@@ -1,5 +1,5 @@
-"""A run that is sharded over processes and machines equals the run of one process. Also: how a rank
-starts, and what ranks send to each other."""
+"""A run that is sharded over processes and machines equals the run of one process. Also: how a rank starts, and what
+ranks send to each other."""
 
 import json
 import os

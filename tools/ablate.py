@@ -10,9 +10,8 @@ finished runs. Runs that were made by other code are used only with --keep.
 Each row of the table shows a metric: its mean over the second half of a run (`entropy`), its mean over some steps
 (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first one, seed by seed. The
 table shows the mean of these differences and its 95 % interval (Student's t). One comparison in twenty "differs" by
-chance, so choose the metric that will decide before the
-runs. Left out: values that contain a comma, runs of several processes,
-choosing a GPU for each run.
+chance, so choose the metric that will decide before the runs. Left out: values that contain a comma, runs of several
+processes, choosing a GPU for each run.
 """
 
 import argparse
