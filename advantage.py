@@ -9,10 +9,12 @@ The G completions of one prompt are a group. The papers choose b and s like this
     RLOO         2402.14740   b = mean of the other rewards   s = 1
     OPO          2505.23585   b = mean weighted by length      s = 1
     MaxRL        2602.02710   b = mean of the group            s = mean of the group
-    GDPO         2601.05242   rewards normalized in their group, then added; b = mean and s = std of the batch + eps
+    GDPO         2601.05242   each reward normalized in its group, then all added; b = batch mean, s = batch std + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
-The batch is all rewards of a step, over all ranks. Left out: running means over steps, value functions.
+The batch is all rewards of a step, over all ranks.
+
+Not here: baselines from running means over steps, and value functions.
 """
 
 from collections.abc import Sequence
@@ -53,8 +55,8 @@ def group_advantages(
     not trained on. Its reward still counts in the group's mean and std, as in DAPO, but not in baseline="length"
     or scale="whiten", which weight each reward by its number of tokens.
 
-    If the baseline or the scale comes from the group, a group in which nothing can be compared (all rewards are equal,
-    or fewer than two completions are trained on) has advantages of exactly 0. If the baseline or the scale comes from
+    If the baseline or the scale comes from the group, a group has advantages of exactly 0 if all its rewards are equal,
+    or if fewer than two of its completions are trained on. If the baseline or the scale comes from
     the batch, and all rewards of the batch are equal, all advantages are exactly 0.
     """
     _check(rewards, scale, baseline, lengths)
@@ -92,7 +94,7 @@ def group_advantages(
         no_signal = no_signal | all_equal(batch)
     advantages = ((r - b) / s).masked_fill(no_signal, 0.0)
     if scale == "whiten":
-        # `all_equal` ignores NaN, so it compares only the completions that are trained on.
+        # Only completions that are trained on are compared: the others become NaN, which `all_equal` ignores.
         trained_advantages = advantages.masked_fill(~trained, torch.nan).reshape(1, -1)
         no_signal = no_signal | ~trained | all_equal(trained_advantages)
         advantages = _whitened(advantages, tokens, eps).masked_fill(no_signal, 0.0)

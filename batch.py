@@ -1,9 +1,10 @@
 """The completions of a step as tensors, cut into minibatches and micro-batches.
 
 One optimizer update is computed from one minibatch. Which completions are in it depends only on the seed, the step, and
-the number of the pass over the step's completions. A micro-batch is the part of a minibatch that goes through the model
-at once. How large it is depends on the ranks and the memory, but the result does not: the weight of every token is
-fixed before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same sum.
+the index (0, 1, ...) of the pass over the step's completions. A micro-batch is the part of a minibatch that goes
+through the model at once. How large it is depends on the ranks and the memory, but the result does not: the weight of
+every token is fixed before the minibatch is cut (loss.py), so the gradients of any micro-batches add up to the same
+sum.
 """
 
 import math
@@ -33,7 +34,7 @@ class Group:
     reward_parts: Tensor | None = None  # (G, K), the value of each reward function
     right: Tensor | None = None  # (G,), bool; None if the task does not say which answers are right
     has_signal: bool = True  # whether dynamic sampling keeps this group
-    extras: list[dict] | None = None  # for each completion, the values that reward functions logged
+    extras: list[dict] | None = None  # for each completion, what reward functions passed to `log_extra`
     # Set by `training_step`, from all groups of the step: (G,), or a list of G tensors with one value for each token.
     # It stays None if dynamic sampling replaced the group.
     advantages: Tensor | list[Tensor] | None = None
@@ -54,9 +55,9 @@ class Batch:
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     sampler_entropy: Tensor  # (N, T), 0 if it was not recorded
-    old_logp: Tensor | None = None  # (N, T); None if the old policy is the current policy
+    old_logp: Tensor | None = None  # (N, T); None with a single update, or with --old_policy sampler
     ref_logp: Tensor | None = None  # (N, T)
-    weights: Tensor | None = None  # (N, T), computed from the whole update
+    weights: Tensor | None = None  # (N, T), computed from the whole minibatch
     steps: Tensor | None = None  # (N,), the step in which each completion was sampled
     samples: Tensor | None = None  # (N,), the number of each completion within its group
     kept: list[KeptSets] | None = None  # for each completion and position, the ids that log-probs are normalized over
@@ -84,7 +85,7 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; halved when memory runs out
-    hidden_size: int | None = None  # of the model, to decide which completions share a row; None: none share
+    hidden_size: int | None = None  # the model's; decides which completions share a row. None: no sharing
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -94,8 +95,8 @@ class Limits:
 
 
 def trained_tokens(group: Group, mask_truncated: bool) -> list[list[bool]]:
-    """Return for each completion which of its tokens are trained on. These are the tokens that the model wrote. A
-    completion without a reward has none, and neither has a truncated one if `mask_truncated` is set."""
+    """Return for each completion which of its tokens are trained on. These are the tokens that the model wrote. No
+    token is trained on if the completion has no reward, or if it is truncated and `mask_truncated` is set."""
     masks = []
     for completion, reward in zip(group.completions, group.rewards, strict=True):
         left_out = math.isnan(reward) or (mask_truncated and completion.truncated)
@@ -111,7 +112,8 @@ def trained_lengths(groups: list[Group], mask_truncated: bool) -> Tensor:
 
 def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool:
     """Return whether the group shows which completions are better: at least two are trained on, and some but not all
-    are right. If rewards are graded, or the task does not say what is right, it is enough that rewards differ."""
+    are right. If rewards are graded, or the task does not say what is right, the second condition is that rewards
+    differ."""
     by_reward = graded or group.right is None
     # A completion without a reward is neither right nor wrong: it becomes NaN, which `all_equal` leaves out.
     values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
@@ -129,8 +131,8 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     N, T = len(completions), max(len(group.prompt_ids) + len(one.ids) for _, group, one, _ in completions)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     sampler_logp, sampler_entropy, advantages = torch.zeros(N, T), torch.zeros(N, T), torch.zeros(N, T)
-    own_advantages = [A for group in groups for A in group.advantages]
-    for_each_token = any(np.ndim(A) > 0 for A in own_advantages)
+    flat_advantages = [A for group in groups for A in group.advantages]
+    for_each_token = any(np.ndim(A) > 0 for A in flat_advantages)
     kept = []
     for n, (_, group, completion, trained) in enumerate(completions):
         start = len(group.prompt_ids)
@@ -138,7 +140,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         ids[n, :end] = torch.tensor(group.prompt_ids + completion.ids)
         attention[n, :end] = 1
         mask[n, start:end] = torch.tensor(trained)
-        advantages[n, start:end] = own_advantages[n]
+        advantages[n, start:end] = flat_advantages[n]
         sampler_logp[n, start:end] = torch.tensor(completion.logp)
         if completion.entropy is not None:
             sampler_entropy[n, start:end] = torch.tensor(completion.entropy)
@@ -148,7 +150,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         ids=ids.to(device),
         attention=attention.to(device),
         mask=mask.to(device),
-        advantages=(advantages if for_each_token else torch.tensor([float(A) for A in own_advantages])).to(device),
+        advantages=(advantages if for_each_token else torch.tensor([float(A) for A in flat_advantages])).to(device),
         prompts=torch.tensor([p for p, *_ in completions], device=device),
         prompt_lengths=torch.tensor([len(group.prompt_ids) for _, group, *_ in completions], device=device),
         sampler_logp=sampler_logp.to(device),
@@ -174,8 +176,8 @@ def micro_batches(
     """Cut this rank's part of the batch into micro-batches. Yield the row numbers of each, and that part of the batch.
 
     The completions are sorted by length, to keep padding small, and dealt out to the ranks in turn. Completions without
-    a gradient come last, in micro-batches that need no backward pass. Completions of one prompt that share a row of the
-    model (fast/shared_prompts.py) stay together.
+    a gradient come last, in micro-batches that need no backward pass. Completions of one prompt that are packed into
+    one row of the model's input (fast/shared_prompts.py) stay together.
 
     With same_count, a rank with fewer micro-batches than another also gets fully masked ones, because all
     ranks must take part whenever sharded weights are gathered.
@@ -184,24 +186,25 @@ def micro_batches(
     columns = batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths  # in the order of the fields of Facts
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
     # A shared row has a prompt and several of its completions. Such rows are formed twice. First, they are formed of
-    # all completions, to decide which rank gets which. All ranks must decide alike, so the limits of rows and tokens,
-    # which a rank lowers when it runs out of memory, play no part. `fair_share` keeps rows small, so that every rank
-    # gets some.
+    # all completions, to decide which rank gets which completions. All ranks must decide alike, so they do not use
+    # limits.rows and limits.tokens, which a rank may have lowered because it ran out of memory. `fair_share` only caps
+    # the size of a shared row, so that every rank gets some rows.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # Then each rank forms rows of its own completions, within its own limits, and cuts these rows into pieces.
+    # Then each rank forms rows of its own completions, within its own limits, and divides the list of
+    # rows into micro-batches.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for shared in deal[rank::world] for i in shared.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)
 
     pieces = pieces_of(rank)
     for piece in pieces:
-        rows = [i for shared in piece for i in shared.members]
-        yield rows, replace(batch[rows], together=[len(shared.members) for shared in piece])
+        members = [i for shared in piece for i in shared.members]
+        yield members, replace(batch[members], together=[len(shared.members) for shared in piece])
     if same_count:
-        # This is only for sharded weights. Then no rank lowers its limits, so all have the same ones, and this rank can
-        # compute how many pieces the others have.
+        # This is only for sharded weights. With these, a rank never lowers its limits, so all ranks have the same ones,
+        # and this rank can compute how many micro-batches the others have.
         most = max(len(pieces_of(other)) for other in range(world))
         filler = deal[-1].members[:1]  # any completion would do, because it is masked
         for _ in range(most - len(pieces)):
@@ -209,8 +212,8 @@ def micro_batches(
 
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
-    """Cut these shared rows into micro-batches that the limits allow. They are sorted as `shared_rows` returns them:
-    those with a gradient first, and within each kind the longest first."""
+    """Divide a list of shared rows into micro-batches that the limits allow. The list must be sorted as `shared_rows`
+    returns it: those with a gradient first, and within each kind the longest first."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]

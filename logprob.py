@@ -53,19 +53,19 @@ def token_logprobs(
     ids = input_ids.gather(1, order)
     scored = (completion_mask.bool() & real).gather(1, order)
     if scored[:, 0].any():
-        raise ValueError("a completion starts with the first token of its row, where no prompt predicts it")
+        raise ValueError("the first token of a row belongs to a completion: it needs a prompt before it")
     # A token is predicted at the position before it. So the model need not read the last token of a row.
-    T = max(1, ids.shape[1] - 1)
-    lengths = (real.sum(1) - 1).clamp(min=1)
-    inputs, places = model_inputs(ids[:, :T], lengths, together)  # places (B, T) of the tokens in the model's output
-    # Token t is predicted by the output at token t - 1, so take column t - 1 of `places`. The slice has an effect only
-    # if every row is a single token. `places` has one column then, which predicts nothing.
+    width = max(1, ids.shape[1] - 1)
+    lengths = (real.sum(1) - 1).clamp(min=1)  # how many tokens of each row the model reads
+    inputs, places = model_inputs(ids[:, :width], lengths, together)  # places (B, width) in the model's output
+    # Token t is predicted by the output for token t - 1, whose place is in column t - 1. If every row is a single
+    # token, nothing is predicted: `places` has one column all the same, and the slice removes it.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # Each scored token gets a pair (the kept sets of its row, the index of its own set, which is its position).
+        # For each scored token: the kept sets of its row, and its position in input_ids, where its own set is.
         rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
         sets = [(kept[row], position) for row, position in zip(rows, positions)]
     with_entropy = with_entropy or entropy_grad
@@ -77,4 +77,4 @@ def token_logprobs(
     logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in values.unbind(-1))
     if not with_entropy:
         return logp, None
-    return logp, entropy if entropy_grad else entropy.detach()
+    return logp, (entropy if entropy_grad else entropy.detach())

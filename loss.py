@@ -14,7 +14,8 @@ any split (into micro-batches, over ranks, in any order, with any padding) add u
 gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
-Left out: KL inside the reward, value losses, Clip-Cov and KL-Cov. Dual-clip is the argument `delta`.
+Dual-clip, also called two-sided clipping, is the argument `delta`. Not here: KL inside the reward, value losses,
+Clip-Cov and KL-Cov.
 """
 
 import math
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-SWITCHES_READ = {  # the arguments that each objective reads; the arguments not listed here apply to all objectives
+# The arguments of policy_loss that only some objectives read. Every other argument applies to all objectives.
+SWITCHES_READ = {
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
     "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
@@ -48,11 +50,11 @@ def token_weights(
     """
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
-    trained = (lengths > 0).sum()  # the number of completions that are trained on
+    n_trained = (lengths > 0).sum()  # the number of completions that are trained on
     one = mask.double()  # (N, T), 1 at the tokens that are trained on
 
     if normalization == "sequence":  # GRPO 2402.03300: the mean over each completion, then over completions
-        w = one / (trained * lengths)
+        w = one / (n_trained * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
     elif normalization == "prompt":  # eq. 8 of the DAPO paper: the mean over a group's tokens, then over groups
@@ -65,9 +67,9 @@ def token_weights(
     elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
         if max_completion_length is None:
             raise ValueError("normalization='constant' divides by max_completion_length, which is missing")
-        w = one / (trained * max_completion_length)
+        w = one / (n_trained * max_completion_length)
     elif normalization == "sum":  # RLOO 2402.14740: the sum over each completion, then the mean over completions
-        w = one / trained
+        w = one / n_trained
     else:
         raise _unknown("normalization", normalization, NORMALIZATIONS)
     return w.masked_fill(~mask, 0.0)  # a fully masked completion may have 0 / 0
@@ -148,7 +150,7 @@ def policy_loss(
         stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
     denominator = sampler_logp if old_policy == "sampler" else old_logp  # of the ratio, as log-probs
 
-    # The ratio of the new to the old policy. `too_low` and `too_high` are filled in below, where the ratio is clipped.
+    # The ratio of the new to the old policy. The statistics clip_low and clip_high count `too_low` and `too_high`.
     # `too_low` marks tokens whose ratio is below the lower bound and would fall further, because A is negative.
     # `too_high` marks tokens whose ratio is above the upper bound and would rise further, because A is positive.
     too_low = too_high = torch.zeros_like(mask)
@@ -167,10 +169,12 @@ def policy_loss(
         raise _unknown("ratio", ratio, RATIOS)
     rho = log_rho.exp()
 
-    # The correction for completions that another policy sampled is a constant factor of the policy term.
+    # The correction for sampling from a slightly different policy multiplies the policy term. It has no gradient.
     correction = torch.ones_like(log_rho)
     if has_tis or has_gate:
-        log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T), log(pi_old / pi_sampler)
+        log_tis_ratio = (
+            denominator - sampler_logp
+        ).detach()  # (B, T), log(pi_old / pi_sampler); 0 if old_policy='sampler'
         tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
         beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
         if has_tis:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
@@ -195,13 +199,13 @@ def policy_loss(
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp  # here epsilon_high is the cap itself
         too_high = (rho > epsilon_high) & (A > 0)
     elif objective == "sapo":  # SAPO 2511.20347: a sigmoid in place of clipping, steeper where A is negative
-        tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
-        policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
+        sapo_tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
+        policy = -(4 / sapo_tau) * torch.sigmoid(sapo_tau * (rho - 1)) * A
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
         change = logp.exp() - denominator.exp()
         too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
         policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
-    elif objective == "vespo":  # VESPO 2602.10693: a smooth weight of the ratio of the whole completion
+    elif objective == "vespo":  # VESPO 2602.10693: weighted by a smooth function of the completion's ratio
         policy = -_vespo_weight((logp - denominator).detach(), correction, A, mask) * A * logp
     elif objective == "reinforce":
         policy = -A * logp
@@ -220,7 +224,7 @@ def policy_loss(
     # The KL term and the pull towards the sampler have the same weights as the policy term.
     loss = policy
     if kl_importance and kl_estimator not in ("k1", "k3"):
-        raise ValueError(f"kl_importance makes the value and gradient of k1 and k3 exact, but not of {kl_estimator}")
+        raise ValueError(f"kl_importance needs kl_estimator k1 or k3: it does not correct {kl_estimator}")
     if beta != 0.0 and ref_logp is None:
         raise ValueError(f"beta={beta} needs ref_logp")
     if ref_logp is not None:
@@ -258,7 +262,8 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
     w is the ratio of policy to sampler for a whole completion, the product over its tokens. phi(1) is 1, and phi goes
     to 0 for small and for large w. Logarithms are clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
-    # log(policy / sampler) = log(policy / old policy) + log(old policy / sampler); the latter is the correction.
+    # log(policy / sampler) = log(policy / old policy) + log(old policy / sampler). The last term is the log of the
+    # correction, or 0 without tis_*.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
     k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)

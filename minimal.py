@@ -2,7 +2,7 @@
 
     python minimal.py
 
-A small model of this repository learns to add. Every step samples 8 completions for each of 16 prompts and rewards the
+A small language model learns to add. Every step samples 8 completions for each of 16 prompts and rewards the
 right ones. It then raises the probability of the completions that did better than the others of the same prompt.
 `python train.py` does the same, and adds options, ranks, checkpoints, evaluation and logs.
 """
@@ -56,7 +56,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
 
 
 if __name__ == "__main__":
-    folder = addition.model(None)  # a task gets the settings of the run, but this one needs none
+    folder = addition.model(None)  # where the model is saved; the task's functions would get the settings of a run
     task = addition.load(None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)

@@ -58,7 +58,7 @@ class Run:
     limits: Limits  # the size of a micro-batch; `memory.until_it_fits` lowers it when memory runs out
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved, and the same on all ranks
+    state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
     logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
@@ -73,17 +73,17 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    rewards = torch.stack([group.combined for group in groups])  # (P, G)
+    combined = torch.stack([group.combined for group in groups])  # (P, G)
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
-    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
+    advantages = group_advantages(combined, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # There is no signal, but with a baseline or scale of the whole batch, some advantages could differ from 0.
+        # No group has a signal. A baseline or scale of the whole batch could still make some advantages differ from 0.
         advantages = torch.zeros_like(advantages)
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
     # Collect the logged values. `gather` also ends the run if the ranks differ in completions, rewards or advantages.
-    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, rewards, batch.advantages))
+    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, combined, batch.advantages))
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):  # your own `draw_groups` may replay groups
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
@@ -93,11 +93,11 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for module in run.model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
 
-    # The log-probs of the old policy and of the reference stay fixed during the updates. With a single update, the
-    # policy is still the old one, and `accumulate` uses the log-probs that it computes anyway.
+    # These log-probs stay fixed during the updates. `old_logp` stays None if it is not needed: with a single update it
+    # equals the log-probs in `accumulate`, and with --old_policy sampler the sampler's log-probs take its place.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None or cfg.beta:  # your own code may use a reference without beta
+    if run.reference is not None or cfg.beta:  # your own code may use a reference even if beta is 0
         reference = run.reference or run.model  # with LoRA, the reference is the model without its adapters
         with lora.without_adapters(reference):
             batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
@@ -120,8 +120,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
-    # Then the loss of a micro-batch is a partial sum. No matter how the update is split, all partial losses add up to
-    # its loss. Their gradients, summed (not averaged) over all ranks, add up to its gradient.
+    # Then the loss of a micro-batch is a partial sum. However the update is split, these partial losses add up
+    # to the loss of the update, and their gradients, summed (not averaged) over all ranks, to its gradient.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -131,7 +131,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))  # raises an error
-    if batch.mask.any():  # if everything is masked, only momentum would move the weights
+    if batch.mask.any():  # otherwise only momentum and weight decay would change the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
     return loss, grad_norm, totals
@@ -177,7 +177,7 @@ def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
     """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
     logp = torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        # Not `=`: with `same_count`, a masked copy of the row may follow, and its zeros must not overwrite the row's.
+        # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
         logp[rows] += logprobs(run, part, model)[0]
     ranks.sum_(logp)
     return logp
@@ -204,8 +204,8 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
     """Return the rate of a step: linear warm-up, then the schedule. `linear` and `cosine` end just above 0."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
-    done = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
-    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    elapsed = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1.0 - elapsed, "cosine": (1.0 + math.cos(math.pi * elapsed)) / 2}
     return highest * factor[cfg.lr_schedule]
 
 
@@ -216,8 +216,8 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     drawn, alive = [], []
     for _ in range(1 + cfg.dynamic_sampling):
         picked = pick_rows(run, cfg.prompts_per_step - len(alive), step)
-        groups = generate_groups(run, run.task.train, picked, cfg.num_generations, step, first=len(drawn))
-        drawn += judge(run, groups, done=step - 1)
+        groups = generate_groups(run, run.task.train, picked, cfg.num_generations, step, offset=len(drawn))
+        drawn += judge(run, groups, steps_done=step - 1)
         alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
         if len(alive) == cfg.prompts_per_step:
             break
@@ -232,17 +232,17 @@ def pick_rows(run: Run, n: int, step: int) -> list[int]:
 
 
 def generate_groups(
-    run: Run, rows: list[dict], picked: list[int], n: int, step: int, first: int = 0, greedy: bool = False
+    run: Run, rows: list[dict], picked: list[int], n: int, step: int, offset: int = 0, greedy: bool = False
 ) -> list[Group]:
-    """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `first` is
-    the number of prompts that this step drew before. `first` + the place of a prompt decides its random numbers."""
+    """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `offset` is
+    how many prompts earlier rounds of this step drew: the random numbers are those of prompt offset + p of the step."""
     new = [rows[i] for i in picked if "prompt_ids" not in rows[i]]
     encode_prompts(run.tokenizer, new)  # rows that your own code has added during the run
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
-    mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (place of the prompt, number of the sample)
-    uniform = uniforms(cfg.seed, step, [(first + p, sample) for p, sample in mine], cfg.max_completion_length)
+    mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (position p in `picked`, number of the sample)
+    uniform = uniforms(cfg.seed, step, [(offset + p, sample) for p, sample in mine], cfg.max_completion_length)
 
-    # `until_it_fits` calls this below. Whenever memory runs out, it lowers run.sampling.tokens_at_once and tries again.
+    # Called by `until_it_fits`, which calls it again, with a lower run.sampling.tokens_at_once, if memory runs out.
     def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
         sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
         limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
@@ -258,12 +258,12 @@ def generate_groups(
     return [Group(prompts[p], rows[index], by_prompt[p], index=index, step=step) for p, index in enumerate(picked)]
 
 
-def judge(run: Run, groups: list[Group], done: int) -> list[Group]:
-    """Set the rewards of every group. Each rank scores a part of them. `done` is the number of finished steps."""
+def judge(run: Run, groups: list[Group], steps_done: int) -> list[Group]:
+    """Set the rewards of every group. Each rank scores a part of them. `steps_done` counts finished steps."""
     cfg, own, weights = run.config, ranks.share(len(groups)), run.task.weights
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
-        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, done, limit)
+        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
         group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,), for reports
@@ -290,7 +290,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    ranks.gather([], run_folder.must_match(cfg, task.train + task.eval))  # fails if settings or data differ
+    ranks.gather([], run_folder.must_match(cfg, task.train + task.eval))  # fails if ranks differ in settings or data
     cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)
@@ -304,7 +304,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         with_entropy=cfg.top_entropy < 1.0,
         to_text=opened.tokenizer.decode,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # higher with graphs: each drop needs a new capture
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
         # The settings that have the same name as a field of Sampling:
         **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )
@@ -318,7 +318,7 @@ def train(cfg: Config) -> int:
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
+    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # steps: 0 for a new run, None if the run is complete
     if done is None:
         return report.finished(out, ranks.on_first(run_folder.notes_on_changes, cfg))
     run, log, noted = set_up(cfg, device)
