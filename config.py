@@ -69,7 +69,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     """Make a field of Config.
 
     names       the allowed values
-    may_change  whether a run can be continued with another value, because the value does not change what is computed
+    may_change  whether a run can be continued with another value. This does not change what a step computes
     bounds      of a number: above, at_least, below, at_most. Numbers must be finite, unless at_most is infinity.
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
@@ -105,7 +105,7 @@ class Config:
     top_p: float = setting(1.0, "sample from the top tokens with this total probability; 1: all", above=0, at_most=1)
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
-    stop: list[str] = setting([], "texts that end a completion, as its end token does")
+    stop: list[str] = setting([], "texts that end a turn, as its end token does")
     keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
 
     heading("The objective")
@@ -116,7 +116,7 @@ class Config:
     baseline: str | None = setting(None, "what is subtracted from a reward", names=BASELINES)
     objective: str | None = setting(None, "the policy term", names=OBJECTIVES)
     ratio: str | None = setting(None, "importance ratio of each token, or of a sequence", names=RATIOS)
-    old_policy: str = setting("policy", "denominator of the ratio; policy: model before the step", names=OLD_POLICIES)
+    old_policy: str = setting("policy", "denominator: the policy before the step, or the sampler", names=OLD_POLICIES)
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
     sapo_tau_pos: float = setting(1.0, "sapo: temperature for positive advantages", above=0)
@@ -127,16 +127,16 @@ class Config:
     kl_importance: bool = setting(False, "multiply the KL by the importance ratio, which corrects it off-policy")
     ref_sync_every: int = setting(0, "copy the policy to the reference every N steps; 0: never", at_least=0)
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
-    tis_cap: float | None = setting(None, "upper bound of that ratio; without bounds, no correction", above=0)
-    tis_floor: float | None = setting(None, "lower bound of that ratio", above=0)
+    tis_cap: float | None = setting(None, "upper bound of pi_old / pi_sampler; without bounds, no correction", above=0)
+    tis_floor: float | None = setting(None, "lower bound of pi_old / pi_sampler", above=0)
     gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
     gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
-    off_policy_mask: float | None = setting(None, "drop advantages < 0 if mean log(pi_sampler/pi) > this", at_least=0)
+    off_policy_mask: float | None = setting(None, "drop where A < 0 and mean log(pi_sampler / pi) > this", at_least=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
-    dynamic_sampling: int | None = setting(None, "rounds that replace groups without a signal; 0: none", at_least=0)
+    dynamic_sampling: int | None = setting(None, "up to this many rounds replace groups without a signal", at_least=0)
 
     heading("Optimization: a step is one rollout and all its updates")
     steps: int | None = setting(None, "length of the run; 0: only evaluate", at_least=0, may_change=True)
@@ -159,7 +159,7 @@ class Config:
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
-    shard_size: int = setting(0, "ranks per copy of the model; 0: those of a machine", at_least=0, may_change=True)
+    shard_size: int = setting(0, "ranks per copy of the model; 0: all of a machine", at_least=0, may_change=True)
 
     heading("Evaluation and files")
     eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
@@ -174,7 +174,7 @@ class Config:
     overwrite: bool = setting(False, "start over; the old run's folder is renamed", may_change=True)
 
     @property
-    def truncates(self) -> bool:
+    def cuts_vocabulary(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary only."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
@@ -185,14 +185,14 @@ def task_of(config: Config) -> str:
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in the settings that are None and have a default. The others stay None, which means that they are off.
-    Resolving again changes nothing. On a GPU, rollout_tokens and micro_batch_tokens stay None until the free memory is
-    known (infra/memory.py)."""
+    """Fill in the settings that are None and get a value from the preset, the task or the machine. The others stay
+    None, which means that they are off. Resolving again changes nothing. On a GPU, rollout_tokens and
+    micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
     name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
-    left_open = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
+    left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if config.dtype == "auto":
         left_open["dtype"] = "bfloat16" if on_gpu else "float32"
     config = dataclasses.replace(config, **left_open)

@@ -172,9 +172,8 @@ def policy_loss(
     # The correction for sampling from a slightly different policy multiplies the policy term. It has no gradient.
     correction = torch.ones_like(log_rho)
     if has_tis or has_gate:
-        log_tis_ratio = (
-            denominator - sampler_logp
-        ).detach()  # (B, T), log(pi_old / pi_sampler); 0 if old_policy='sampler'
+        # log(pi_old / pi_sampler), which is 0 if old_policy is "sampler"
+        log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T)
         tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
         beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
         if has_tis:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)

@@ -40,7 +40,7 @@ from fast.compact_list import CompactList
 from fast.growing_cache import make_room
 from fast.kept_sets import KeptSets, SetsOfBatch
 
-Progress = Callable[[int, int], None]  # gets the number of tokens sampled so far, and the number of unfinished rows
+Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
 BLOCK = 512  # size of a block of the vocabulary
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
@@ -56,7 +56,7 @@ class Sampling:
     top_k: int = 0  # 0 keeps all tokens
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
-    keep_set: bool = True  # record the ids that top_k, top_p and min_p leave, and normalize log-probs over them
+    keep_set: bool = True  # record the ids that remain after top_k, top_p and min_p, and normalize log-probs over them
     tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
     drop_share: float = 0.25  # finished rows are dropped from the batch once they make up this share of it
     with_entropy: bool = False  # record the entropy of the distribution of each token
@@ -67,8 +67,8 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` is not a default value: such a
-    field is set to a list and read as a list, but stored as an array. With optional=True, its default is None."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` says how a field is stored:
+    it is set to a list, an array or a tensor, kept as an array, and read as a list. An optional one may be None."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
@@ -145,13 +145,14 @@ def _generate(
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
-    own, was_training = model.generation_config, model.training
-    model.generation_config = GenerationConfig()  # `generate` would take settings from the model's own configuration
+    saved_config, was_training = model.generation_config, model.training
+    # Otherwise `generate` would take what `config` leaves unset from the model's own configuration.
+    model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
         sampled = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
     finally:
-        model.generation_config = own
+        model.generation_config = saved_config
         model.train(was_training)
     tokens, logp, entropies, kept, written, lengths, truncated = sampled
     if not logp.isfinite().all():
@@ -191,7 +192,7 @@ def _decode(
     end of a completion have no meaning."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    replied = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
+    reply_ids = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
     starts = [0] * N  # the position where the current turn of each completion starts
     kept = SetsOfBatch(N)
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
@@ -200,8 +201,8 @@ def _decode(
 
     # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples.
     past = kwargs.get("past_key_values")
-    # --decode graph replaces the forward of this one object by a function that needs whole prompts (infra/decoding.py).
-    # Only then is `forward` among the object's own attributes.
+    # --decode graph sets `forward` on the model object to a function that cannot read prompts in pieces
+    # (infra/decoding.py). Otherwise `forward` belongs to the model's class, and is not in vars(model).
     is_graph = "forward" in vars(model)
     if past is not None and not is_graph and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
@@ -217,8 +218,8 @@ def _decode(
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
         token, logp, in_set = sample(logits, None if uniform is None else uniform[live, t], sampling)
-        in_reply = replied[live, t] >= 0
-        token = torch.where(in_reply, replied[live, t], token)
+        in_reply = reply_ids[live, t] >= 0
+        token = torch.where(in_reply, reply_ids[live, t], token)
         tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
         if in_set is not None:
             kept.append(in_set & ~(done | in_reply)[:, None], live)
@@ -226,11 +227,11 @@ def _decode(
             entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
         ended = torch.isin(token, eos_ids)
         if sampling.stop:
-            turns = [ids[starts[row] :] for row, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
+            turns = [ids[starts[n] :] for n, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
         ended = ended & ~in_reply & ~done
-        # Now `ended` is True where a turn of the model has ended. The loop sets it to False where a reply follows.
-        # What remains are the completions that have ended.
+        # Now `ended` is True where a turn of the model has ended. The loop over `turn_ends` sets it to False where
+        # a reply follows, so that only the completions that have ended remain.
         turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
         for b in turn_ends:
             n = int(live[b])  # the number of the completion
@@ -239,7 +240,7 @@ def _decode(
                 next_start = t + 1 + len(reply)
                 truncated[n] = next_start >= L  # a reply is dropped if it leaves no room for another turn
                 if not truncated[n]:
-                    replied[n, t + 1 : next_start] = torch.tensor(reply)
+                    reply_ids[n, t + 1 : next_start] = torch.tensor(reply)
                     starts[n], ended[b] = next_start, False
         lengths[live] += ~done
         done = done | ended
@@ -249,7 +250,7 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-            kept.to_host(live)  # before `live` changes, which says whose sets these are
+            kept.to_host(live)  # `live` says whose sets these are, so do this before it changes
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -259,7 +260,7 @@ def _decode(
         logits = out.logits[:, -1]
     truncated[live] |= ~done
     kept.to_host(live)
-    written = None if replies is None else replied < 0
+    written = None if replies is None else reply_ids < 0
     return tokens, logps, entropies, kept.sets, written, lengths, truncated
 
 
@@ -281,10 +282,10 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         token = logits.argmax(-1, keepdim=True)
     else:
         whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
-        p = _truncated(whole, sampling)
+        p = _cut(whole, sampling)
         token = (_pick_in_blocks if logits.is_cuda else _pick)(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
-    if p is whole or not sampling.keep_set:  # `_truncated` returns its argument if it cuts nothing
+    if p is whole or not sampling.keep_set:  # `_cut` returns its argument if it cuts nothing
         return token.squeeze(1), logp, None
     return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0
 
@@ -297,7 +298,7 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """Do the same as `_pick` on a GPU. There, cumulative sums are computed in parallel and may not be monotonic in
+    """Do the same as `_pick`, for a GPU. On a GPU, cumulative sums are computed in parallel and may not be monotonic in
     fp32, so sum in float64. A search along whole rows would keep only a small part of the GPU busy, so find the block
     first, and then the token in it."""
     blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
@@ -324,7 +325,7 @@ def entropy_of(logits: Tensor, temperature: float) -> Tensor:
     return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
 
 
-def _truncated(p: Tensor, sampling: Sampling) -> Tensor:
+def _cut(p: Tensor, sampling: Sampling) -> Tensor:
     """Set to 0 the probabilities outside the top k, then those outside the smallest set that has top_p of the remaining
     mass, and then those below min_p times the highest."""
     if sampling.top_k and sampling.top_k < p.shape[1]:

@@ -33,7 +33,7 @@ from infra.model import load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
-from tasks import Task, load_task, score, task_file
+from tasks import Task, load_task, score, task_module
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
@@ -287,7 +287,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     with ranks.fail_together():  # all mistakes that can be found before the weights are loaded
         task = load_task(cfg)
-        opened = open_model(cfg.model or task_file(cfg.task).model(cfg), cfg)  # a task's file may make a model
+        opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
     ranks.gather([], run_folder.must_match(cfg, task.train + task.eval))  # fails if ranks differ in settings or data

@@ -5,7 +5,7 @@ The plain computation, in every layer and for every token, is:
     keys, values = torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
 
 It copies the whole cache for each token. Here the cache is copied only when rows leave the batch, and when it is full.
-It then gets a quarter more space, and at least 64 tokens.
+The copy has room for a quarter more tokens than it holds, or for 64 more if that is larger, up to max_tokens in all.
 """
 
 from torch import Tensor
@@ -48,4 +48,5 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reorder_cache(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order. transformers has given this method its name."""
         self._move(self.keys.index_select(0, rows), self.values.index_select(0, rows))

@@ -3,14 +3,14 @@
 The plain way to store them is:
 
     kept: list[np.ndarray | None] = []
-    kept.append(ids)                 # the set of the next token; None means the whole vocabulary
+    kept.append(ids)                 # the set of the next token; None if no set is stored for it
 
 KeptSets is used like this list: `kept[t]` is the set of token t. It is compressed, because every rank has the sets of
 all tokens of a step, and a flat distribution keeps most of the vocabulary. With 152,000 ids, a set takes at most 19 kB
 instead of 600 kB.
 
-The sets are stored one after another in a flat int32 array, and `offsets` says where each of them begins and ends. A
-set of more than 1/32 of the vocabulary is stored as -1, followed by one bit for each id of the vocabulary.
+The sets are stored one after another in a flat array of 32-bit words, and `offsets` says where each of them begins and
+ends. A set of more than 1/32 of the vocabulary is stored as -1, followed by one bit for each id of the vocabulary.
 
 While a batch is sampled, `SetsOfBatch` collects the sets of several tokens on the device before it copies them, so that
 the host does not wait for the device at every token.
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The sets of this many tokens are copied to the host together. Until then, each token takes one bit on the device for
-# every id of the vocabulary, in every row of the batch.
+# The sets of this many tokens are copied to the host together. Until then, each of these tokens takes one bit on
+# the device for every id of the vocabulary, times the rows of the batch.
 TOKENS_ON_DEVICE = 16
 
 
@@ -35,7 +35,7 @@ class KeptSets:
     offsets: array = field(default_factory=lambda: array("q", [0]))
 
     def append(self, ids: np.ndarray, vocabulary: int) -> None:
-        words = ids
+        words = ids  # one int32 word for each id
         if 32 * len(ids) > vocabulary:
             bits = np.zeros(-(-vocabulary // 32) * 32, dtype=bool)
             bits[ids] = True
@@ -59,15 +59,15 @@ class KeptSets:
     def __getitem__(self, t: int) -> np.ndarray | None:
         t = range(len(self))[t]  # allows negative indices, and raises IndexError past the end
         words = np.frombuffer(self.words, np.int32)[self.offsets[t] : self.offsets[t + 1]]
-        if len(words) == 0:  # a token that was not sampled, such as one of the prompt
+        if len(words) == 0:  # no set was stored, for instance because this token belongs to the prompt
             return None
         if words[0] >= 0:
             return words
         return np.unpackbits(words[1:].view(np.uint8)).view(bool).nonzero()[0].astype(np.int32)
 
     def padded(self, before: int, after: int) -> "KeptSets":
-        """Return these sets with `before` times None in front of them and `after` times None behind them. A token
-        with None has no words: it begins and ends at the same offset. The sets are not copied."""
+        """Return a longer list: None for the first `before` tokens, then these sets, then None for `after` more tokens.
+        A token with None has no words: it begins and ends at the same offset. The sets are not copied."""
         return KeptSets(self.words, array("q", [0] * before) + self.offsets + array("q", [len(self.words)] * after))
 
 
@@ -77,7 +77,8 @@ class SetsOfBatch:
         self.bits: list[Tensor] = []  # (B, V / 32) for each token whose sets are still on the device
 
     def append(self, in_set: Tensor, rows: Tensor) -> None:
-        """Add the sets of the next token of these rows (B,). in_set (B, V) is True for the ids in a set."""
+        """Add the sets of the next token of these rows (B,), which stay the same until `to_host` is called. in_set (B,
+        V) is True for the ids in a set."""
         self.vocabulary = in_set.shape[1]
         # This is np.packbits on the device: 8 ids for each byte, the first id in its highest bit.
         eights = F.pad(in_set, (0, -in_set.shape[1] % 32)).view(len(in_set), -1, 8)

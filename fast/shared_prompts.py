@@ -57,9 +57,9 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Try n rows, from the fewest on, until every row is allowed. The last n gives each completion its own row,
-        # which is used even if it is not allowed. The completions, the longest first, are dealt to the n rows in turn,
-        # so that the rows have about the same length.
+        # Start with n = fewest_rows and increase n until every row is allowed. At the last n, each completion has its
+        # own row. These rows are used even if they are not allowed. The completions, the longest first, are dealt to
+        # the n rows in turn, so that the rows have about the same length.
         for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):
@@ -72,15 +72,16 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
     """Build the inputs of the model. ids (B, T) has a row for each completion with its prompt, left-aligned, and
     `lengths` (B,) are the lengths of these rows without padding.
 
-    `together` lists how many consecutive completions share each row of the model. None means that none do. Return the
-    keyword arguments of the model, which are R rows of L tokens, and for every token (B, T) its index among the R * L.
+    `together` lists how many consecutive completions share each row of the model. If it is None, each completion has
+    its own row. Return two things: the keyword arguments of the model, for R rows of L tokens, and a tensor (B, T) with
+    the index of every token of `ids` among those R * L tokens.
     """
     B, T = ids.shape
     if together is None or max(together) == 1:
         return {"input_ids": ids}, torch.arange(B * T, device=ids.device).view(B, T)
     completions = iter([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
     tokens, positions, segments = [], [], []  # one list for each row of the model
-    columns = []  # one list for each completion: the place of each of its tokens in the shared row
+    all_places = []  # one list for each completion: the place of each of its tokens in the shared row
     for count in together:
         members = [next(completions) for _ in range(count)]
         # The prompt, and the first tokens of these completions, as long as they are the same in all of them. The zip
@@ -89,8 +90,8 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
         for number, member in enumerate(members, start=1):
             own = member[len(shared) :]
-            column = [*range(len(shared)), *range(len(row), len(row) + len(own))]
-            columns.append(column + [0] * (T - len(column)))
+            places = [*range(len(shared)), *range(len(row), len(row) + len(own))]
+            all_places.append(places + [0] * (T - len(places)))
             row += own
             position += range(len(shared), len(member))
             segment += [number] * len(own)
@@ -102,9 +103,10 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    # sees[r, i, j]: token i of row r may read token j. The padding comes last, so `tril` hides it.
+    # sees[r, i, j]: token i of row r may read token j, if j is not after i. `tril` below sees to that, and so hides
+    # the padding too, which comes last.
     sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
-    # (B,), where the row of each completion starts among the R * L tokens
+    # For each completion (B,), the index among the R * L tokens at which its row starts.
     row_start = input_ids.shape[1] * torch.arange(len(together)).repeat_interleave(torch.tensor(together))
     inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
-    return inputs, (torch.tensor(columns) + row_start[:, None]).to(ids.device)
+    return inputs, (torch.tensor(all_places) + row_start[:, None]).to(ids.device)

@@ -20,7 +20,7 @@ from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra import run_folder
 from loss import SWITCHES_READ
-from tasks import task_defaults, task_file, task_names
+from tasks import task_defaults, task_module, task_names
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
@@ -131,7 +131,7 @@ def is_allowed(setting: dataclasses.Field, value: Any) -> bool:
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit the others, or that nothing would read."""
     # What is trained, and on what.
-    needed = [] if hasattr(task_file(config.task), "model") else ["model"]
+    needed = [] if hasattr(task_module(config.task), "model") else ["model"]
     if config.task == "data":
         # A run that only evaluates on --eval_data needs no prompts to train on.
         needed += ["reward"] if config.steps == 0 and config.eval_data else ["data", "reward"]
@@ -164,7 +164,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if bounds and config.old_policy == "sampler":
         yield f"--{bounds[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
     corrected = bounds or config.off_policy_mask is not None or config.sampler_coef
-    if (corrected or config.old_policy == "sampler") and config.truncates and not config.keep_set:
+    if (corrected or config.old_policy == "sampler") and config.cuts_vocabulary and not config.keep_set:
         yield "--keep_set false: cannot be used with old_policy sampler, tis_*, gate_*, off_policy_mask or sampler_coef"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: cannot divide by the means, because --combine_rewards gdpo makes them 0"
@@ -180,7 +180,7 @@ def contradictions(config: Config) -> Iterator[str]:
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: has no effect without --{other}"
-    if not config.keep_set and not config.truncates:
+    if not config.keep_set and not config.cuts_vocabulary:
         yield "--keep_set: false has no effect without --top_p, --top_k or --min_p; leave it out"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"

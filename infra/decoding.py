@@ -19,7 +19,7 @@ from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, rollout
 
-FIRST_ROOM = 256  # how many tokens after the prompt the first cache of a graph can take
+FIRST_ROOM = 256  # the first cache of fixed length has room for this many tokens after the prompt
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # PyTorch without CUDA has none
 
 
@@ -27,14 +27,14 @@ sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: No
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
-        is_graph = decode == "graph" and can_be_graphs(model, dtype)
+        is_graph = decode == "graph" and graph_decoding_works(model, dtype)
         with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
             yield
 
 
 def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
-    """Compute logits as training does: in fp32, without rounding them to the dtype of the weights. A model that changes
-    the output of its head is left as it is, because training, too, takes the logits that such a model returns."""
+    """Compute logits as training does: in fp32, without rounding them to the dtype of the weights. A model that
+    changes the logits after its head, for instance caps them, is left as it is: training uses its own logits too."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
     return in_fp32 if dtype != torch.float32 and head_returns_logits(model, ids) else nullcontext()
@@ -59,9 +59,9 @@ class GraphForward:
 
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
     tensors that stay in place. The keys and values go into a cache of fixed length. Whenever the cache has new tensors,
-    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph, the one after it
-    is captured, and the graph is replayed for all others. A full cache is doubled. It starts small, because attention
-    reads all of it for every token, whether it is filled or not."""
+    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph. At the second
+    token, the graph is captured. It is replayed for this token and for all later ones. A full cache is doubled. It
+    starts small, because attention reads all of it for every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens
@@ -70,7 +70,7 @@ class GraphForward:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
         layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
         if not isinstance(layers[0], StaticLayer):  # this call reads the prompts into a new cache
-            self.keys = self.graph = self.out = None  # frees the memory that earlier prompts took
+            self.seen_keys = self.graph = self.out = None  # frees the memory that earlier prompts took
             self.length = input_ids.shape[1]  # how many tokens each row has, with its prompt and padding
             self.final_length = self.length + self.max_tokens
             out = call(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
@@ -79,8 +79,8 @@ class GraphForward:
             make_static(layers, min(self.final_length, self.length + FIRST_ROOM))
             return out
         mask = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask  # (B, 1, 1, T)
-        if self.keys is not layers[0].keys:  # the cache has new tensors
-            self.keys, self.graph, self.out = layers[0].keys, None, None
+        if self.seen_keys is not layers[0].keys:  # the cache has new tensors
+            self.seen_keys, self.graph, self.out = layers[0].keys, None, None
             self.ids, self.positions, self.mask = input_ids.clone(), position_ids.clone(), mask.clone()
         self.ids[:], self.positions[:], self.mask[:] = input_ids, position_ids, mask
         call = partial(call, input_ids=self.ids, attention_mask=self.mask, position_ids=self.positions)
@@ -96,7 +96,7 @@ class GraphForward:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread is not captured
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread may go on
                     self.out = call()  # records the kernels without running them
             self.graph.replay()
         self.length += 1
@@ -112,18 +112,19 @@ def make_static(layers: list[CacheLayerMixin], length: int) -> None:
         layers[i].update(old.keys, old.values)
 
 
-def can_be_graphs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+def graph_decoding_works(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Return whether the model gives the same log-probs with `GraphForward` as without. Each model is tried once."""
-    if not hasattr(model, "can_be_graphs"):
-        # Pick three greedy tokens after each of two prompts of different length. No id is -1, so neither ends early.
+    if not hasattr(model, "graph_decoding_works"):
+        # Pick three greedy tokens after each of two prompts of different length. The end token is -1, which is no id,
+        # so no completion ends early.
         sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
         try:
             plain = [completion.logp for completion in sample()]
             with forward_replaced(model, GraphForward(model.forward, 3)):
                 graph = [completion.logp for completion in sample()]
             torch.testing.assert_close(graph, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
-            model.can_be_graphs = True
+            model.graph_decoding_works = True
         except Exception as error:
-            faults.warn(f"--decode graph: not used, {type(model).__name__} cannot be a graph: {error}".splitlines()[0])
-            model.can_be_graphs = False
-    return model.can_be_graphs
+            faults.warn(f"--decode graph: does not work with {type(model).__name__}: {error}".splitlines()[0])
+            model.graph_decoding_works = False
+    return model.graph_decoding_works

@@ -26,7 +26,8 @@ from infra.seeds import generator
 # The settings of plain LoRA that `save_adapters` writes to adapter_config.json. `read_adapters` accepts a setting in
 # three cases: it has the value given here, it is false or empty, or its name is in ANY.
 PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
-# These settings may have any value, because `read_adapters` uses them or they have no effect on plain LoRA.
+# These settings may have any value, because they are read when the adapters are loaded, or have no effect on plain
+# LoRA.
 ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
 ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
 
@@ -41,8 +42,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
-    """Freeze the model and add the same adapters on every rank. Sharded weights stay sharded, but every rank has all of
-    the adapters."""
+    """Freeze the model and add adapters, the same ones in every process. Sharded weights stay sharded, but every
+    process has all of the adapters."""
     model.requires_grad_(False)
     layers, random_numbers = linear_layers(model), generator("lora", seed)
     if not layers:
@@ -59,7 +60,7 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
 
 def _add(layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
     """Add what the adapter computes to the output y (..., out) of its layer. `addmm` multiplies and adds in one
-    operation, so that no second tensor of that size is made."""
+    operation, so that the product is not stored in a second tensor of that size."""
     if not layer.lora_on:
         return y
     low = nn.functional.linear(inputs[0], layer.lora_A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
@@ -102,7 +103,7 @@ def notes(model: PreTrainedModel) -> Iterator[str]:
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=ids, use_cache=False).logits.sum().backward()
     if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
-        yield f"{len(idle)} adapted layers were not called for a short input and might not learn: {', '.join(idle[:3])}"
+        yield f"{len(idle)} layers were not called in a trial: their adapters might not learn: {', '.join(idle[:3])}"
     model.zero_grad()
 
 
@@ -129,7 +130,7 @@ def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     about = json.loads((folder / "adapter_config.json").read_text())
     for name, value in about.items():
         if name not in ANY and value and value != PLAIN.get(name):
-            raise UserError(f"its {name} is {value}, but only plain LoRA can be loaded")
+            raise UserError(f"adapter_config.json sets {name} to {value}, but only plain LoRA can be loaded")
     return about, load_file(folder / "adapter_model.safetensors")
 
 

@@ -23,7 +23,7 @@ from fast.output_head import head_returns_logits
 from infra import faults, ranks
 from infra.lora import linear_layers
 from infra.model import empty_model, reads_together, weights_dtype
-from infra.shard import ranks_of_a_copy
+from infra.shard import ranks_per_copy
 from logprob import chunk_tokens
 from rollout import PROMPT_TOKENS
 
@@ -84,7 +84,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     parameters = sum(p.numel() for p in model.parameters())
     compute_bytes = 2 if config.dtype == "bfloat16" else 4
     weight_bytes = weights_dtype(config).itemsize
-    part = parameters / (ranks_of_a_copy(config.shard_size, world) if config.shard else 1)  # the shard of this rank
+    part = parameters / (ranks_per_copy(config.shard_size, world) if config.shard else 1)  # the shard of this rank
     adapters = config.lora_rank * sum(sum(layer.weight.shape) for layer in linear_layers(model).values())
     trained_parameters = adapters or part
     # Each weight of the model has a gradient in fp32, unless adapters are trained instead of the weights.
@@ -116,7 +116,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # sampler needs 30 bytes more: the sorted probability (4) and its id (8), the cumulative sum (4), the probability
     # after the cut, once in sorted order (4) and once in the order of the ids (4), and 6 for other cuts and for the
     # record of which ids are left.
-    distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.truncates else 0))  # bytes
+    distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.cuts_vocabulary else 0))  # bytes
 
     # Sharded weights are gathered for the head and for two layers at a time. These layers also have whole
     # gradients. The gradient of the head is counted below.

@@ -22,7 +22,7 @@ from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
 from infra.lora import add_adapters, read_adapters, set_adapters
 from infra.shard import make_mesh, shard
-from tasks import task_file
+from tasks import task_module
 
 # The end of an error message, for a checkpoint or saved adapters that are given as --model but cannot be trained.
 EVAL_ONLY = "can only be evaluated; for training, give whole weights (merge adapters into their base model first)"
@@ -40,7 +40,7 @@ class Opened:
     config: PretrainedConfig
     tokenizer: Any
     load: Callable[[], PreTrainedModel]  # loads the weights
-    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, when the model is on its device
+    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, once the model is on its device
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
@@ -83,14 +83,15 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # New adapters are saved with the name of their base model, and a checkpoint has no such name. The training of saved
-    # adapters cannot be continued in another run.
+    # Training is refused in two cases. If the checkpoint has adapters: their training cannot be continued in another
+    # run. If this run would add adapters: they are saved with the name of their base model, and a checkpoint has none.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
-    # Whatever the settings of this run are, the model gets adapters of the same size as in the run of the checkpoint.
+    # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.
     config = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    opened = open_model(settings.model or task_file(settings.task).model(settings), config)  # what its run started from
-    # With LoRA, a checkpoint contains only the adapters, so it is loaded after they have been added to the base model.
+    opened = open_model(settings.model or task_module(settings.task).model(settings), config)  # as its run did
+    # With LoRA, a checkpoint contains only the values of the adapters. So new adapters are added to the base model, and
+    # then get these values.
     if opened.adapt is not None:
         return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
@@ -165,7 +166,7 @@ def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, con
     with _explain_errors(name, "weights"):
         model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
     if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
-        raise UserError(f"--model {name}: its files lack {len(wrong)} of its config's weights: {', '.join(wrong[:3])}")
+        raise UserError(f"--model {name}: its files lack {len(wrong)} weights of this model: {', '.join(wrong[:3])}")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     # With --shard, these weights go into an empty model that is made from the config. If the config ties the head to
     # the embeddings, that model has one weight for both, and a second one in the files would be lost.
@@ -205,10 +206,9 @@ def _explain_errors(name: str, part: str) -> Iterator[None]:
 
 
 def reads_together(model: PreTrainedModel, length: int) -> bool:
-    """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py). A prompt
-    and one completion together have at most `length` tokens. The model is tried on two short completions. They cannot
-    reveal a sliding window that is longer than they are, so the configuration is searched for windows shorter than
-    `length`."""
+    """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py). This is
+    tried on two short completions. The trial cannot reveal a sliding window that is longer than they are. So a model
+    is refused if its configuration has a window shorter than `length`, the most tokens of a prompt and a completion."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):

@@ -1,7 +1,7 @@
-"""The functions through which ranks communicate. With a single process they do nothing.
+"""The functions through which ranks communicate. With a single process there is nothing to communicate.
 
 Every rank samples a part of a step's completions and trains on a part of them. Gradients are summed, never averaged,
-because the weight of each token in the loss is already divided by a number that counts the whole step, on all ranks.
+because the weight of each token in the loss is already divided by a total over all ranks (loss.py).
 With --shard, each rank also has only a part of the model (shard.py).
 """
 
@@ -32,17 +32,17 @@ def start(shard: bool = False) -> torch.device:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # The cache of a rollout grows with every token, which would fragment memory. PyTorch reads this setting when it
-        # first uses the GPU.
+        # The cache of a rollout grows with every token. Expandable segments keep this from fragmenting memory. PyTorch
+        # reads the setting when it first uses the GPU.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
-        # On an H100 or later, PyTorch would prefer the attention of cuDNN, which plans for 30 ms whenever it sees a new
+        # On an H100 or later, PyTorch would prefer the attention of cuDNN, which spends 30 ms on a plan for every new
         # shape. In a rollout, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         try:
-            # If this name is unknown, fail now. `rendezvous` would keep looking it up for half an hour.
+            # If no such host is known, fail now. `rendezvous` would keep looking it up for half an hour.
             socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
@@ -56,8 +56,8 @@ def start(shard: bool = False) -> torch.device:
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
-        # PyTorch connects the ranks in the first collective call. Make it now, so that a failure shows at once, and so
-        # that the memory that it needs is not counted as free later.
+        # PyTorch connects the ranks in the first collective call. Make one now: a failure then shows at once, and the
+        # memory of the connections is in use before the free memory is measured.
         dist.all_reduce(torch.zeros(1, device=device))
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -85,8 +85,9 @@ def share(n: int) -> range:
 
 
 def gather(own: list, same: dict[str, Any] | None = None) -> list:
-    """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank. If any rank
-    has other values in `same` than the first rank, all ranks fail and one of them reports which values differ."""
+    """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank. `same` has
+    values, by name, that must be equal on all ranks. If a rank's values differ from those of rank 0, all ranks fail,
+    and one of them reports which values differ."""
     parts = [(own, same or {})] * world()
     if dist.is_initialized():
         dist.all_gather_object(parts, (own, same or {}))  # replaces each element with that of its rank
@@ -117,9 +118,9 @@ def fail_together() -> Iterator[None]:
     except UserError as error:
         own = error
     messages = gather([None if own is None else str(own)])
-    for other, message in enumerate(messages):
+    for number, message in enumerate(messages):
         if message is not None:
-            raise own if other == rank() else faults.FailedElsewhere(message)
+            raise own if number == rank() else faults.FailedElsewhere(message)
 
 
 def sum_(tensor: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Models that do not fit on one GPU: PyTorch's FSDP2 splits weights, gradients, Adam and reference over the ranks.
+"""Models that do not fit on one GPU: PyTorch's FSDP2 splits weights, gradients, Adam's state and the reference model
+over the ranks.
 
 `fully_shard` leaves each rank 1/n of every tensor, in fp32. The weights of a layer are gathered right before they are
 used, in the dtype of the computation, and freed right after. Its gradients are summed over the ranks, in fp32, as soon
@@ -32,18 +33,18 @@ from config import UserError
 from infra import ranks
 
 
-def ranks_of_a_copy(shard_size: int, world: int) -> int:
-    """Return over how many ranks a copy of the model is split."""
+def ranks_per_copy(shard_size: int, world: int) -> int:
+    """Return the number of ranks over which a copy of the model is split."""
     return shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     """Return the ranks as a mesh of shape (copies, shards of a copy), or (shards,) if there is only one copy."""
     world = ranks.world()
-    sizes = ranks.gather([ranks_of_a_copy(size, world)])
+    sizes = ranks.gather([ranks_per_copy(size, world)])
     if len(set(sizes)) > 1 or world % sizes[0]:
-        found = f"{world} ranks cannot be split into copies of {sorted(set(sizes))} ranks"
-        raise UserError(f"--shard: {found}; give a --shard_size that divides the number of ranks on every machine")
+        found = f"{world} ranks cannot be divided into groups of {' or '.join(map(str, sorted(set(sizes))))} ranks"
+        raise UserError(f"--shard: {found}; on every machine, give a --shard_size that divides its number of ranks")
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
     # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the
@@ -58,39 +59,39 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
 
 
 def shard(
-    empty: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Shard an empty model, which is on the meta device, and fill it with the weights of `whole`. Only rank 0 has a
+    """Shard a model that is on the meta device, and fill it with the weights of `whole`. Only rank 0 has a
     `whole` model; on all other ranks it is None."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    units = [module for module in empty.modules() if type(module).__name__ in (empty._no_split_modules or ())]
-    units += [empty.get_input_embeddings(), empty.get_output_embeddings()]
-    # Modules that share a weight, such as tied embeddings, are not units. Their weights are gathered with those that
-    # belong to no unit, when the forward pass of `empty` starts.
+    units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    units += [model.get_input_embeddings(), model.get_output_embeddings()]
+    # Modules that share a weight, such as tied embeddings, are not units. Their weights, like all that belong to no
+    # unit, are gathered when the forward pass of the whole model starts.
     users = Counter(p for unit in units for p in unit.parameters())
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
-    for module in [*units, empty]:
-        # For the outermost module, `empty`, reshard_after_forward=True is not the default.
+    for module in [*units, model]:
+        # For the outermost module, `model`, reshard_after_forward=True is not the default.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks, not averaged
         module.set_force_sum_reduction_for_comms(True)  # the only way to sum with gloo
-    if hasattr(empty, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
-        empty.set_reduce_scatter_unused_params(True)
-    # `fully_shard` has replaced the class of the model by a subclass of FSDPModule and the original class. Give it the
-    # name of the original class, which is saved with the model.
-    sharded, original = type(empty), type(empty).__bases__[1]
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # for experts that no token of this rank was routed to
+        model.set_reduce_scatter_unused_params(True)
+    # `fully_shard` has given the model a new class, which inherits from both FSDPModule and the original class. Give it
+    # the name of the original class, which is saved with the model.
+    sharded, original = type(model), type(model).__bases__[1]
     sharded.__name__, sharded.__module__ = original.__name__, original.__module__
     # With this, the saved model has the same names for its weights as the files that were loaded.
-    empty._weight_conversions = getattr(whole, "_weight_conversions", None)
-    empty.to_empty(device=device)
-    empty.tie_weights()
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)
+    model.to_empty(device=device)
+    model.tie_weights()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(empty, whole.state_dict() if whole is not None else {}, options=options)
-    for name, buffer in empty.named_buffers():  # some buffers, such as rotary frequencies, are in no state dict
+    set_model_state_dict(model, whole.state_dict() if whole is not None else {}, options=options)
+    for name, buffer in model.named_buffers():  # some buffers, such as rotary frequencies, are in no state dict
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)
-    return empty
+    return model
 
 
 @contextmanager

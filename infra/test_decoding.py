@@ -178,5 +178,5 @@ def test_a_model_for_which_the_host_waits_is_not_captured(monkeypatch, capsys):
 
     model.model.register_forward_pre_hook(wait)
     sampled(model, SAMPLINGS[-1], "graph")
-    assert "--decode graph: not used, Qwen2ForCausalLM cannot be a graph: called a sync" in capsys.readouterr().err
+    assert "--decode graph: does not work with Qwen2ForCausalLM: called a sync" in capsys.readouterr().err
     assert modes == [0, 2, 0]

@@ -89,7 +89,7 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
     ("--data word", "word: the package datasets cannot read it: "),
-    ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 of its config's weights: "),
+    ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 weights of this model: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
     # The ids of generation_config.json, config.json ([1, 99]) and the tokenizer, in this order.
     ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must be token ids from 0 to 8"),

@@ -197,7 +197,7 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 MORE_THAN_PLAIN = dict(use_dora=True, rank_pattern={"q_proj": 2}, bias="all", modules_to_save=["head"], peft_type="IA3")
 REFUSED = [  # what changes in adapter_config.json -> the error
-    *[({name: x}, f"its {name} is {re.escape(str(x))}, but only plain") for name, x in MORE_THAN_PLAIN.items()],
+    *[({name: x}, f"sets {name} to {re.escape(str(x))}, but only plain") for name, x in MORE_THAN_PLAIN.items()],
     (dict(r=None), "its adapters cannot be loaded: TypeError"),
     (dict(base_model_name_or_path="/was/moved"), "/was/moved: there is no such folder"),
 ]

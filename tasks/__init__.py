@@ -89,7 +89,7 @@ def task_names() -> list[str]:
     return sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith(("_", "test_")))
 
 
-def task_file(name: str) -> ModuleType:
+def task_module(name: str) -> ModuleType:
     """Import the file of a task and return the module. It has load, and perhaps DEFAULTS and model."""
     name, colon, _ = name.partition(":")  # only gym:NAME has a colon
     if name not in task_names() or (colon and name != "gym"):
@@ -105,14 +105,14 @@ def task_file(name: str) -> ModuleType:
 def task_defaults(name: str, model: str | None) -> dict:
     """Return the settings that suit the task. If the user gives another model than the task's own small one, the
     learning rate is that of a real model, because the rate that suits the small one is too high for others."""
-    file = task_file(name)
+    file = task_module(name)
     slower = {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]} if model and hasattr(file, "model") else {}
     return REAL_MODEL_DEFAULTS | getattr(file, "DEFAULTS", {}) | slower
 
 
 def load_task(config: Config) -> Task:
     """Load the task, and replace its rows, rewards and reply function with those that the user gives."""
-    task = task_file(config.task).load(config)
+    task = task_module(config.task).load(config)
     task.max_steps = config.steps
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0

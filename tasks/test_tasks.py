@@ -13,7 +13,7 @@ import tasks
 from batch import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks import Task, load_task, score, task_defaults, task_file, task_names
+from tasks import Task, load_task, score, task_defaults, task_module, task_names
 from tasks._characters import EOS_ID, char_tokenizer
 
 NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "guess", "gym", "math", "sorting", "tldr"]
@@ -62,7 +62,7 @@ def test_names_and_defaults_of_the_tasks():
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config"):
         with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):
-            task_file(name)
+            task_module(name)
 
 
 def test_one_new_file_is_a_task(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
     with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
-        task_file("other")
+        task_module("other")
 
 
 @pytest.fixture

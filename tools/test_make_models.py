@@ -6,7 +6,7 @@ import re
 import pytest
 
 from config import Config
-from tasks import guess, task_file
+from tasks import guess, task_module
 from tasks._characters import EOS, char_tokenizer, held_out
 from tools.make_models import RECIPES, training_parts
 
@@ -20,7 +20,7 @@ def result_of(prompt: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "guess"])
 def test_answers_are_right_and_prompts_not_held_out(name):
-    task, rng = task_file(name), random.Random(0)
+    task, rng = task_module(name), random.Random(0)
     tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):
         prompt, completion = RECIPES[name].line(rng)
