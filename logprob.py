@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fast.output_head import Sets, score_tokens
+from fast.output_head import SetsOfRow, score_tokens
 from fast.shared_prompts import model_inputs
 
 
@@ -34,7 +34,7 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
-    kept: Sequence[Sets] | None = None,
+    kept: Sequence[SetsOfRow] | None = None,
     together: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T).

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import logprob
 from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, rounding, tiny_model
 from fast import output_head
-from fast.output_head import forward_replaced, head_returns_logits
+from fast.output_head import forward_replaced, returns_head_output
 from infra.model import reads_together
 from logprob import token_logprobs
 
@@ -95,7 +95,7 @@ def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
     assert reads_together(model, 12) == (name not in NOT_SHARED)
     ways = [None] if name in NOT_SHARED else [None, [2, 3], [1, 1, 3]]
     assert_equals_reference(model, coarsest, ways)
-    assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
+    assert returns_head_output(model, IDS) == (name not in CHANGES_LOGITS)
     if name not in CHANGES_LOGITS:
         monkeypatch.setitem(output_head._returns_logits, model, False)
         assert_equals_reference(model, coarsest, ways)
@@ -140,7 +140,7 @@ def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyP
         unrounded_logits = forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head))
         with unrounded_logits if name == "qwen2" else nullcontext():
             expected = reference(model, temperature=0.7)
-    assert head_returns_logits(model, IDS) == (name not in CHANGES_LOGITS)
+    assert returns_head_output(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
     # Allow one rounding for each of the two layers.
     assert distance(gradient(model, logp, entropy), gradient(model, *expected)) < 2 * torch.finfo(torch.bfloat16).eps
@@ -278,7 +278,7 @@ def test_a_model_that_was_changed(name: str, how: str):
     # other change, this is None, and scoring must leave no `forward` behind.
     forward = vars(model.lm_head).get("forward")
     assert_equals_reference(model, torch.float64 if name in ALL_IN_FLOAT64 else torch.float32)
-    assert head_returns_logits(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
+    assert returns_head_output(model, IDS) == (name == "qwen2"), "any other model must compute its own logits"
     assert vars(model.lm_head).get("forward") is forward and model.training
 
 

@@ -16,9 +16,9 @@ computes the logits of each chunk again. Logits are in fp32 even if states and w
 logit of 20 to bf16 would change it by up to 0.06.
 
 Replacing the output of the head is right only if the model returns it unchanged, but some models cap or scale it. So
-the head's output and the model's logits are compared once for each model, on a short input. If they differ, the model's
-logits are used, one row at a time, which is slower but right for every model. Left out: an output head that is split
-over devices.
+each model is tried once, on a short input: the head returns made-up values, which must come back as the model's logits.
+If they do not, the model's logits are used, one row at a time, which is slower but right for every model. Left out: an
+output head that is split over devices.
 """
 
 import inspect
@@ -34,7 +34,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
-Sets = Sequence[Sequence[int] | None]  # for each position the ids of its kept set, or None for the whole vocabulary
+# For each position of a row, the ids of its kept set, or None for the whole vocabulary.
+SetsOfRow = Sequence[Sequence[int] | None]
 
 
 def score_tokens(
@@ -42,7 +43,7 @@ def score_tokens(
     inputs: dict[str, Tensor],
     predictors: Tensor,
     targets: Tensor,
-    sets: list[tuple[Sets, int]] | None = None,
+    sets: list[tuple[SetsOfRow, int]] | None = None,
     *,
     temperature: float,
     chunk: int,
@@ -52,9 +53,9 @@ def score_tokens(
     """Return the log-prob and the entropy of each target, (n, 2).
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
-    of these R * L tokens. sets[i] is a pair (sequence, index): the kept set of target i is sequence[index]. It is
-    looked up only when the chunk of target i is computed, because the ids of all sets may take more memory than
-    the logits of a chunk.
+    of these R * L tokens. sets[i] says where the kept set of target i is: (sets_of_row, position) stands for
+    sets_of_row[position]. It is looked up only when the chunk of target i is computed, because the ids of all sets may
+    take more memory than the logits of a chunk.
     """
 
     def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
@@ -63,7 +64,7 @@ def score_tokens(
         how = temperature, chunk, with_entropy, entropy_grad
         return _ScoreTokens.apply(x, weight, bias, targets[part], part_sets, *how)
 
-    path = _from_head if head_returns_logits(model, inputs["input_ids"]) else _from_logits
+    path = _from_head if returns_head_output(model, inputs["input_ids"]) else _from_logits
     return path(model, inputs, predictors, score)
 
 
@@ -106,7 +107,7 @@ def _from_head(model: nn.Module, inputs: dict[str, Tensor], predictors: Tensor, 
 _returns_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def head_returns_logits(model: nn.Module, ids: Tensor) -> bool:
+def returns_head_output(model: nn.Module, ids: Tensor) -> bool:
     """Return whether the model has a plain linear head and returns its output unchanged. Each model is tried once."""
     if model not in _returns_logits:
         head, seen = model.get_output_embeddings(), []
@@ -147,7 +148,8 @@ class _ScoreTokens(torch.autograd.Function):
     """Compute (n, 2) from states (n, H), a linear head and targets (n,). Without a head, the states are logits (n, V).
 
     The head is used in the dtype of the states. The gradient of its weight has the dtype of the weight, which is fp32
-    under autocast. Let p = softmax(z), and let q be the softmax over the target's kept set only (q = p without a set):
+    under autocast. Let z be the logits divided by the temperature, let p = softmax(z), and let q be the softmax over
+    the target's kept set only (q = p without a set):
 
         d logp / dz = onehot(target) - q,      d entropy / dz = -p (log p + entropy)
     """
@@ -183,20 +185,20 @@ class _ScoreTokens(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # d_z has three terms: g_logp * onehot, -g_logp * q, and the gradient of the entropy. g_p is the factor of
-            # -p in the second term. Without sets, q is p, so the factor is g_logp. With sets, q is 0 outside of the
-            # set, so the term is computed for the ids of the set only, as d_set, and the factor is 0.
-            g_p = g_logp
+            # d_z has three terms: g_logp * onehot, -g_logp * q, and the gradient of the entropy. Without sets, q is p,
+            # so the second term is -p_factor * p with p_factor = g_logp. With sets, q is 0 outside of the set, so the
+            # term is computed for the ids of the set only, as d_set, and p_factor is 0.
+            p_factor = g_logp
             if sets is not None:
                 ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
-                d_set, g_p = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
-            if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + g_p), in the memory of log_p
+                d_set, p_factor = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
+            if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + p_factor), in the memory of log_p
                 p = log_p.exp()
                 entropy = _entropy(p, log_p)[:, None]
-                d_z = log_p.add_(entropy).mul_(-g_entropy).sub_(g_p).mul_(p)
+                d_z = log_p.add_(entropy).mul_(-g_entropy).sub_(p_factor).mul_(p)
                 del p
             else:
-                d_z = log_p.exp_().mul_(-g_p)
+                d_z = log_p.exp_().mul_(-p_factor)
             if sets is not None:
                 d_z.scatter_add_(1, ids, d_set)
                 del ids, log_p_of_set, d_set
@@ -225,15 +227,15 @@ def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, tem
     return torch.log_softmax(z, dim=-1)
 
 
-def _log_p_of_sets(log_p: Tensor, sets: list[tuple[Sets, int]]) -> tuple[Tensor, Tensor]:
+def _log_p_of_sets(log_p: Tensor, sets: list[tuple[SetsOfRow, int]]) -> tuple[Tensor, Tensor]:
     """Return the ids of each set and their log_p, both (n, K), for log_p (n, V). K is the size of the largest set.
     Smaller sets are padded with id 0 and a log_p of -inf."""
-    found = [sequence[t] for sequence, t in sets]
+    found = [sets_of_row[position] for sets_of_row, position in sets]
     all_ids = torch.arange(log_p.shape[1])  # for targets without a set
     ids = [torch.as_tensor(all_ids if kept is None else kept, dtype=torch.int32) for kept in found]
-    ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
-    at = ids.clamp(min=0).long()
-    return at, log_p.gather(1, at).masked_fill_(ids < 0, -torch.inf)
+    padded = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
+    ids = padded.clamp(min=0).long()
+    return ids, log_p.gather(1, ids).masked_fill_(padded < 0, -torch.inf)
 
 
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
@@ -242,7 +244,8 @@ def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear with factors in bf16 but products and sums in fp32 (or in fp64 if the factors are in fp64)."""
+    """Compute F.linear with products and sums in fp32 (in fp64 if the factors are in fp64), also if they are in
+    bf16."""
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda and x.dtype != dtype:  # about ten times faster than casting the factors

@@ -68,7 +68,7 @@ def save(
     first = ranks.rank() == 0
     tensors_of_state: dict[str, Tensor] = {}  # `_as_json` adds the tensors to it
     parts = {part: trained(model) for part, model in models.items()}
-    if optimizer.state:  # if there is none yet, the next line would make an update to create it
+    if optimizer.state:  # before the first update there is none, and the next line would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
         for part, tensors in parts.items():
@@ -112,7 +112,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     --shard may differ from those of the run that saved it."""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    parts, flat = {part: trained(model) for part, model in models.items()}, {}
+    flat, parts = {}, {part: trained(model) for part, model in models.items()}
     if (folder / "optimizer").exists():
         # This makes PyTorch create the optimizer's state, by an update at a learning rate of 0.
         flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
@@ -129,7 +129,8 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     for part, tensors in parts.items():
         dcp.load(tensors, storage_reader=readers[part])
     if flat:
-        # Numbers were saved as tensors, so turn them back. What was not saved stays as it is in `flat`.
+        # Numbers were saved as tensors, so turn them back. The settings of the parameter groups, which were not saved,
+        # come from `flat`.
         loaded = {name: x if isinstance(flat[name], Tensor) else x.item() for name, x in parts["optimizer"].items()}
         state_dict.set_optimizer_state_dict(models["model"], optimizer, flat | loaded, options=FLAT)
     return about["cursor"], about["state"]
@@ -156,8 +157,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # For each number, every rank writes one file, which has this rank's parts of the tensors with that number. So these
-    # tensors may have FILE_BYTES times the number of ranks.
+    # For each file number, every rank writes one file, with its own parts of the tensors that have this number. So the
+    # tensors of one number may take FILE_BYTES bytes on each rank.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -179,8 +180,8 @@ def check(folder: Path) -> None:
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
     """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    of a class in RECORDS is described by its fields. Any other object becomes a tensor, or raises an error if it
-    cannot. If it becomes a tensor but its class is not in ARRAYS, `_from_text` raises an error."""
+    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. What cannot be converted
+    raises an error here, and what is of a class that is not in ARRAYS raises one in `_from_text`."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)
@@ -202,7 +203,7 @@ def _from_text(text: str, tensors: dict[str, Tensor]) -> dict:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Save the trained model, or only its adapters with LoRA. All ranks must call this. The first one writes."""
+    """Save the trained model. With LoRA, save only its adapters. All ranks must call this. The first one writes."""
     weights = whole_weights(model) if isinstance(model, FSDPModule) and not adapted_layers(model) else None
     with whole_folder(folder) as partial_folder:
         if ranks.rank() > 0:
@@ -224,14 +225,14 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Create a temporary folder for the ranks to write into. At the end of the block, flush it to disk and rename it to
-    `folder`. If anything fails, `folder` stays as it was, and the next start of the run deletes the temporary one."""
+    `folder`. If the block fails, `folder` stays as it was, and the next start of the run deletes the temporary one."""
     partial_folder, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     if first:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
-    ranks.gather([])  # no rank writes before the folder exists
+    ranks.gather([])  # waits for all ranks: none writes before the folder exists
     yield partial_folder
-    ranks.gather([])  # all ranks have written
+    ranks.gather([])  # waits until all ranks have written
     if first:
         for path in [*partial_folder.rglob("*"), partial_folder]:
             flush(path)

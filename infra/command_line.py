@@ -42,7 +42,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         out = Path(given.get("out", "")).expanduser()
         others = Config()
         if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
-            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # resume it, do not start over
+            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # now resume it
         config = dataclasses.replace(others, **given)
         ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     except (UserError, OSError, ValueError) as error:
@@ -139,7 +139,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. Each switch that has no effect with it must have its default, or the value of the preset.
+    # The objective. A switch that it does not read must have its default value, or the value that --algorithm sets.
     unread = set().union(*SWITCHES_READ.values()) - set(SWITCHES_READ[config.objective])
     for name in sorted(unread):
         if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
@@ -150,8 +150,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
-    has_delta = config.delta is not None and config.objective == "clip"
-    if has_delta and (config.ratio == "geometric" or config.delta <= 1 + config.epsilon_high):
+    clips_with_delta = config.delta is not None and config.objective == "clip"
+    if clips_with_delta and (config.ratio == "geometric" or config.delta <= 1 + config.epsilon_high):
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and cannot be used with --ratio geometric"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
@@ -181,7 +181,7 @@ def contradictions(config: Config) -> Iterator[str]:
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: has no effect without --{other}"
     if not config.keep_set and not config.cuts_vocabulary:
-        yield "--keep_set: false has no effect without --top_p, --top_k or --min_p; leave it out"
+        yield "--keep_set false: has no effect without --top_p, --top_k or --min_p; leave --keep_set out"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from fast.output_head import forward_replaced, head_returns_logits, linear_in_fp32
+from fast.output_head import forward_replaced, returns_head_output, linear_in_fp32
 from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, rollout
@@ -37,7 +37,7 @@ def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContex
     changes the logits after its head, for instance caps them, is left as it is: training uses its own logits too."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
-    return in_fp32 if dtype != torch.float32 and head_returns_logits(model, ids) else nullcontext()
+    return in_fp32 if dtype != torch.float32 and returns_head_output(model, ids) else nullcontext()
 
 
 @contextmanager

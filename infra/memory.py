@@ -19,7 +19,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from batch import Batch, Limits, micro_batches
 from config import Config, UserError, with_budgets
-from fast.output_head import head_returns_logits
+from fast.output_head import returns_head_output
 from infra import faults, ranks
 from infra.lora import linear_layers
 from infra.model import empty_model, reads_together, weights_dtype
@@ -27,8 +27,8 @@ from infra.shard import ranks_per_copy
 from logprob import chunk_tokens
 from rollout import PROMPT_TOKENS
 
-ROOM = 0.8  # the budgets may fill this share of the free memory
-MOST_ROLLOUT_TOKENS = 1 << 22  # a larger rollout gains little: most time is spent on reading the cache
+ROOM = 0.8  # the plan may fill this share of the free memory
+MOST_ROLLOUT_TOKENS = 1 << 22  # beyond this, reading the cache takes most of the time, and it grows too
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
 SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micro_batch_tokens, --max_completion_length"
 
@@ -47,7 +47,7 @@ class Costs:
     head: float  # the backward pass of the output head; it is over before that of the layers starts
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
-    length: int  # of the longest prompt with a completion of full length
+    length: int  # tokens of the longest prompt and a completion of full length
     sampled: float  # the most completions that a rank samples
     trained: float  # the most completions that a rank trains on
     checkpoints: float  # all checkpoints on disk, of all ranks
@@ -69,7 +69,7 @@ def limits(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limit
     once for each row (fast/output_head.py). If such a model is sharded, each micro-batch is a single row. The reason is
     that all ranks must call a sharded model equally often. They have equally many micro-batches, but these may have
     different numbers of rows."""
-    if config.shard and not head_returns_logits(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
+    if config.shard and not returns_head_output(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     can_share_rows = reads_together(model, longest_prompt + config.max_completion_length)
     # Limits needs the hidden size only to decide which completions share a row. With None, none of them do.
@@ -92,15 +92,16 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     adam = 8 * trained_parameters if config.steps != 0 else 0  # bytes
     # Bytes of the reference. With adapters there is none, because they can be switched off.
     reference = weight_bytes * part if config.beta and not adapters else 0
-    # Bytes of the copy that a rollout or an update makes, in the dtype of the computation. Adapters are in fp32 and are
-    # always counted. The weights of the model are copied only if they are in a larger dtype, or if they are sharded.
+    # Bytes of the adapters and weights that a rollout or an update copies, in the dtype of the computation. Adapters
+    # are in fp32 and are always counted. The weights are copied only if they are in a larger dtype, or if they are
+    # sharded.
     copy = compute_bytes * (adapters + (parameters if compute_bytes < weight_bytes or config.shard else 0))
     text = model_config.get_text_config()
     layers, h, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     feed_forward = getattr(text, "intermediate_size", None) or 4 * h
-    all_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none, and needs a smaller cache than this
-    heads = getattr(text, "num_key_value_heads", None) or all_heads
-    head_size = getattr(text, "head_dim", None) or h // all_heads
+    query_heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
+    key_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    head_size = getattr(text, "head_dim", None) or h // query_heads
 
     length = longest_prompt + config.max_completion_length
     trained = config.prompts_per_step * config.num_generations
@@ -110,7 +111,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     kept_tokens = [min(length, getattr(layer, "sliding_window", length)) for layer in DynamicCache(config=text).layers]
     head_bytes = 2 * head_size * compute_bytes  # the key and the value of a token, in one head
     # For some models, such as Mamba, DynamicCache has no layers. Then every layer counts with the full length.
-    cache = head_bytes * heads * (sum(kept_tokens) if kept_tokens else layers * length)  # bytes, for one completion
+    cache = head_bytes * key_heads * (sum(kept_tokens) if kept_tokens else layers * length)  # bytes, for one completion
     # For each id, the sampler has its logit, the logit in fp32, the probability, and a copy of the probability. The
     # copy is made on a GPU, where the sampler divides the ids into blocks (rollout.py). To cut the distribution, the
     # sampler needs 30 bytes more: the sorted probability (4) and its id (8), the cumulative sum (4), the probability
@@ -118,15 +119,15 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # record of which ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.cuts_vocabulary else 0))  # bytes
 
-    # Sharded weights are gathered for the head and for two layers at a time. These layers also have whole
-    # gradients. The gradient of the head is counted below.
+    # Sharded weights are gathered for the output head and for two layers at a time. These layers also have whole
+    # gradients. The gradient of the output head is counted below.
     gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
     gathered += 2 * (compute_bytes + gradient_bytes) * (parameters - vocabulary * h) / layers
     # For each token, there are three integers (its id and two masks), four fp32 numbers (the log-probs of the sampler,
     # the old policy and the reference, and the sampler's entropy), and an fp64 weight.
     batch = trained * length * (3 * 8 + 4 * 4 + 8)  # bytes
     chunk = chunk_tokens(torch.cuda.is_available())
-    between_bytes = compute_bytes if config.shard else weight_bytes  # of one element of the hidden states
+    hidden_bytes = compute_bytes if config.shard else weight_bytes  # bytes of one element of the hidden states
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # `mask` is how many entries the attention mask has for a token: as many as its row has tokens. If a layer has
     # a sliding window, each row is one completion with its prompt. Otherwise only shared rows have a mask. Such a row
@@ -134,37 +135,37 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
     # Bytes that a layer saves for its backward pass, for each token. Each norm saves its input, as it is and in fp32.
-    # Attention and the feed-forward part each save one vector, the input of their products with weights. 2.5
-    # instead of 2 are counted, to stay on the safe side.
-    layer = h * (norms * (between_bytes + 4) + 2.5 * between_bytes)
-    # It also saves query, key, value and output of each head, four vectors of the feed-forward part, and the mask, with
-    # its entries as numbers.
-    layer += compute_bytes * (4 * all_heads * head_size + 4 * feed_forward + mask)
-    # `saved` counts those of these bytes that stay in memory from the forward to the backward pass. With gradient
+    # Attention and the feed-forward part each save the input of their first linear layers, one vector. Instead of
+    # these 2 vectors, 2.5 are counted, to stay on the safe side.
+    layer = h * (norms * (hidden_bytes + 4) + 2.5 * hidden_bytes)
+    # It also saves query, key, value and output of each head, four vectors of the feed-forward part, and the mask as
+    # numbers.
+    layer += compute_bytes * (4 * query_heads * head_size + 4 * feed_forward + mask)
+    # `saved` is the part of `layer` that stays in memory from the forward to the backward pass. With gradient
     # checkpointing, only the input of the layer stays, and the rest is computed again, for one layer at a time.
-    saved = h * between_bytes if config.gradient_checkpointing else layer
+    saved = h * hidden_bytes if config.gradient_checkpointing else layer
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
         # To compute a token, the keys and values of one layer at a time are copied. With padded prompts they are also
-        # repeated for the query heads that share them. Then come the logits in fp32 (4 bytes each). All this is freed
+        # repeated for the query heads that share them. The logits in fp32 (4 bytes each) are added. All this is freed
         # before the sampler needs the distribution of the token.
-        row=cache + max(head_bytes * all_heads * length + 4 * vocabulary, distribution),
-        # Three vectors of the feed-forward part; three of the size that layers pass on; query, key, value and output of
+        row=cache + max(head_bytes * query_heads * length + 4 * vocabulary, distribution),
+        # Three vectors of the feed-forward part; three vectors of the hidden size; query, key, value and output of
         # all heads (keys and values are repeated for them); a row of the mask, as truth values and as numbers.
-        read=compute_bytes * (3 * feed_forward + 3 * h + 4 * all_heads * head_size + longest_prompt) + longest_prompt,
+        read=compute_bytes * (3 * feed_forward + 3 * h + 4 * query_heads * head_size + longest_prompt) + longest_prompt,
         # The gradients; gathered or converted weights; the batch; and, unless the head is frozen, a second gradient of
         # its weight: that of the current micro-batch, until it is added to the sum of the earlier ones.
         update=4 * trained_parameters + (gathered if config.shard else copy) + batch + gradient_bytes * h * vocabulary,
         # What all layers save; embeddings, last norm, input of the head and its gradient; the mask as truth values.
-        token=layers * saved + 2 * h * (between_bytes + compute_bytes) + mask,
+        token=layers * saved + 2 * h * (hidden_bytes + compute_bytes) + mask,
         # The larger of two amounts. The forward pass has the logits and log-probs of a chunk. The backward pass has the
         # log-probs of a chunk, the gradient of its logits, and what it adds to the gradient of the head's weight.
         head=vocabulary * max((4 + 4) * chunk, (4 + compute_bytes) * chunk + gradient_bytes * h),
         # With adapters, the input of each linear layer gets two gradients, one of them from the adapter. Both are in
         # memory until they are added. The largest such input is in the feed-forward part.
         layer=layer + (compute_bytes * feed_forward if adapters else 0),
-        # The part of a rank may begin and end in the middle of a prompt's completions.
+        # A rank's share of the completions may begin and end in the middle of those of a prompt: hence one prompt more.
         prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (1 if world > 1 else 0),
         length=length,
         sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
@@ -184,7 +185,8 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
-        # Try both budgets at once, as `part` depends on only one. `with_budgets` keeps a budget that the user gave.
+        # Both budgets get the value to try, because `part` depends on only one of them. `with_budgets` keeps a budget
+        # that the user gave.
         while 2 * tokens <= most and needed(with_budgets(config, 2 * tokens, 2 * tokens), cost)[part] <= room:
             tokens *= 2
         return tokens
@@ -200,7 +202,7 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     # and at least one whole prompt is counted.
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
     reading = min(prompts * prompt_length, at_once) * cost.read
-    reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read
+    reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read, or a little more
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
@@ -229,7 +231,7 @@ def plan_line(config: Config, cost: Costs, free: float) -> str:
         disk = shutil.disk_usage(next(path for path in (out, *out.parents) if path.exists())).free
         line += f"; checkpoints up to {readable(cost.checkpoints)} on disk, where {readable(disk)} are free"
     if least > free:
-        raise UserError(f"{line}. It needs at least {readable(least)}: {SMALLER}")
+        raise UserError(f"{line}. The run needs at least {readable(least)} of memory: {SMALLER}")
     return line if most <= free else f"{line}. What does not fit is computed in smaller parts"
 
 
@@ -271,11 +273,11 @@ def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
 def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if run.config.shard:
         raise UserError(f"out of memory in an update: with --shard one rank cannot start again by itself: {SMALLER}")
-    tried = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
-    if not tried:
+    splittable = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
+    if not splittable:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
-    # limit is half of the tokens in that micro-batch, counted without padding. With padding, that micro-batch certainly
-    # exceeds the new limit, so it is split.
-    run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in tried)) // 2
+    # limit is half of the tokens in that micro-batch. They are counted without padding, but the limit counts padding
+    # too. So that micro-batch certainly exceeds the new limit, and is split.
+    run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in splittable)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -26,7 +26,7 @@ def exact_interval(k: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
     observe k or fewer would be alpha / 2."""
 
     def share_at(count: int, probability: float) -> float:
-        """Return the true share with which `count` or more are observed with the given probability."""
+        """Return the true share for which the probability to observe `count` or more is `probability`."""
         low, high = 0.0, 1.0
         for _ in range(60):
             share = (low + high) / 2
@@ -49,8 +49,9 @@ def sign_test(only_first: int, only_second: int) -> float:
 
 
 def main(folder: Path) -> None:
-    # The last two columns are shares of the paid answers.
-    print("| beta | seed | lax rises by | strict rises by | only lax rises | paid, 31 to 40 | untrue | unread |")
+    # "paid" is the share of answers that the lax judge pays in steps 31 to 40. The last two columns are shares of
+    # these.
+    print("| beta | seed | lax rises by | strict rises by | only lax rises | paid | untrue | unreadable |")
     print("|---|---|---|---|---|---|---|---|")
     only_lax_rises = {}
     for file in sorted(folder.glob("*/metrics.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name)):
@@ -61,12 +62,12 @@ def main(folder: Path) -> None:
         lax, strict = rise(lines, LAX), rise(lines, STRICT)
         only_lax_rises[beta, seed] = lax >= RISE and strict < RISE
         said = "yes" if only_lax_rises[beta, seed] else "no"
-        last = [line for line in lines if line["step"] > 30]
+        last = [line for line in lines if 31 <= line["step"] <= 40]
         paid = mean(line[LAX] for line in last)
         paid_untrue = mean(line["logged/paid_untrue"] for line in last)
-        # These are the untrue answers and those that the strict judge cannot read.
-        paid_not_true = mean(line["logged/paid_not_true"] for line in last)
-        shares = f"{paid_untrue / paid:.2f} | {(paid_not_true - paid_untrue) / paid:.2f}"
+        # The log's "paid_not_true" counts the untrue answers and those that the strict judge cannot read.
+        paid_untrue_or_unreadable = mean(line["logged/paid_not_true"] for line in last)
+        shares = f"{paid_untrue / paid:.2f} | {(paid_untrue_or_unreadable - paid_untrue) / paid:.2f}"
         print(f"| {beta} | {seed} | {lax:+.3f} | {strict:+.3f} | {said} | {paid:.3f} | {shares} |")
     for beta in sorted({beta for beta, _ in only_lax_rises}):
         verdicts = [verdict for (beta_of_run, _), verdict in only_lax_rises.items() if beta_of_run == beta]
@@ -75,10 +76,11 @@ def main(folder: Path) -> None:
         print(f"\nbeta {beta}: only lax rises in {k} of {n} seeds (95 %: {low:.2f} to {high:.2f})")
     seeds = [seed for beta, seed in only_lax_rises if beta == "0" and ("0.02", seed) in only_lax_rises]
     pairs = [(only_lax_rises["0", seed], only_lax_rises["0.02", seed]) for seed in seeds]
-    # A run cheats if only lax rises in it. Count the seeds of which only the run with beta 0 cheats, or only the other.
+    # A run cheats if only lax rises in it. Each seed has two runs. Count the seeds in which only the run with beta 0
+    # cheats, and those in which only the run with beta 0.02 cheats.
     with_0, with_002 = pairs.count((True, False)), pairs.count((False, True))
     test = sign_test(with_0, with_002)
-    print(f"\n{len(pairs)} pairs: only with 0 in {with_0}, only with 0.02 in {with_002}; sign test {test:.2f}")
+    print(f"\n{len(pairs)} pairs: only beta 0 cheats in {with_0}, only beta 0.02 in {with_002}; sign test {test:.2f}")
 
 
 if __name__ == "__main__":
