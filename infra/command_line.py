@@ -41,7 +41,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         given = {name: x for name, x in vars(parser.parse_args(words)).items() if name != "config"}
         out = Path(given.get("out", "")).expanduser()
         others = Config()
-        if "out" in given and not given.get("overwrite") and run_folder.made_steps(out) is not None:
+        if "out" in given and not given.get("overwrite") and run_folder.kept_steps(out) is not None:
             others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # now resume it
         config = dataclasses.replace(others, **given)
         ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from fast.output_head import forward_replaced, returns_head_output, linear_in_fp32
+from fast.output_head import forward_replaced, linear_in_fp32, returns_head_output
 from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, rollout

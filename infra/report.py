@@ -36,7 +36,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.length for completion in completions]
-    # `written` says which tokens the model wrote. It is None unless the task replies to the model.
+    # `written` says which tokens the model wrote, and `length` counts these. It is None if the task does not reply.
     in_turns = [completion for completion in completions if completion.written is not None]
     # Either every group has `right` or none has. So this list is as long as `lengths`, or empty.
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
@@ -52,7 +52,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
         "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        "rejected_groups": mean(not group.has_signal for group in groups),  # share without a signal
+        "rejected_groups": mean(not group.has_signal for group in groups),  # without a signal, replaced or not
         "groups_replaced": sum(group.advantages is None for group in groups),  # a replaced group has none
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
@@ -60,13 +60,13 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
 
 
 def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
-    """Average each metric over the values that rewards and `run.log` have logged for it in this step."""
+    """Average each metric over the values that reward functions and `run.log` have logged for it in this step."""
     return {name: mean(x for other, x in logged if other == name) for name in sorted({name for name, _ in logged})}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
-    """Compute the metrics of the updates of a step. An update is given by its loss and its gradient norm, which are the
-    same on all ranks, and by a pair (sum, count) for every other metric, which covers this rank only. The loss and the
+    """Compute the metrics of the updates of a step. Each update is (loss, gradient norm, other metrics). The first two
+    are the same on all ranks. Each of the other metrics is a pair (sum, count) of this rank only. The loss and the
     gradient norm are averaged over the updates. The other metrics are means over all tokens or completions that the
     updates trained on, or maxima. If the optimizer has several groups of parameters, each has its own learning rate."""
     losses, grad_norms, totals = zip(*updates, strict=True)
@@ -125,8 +125,8 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
     """Compute checksums that `ranks.gather` compares, because all ranks must train on the same values. They may differ
-    if you change the code so that it draws random numbers, reads a clock, or puts something into `run.state` that
-    depends on the rank."""
+    if you add code whose result depends on the rank, for instance because each rank draws its own random numbers, reads
+    its own clock, or has other values in `run.state`."""
     tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}
     return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in tensors.items()}
 
@@ -161,7 +161,7 @@ class RunLog:
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
         cfg, defaults = self.config, vars(Config())
-        self.say(f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'its own model'}")
+        self.say(f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'a model of its own'}")
         self.say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
         self.say(", ".join(f"{name} {x}" for name, x in vars(cfg).items() if x != defaults[name]))
         for note in notes:
@@ -180,12 +180,12 @@ class RunLog:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
         if self.quiet:
             return
-        pairs = [("train", group, i) for group in groups for i in range(len(group.rewards))]
+        shown = [("train", group, i) for group in groups for i in range(len(group.rewards))]
         count = self.config.samples_per_step
-        if 0 <= count < len(pairs):  # spread evenly over the step
-            pairs = [pairs[i * len(pairs) // count] for i in range(count)]
-        pairs += [("eval", group, 0) for group in evaluated[:2]]
-        append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *pair) for pair in pairs])
+        if 0 <= count < len(shown):  # spread evenly over the step
+            shown = [shown[i * len(shown) // count] for i in range(count)]
+        shown += [("eval", group, 0) for group in evaluated[:2]]
+        append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *one) for one in shown])
         append(self.out / "metrics.jsonl", [metrics])
         if self.track:
             self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
@@ -193,15 +193,15 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. `groups` has no replaced groups, so all
-            # have advantages: a number for each completion, or a tensor with a number for each token.
+            # For each sign that the run may not be learning, print a note once. Here `groups` are only those to train
+            # on, so all have advantages: a number for each completion, or a tensor with a number for each token.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
             if metrics["truncated"] >= 0.9:
                 self.say_once("note: nine of ten completions are cut off at the limit; see --max_completion_length")
             if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
-                self.say_once("note: no reward of this step differs from the others of its group")
+                self.say_once("note: in every group of this step, all rewards are equal")
         if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
             self.say(f"step {metrics['step']}, held out: {'  '.join(values)}")
 
@@ -236,8 +236,8 @@ class RunLog:
         # that is finished, and ids[done:t] those of the next one.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
-            # This is the text of ids[done:t]. They are decoded together with the tokens before them, whose text is then
-            # cut off, because a tokenizer may drop a space at the start.
+            # `new` is the text of ids[done:t]. A tokenizer may drop a space at the start of a text. So decode the piece
+            # before, too, and then cut off its text.
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             # Wait for the last token of a character, but not for ever if the bytes are invalid.
             is_complete = not new.endswith("\ufffd") or t - done == 8
@@ -287,14 +287,14 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
 
-def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
+def stop_not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
     """Stop the run, because the loss or the gradient is not finite. Name the first token with a value that is not
     finite, or so large that multiplying it could overflow. All ranks call this, and one of them reports it."""
     old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
     ratio = (logp - (logp if old_logp is None else old_logp)).exp()
     kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
     values = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
-    cause = "no advantage, log-prob, ratio or KL is out of range; lower --learning_rate, or try --dtype float32"
+    cause = "all advantages, log-probs, ratios and KLs are in range; lower --learning_rate, or try --dtype float32"
     bad = (~(values.abs() < 1e30) & batch.mask.bool()).nonzero()  # NaN is not below 1e30 either
     if len(bad):
         i, n, t = bad[0].tolist()
@@ -307,8 +307,8 @@ def not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: B
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:
     """Print the result of a run from its files: the metrics of the first and of the last evaluation. Return the exit
-    code. If the run was already finished when this process started, `notes` says what has changed since, and is printed
-    first. If this process has finished the run, `notes` is None."""
+    code. If the run was already finished when this process started, `notes` says what has changed since the run's last
+    start, and is printed first. If this process has finished the run, `notes` is None."""
     lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
     if ranks.rank() > 0:
         return 0

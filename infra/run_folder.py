@@ -1,6 +1,6 @@
 """The folder of a run: what it contains, which runs may be resumed in it, and how its files are written.
 
-    out/config.json           all settings, those that were given explicitly, and each start with commit and versions
+    out/config.json           all settings; those given explicitly; a record of each start: commit and versions
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
     out/checkpoint/000040/    everything that is needed to resume after step 40 (see checkpoint.py)
@@ -43,37 +43,37 @@ def step_to_continue_after(config: Config) -> int | None:
     """Return the step after which the run in `config.out` is resumed: 0 if it starts from the beginning, None if it is
     finished. Raise a UserError if this run must not write there. Nothing is written."""
     out = Path(config.out)
-    if (out / ".lock").exists():
-        lock(out)  # wait for a process that is still writing; without the file, no process has written here
+    if (out / ".lock").exists():  # otherwise no process has ever written here
+        lock(out)  # waits for a process that is still writing
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    made = None if starts_over(config) else made_steps(out)
-    if made is None:
+    kept = None if starts_over(config) else kept_steps(out)
+    if kept is None:
         return 0
     there = settings_of(out)
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 writes no model. It is finished here, because until it has evaluated, `made` is None.
+    # A run with --steps 0 writes no model. If it had not evaluated yet, `kept` would be None. So it is finished.
     is_finished = (out / "model").exists() or there.steps == 0
-    if is_finished and config.steps == made:
+    if is_finished and config.steps == kept:
         return None
-    if config.steps < made:
-        raise UserError(f"--steps {config.steps}: the run in {out} has already made {made}")
+    if config.steps < kept:
+        raise UserError(f"--steps {config.steps}: the run in {out} has already made {kept}")
     if is_finished and not saved_steps(out):
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to resume from")
     return max(saved_steps(out), default=0)
 
 
-def made_steps(out: Path) -> int | None:
+def kept_steps(out: Path) -> int | None:
     """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
-    checkpoint, or 0 if it has none. Return None if nothing is lost by starting over: if there is no run, or if it has
-    made no step (or, with --steps 0, no evaluation)."""
+    checkpoint. 0 means that steps were made, but that there is no checkpoint. None means that there is nothing to keep:
+    there is no run, or it has made no step (or, with --steps 0, no evaluation)."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
-        return saved[-1]
+        return saved[-1]  # of a finished run, this is the last step
     if (out / "model").exists():
         return there.steps
     # A line with step 0 is the first evaluation. It is worth keeping only if the run was to do nothing else. So return
@@ -139,7 +139,7 @@ def read_lines(file: Path) -> list[dict]:
 
 def begin(config: Config, given: Config, done: int) -> list[str]:
     """Take over the folder and write config.json, once everything is ready to start. Return notes for the user. `given`
-    has the settings as they were parsed, and `config` those with the defaults filled in. The run continues after step
+    has the settings before `resolve`, and `config` those after it. The run continues after step
     `done`."""
     out, notes, beginnings = Path(config.out), [], []
     out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         shutil.rmtree(torn, ignore_errors=True)
     explicit = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
     now = provenance() | {"digests": digests(config)}
-    if made_steps(out) is not None:
+    if kept_steps(out) is not None:
         notes += notes_on_changes(config, now)
         about, settings = content_of(out / "config.json"), vars(settings_of(out))
         beginnings = about["beginnings"]
@@ -193,12 +193,12 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
 
 def must_match(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
-    own = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
+    theirs = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
     # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. For
     # an object that JSON cannot represent, it contains only the type, because the repr may differ between processes.
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
-    return settings | {"the code": [digest_of_code(), *own], "the rows": sum(zlib.crc32(x.encode()) for x in texts)}
+    return settings | {"the code": [digest_of_code(), *theirs], "the rows": sum(zlib.crc32(x.encode()) for x in texts)}
 
 
 def provenance() -> dict:
@@ -256,7 +256,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is either complete or absent, even if the process is killed meanwhile."""
+    """Write or replace a file in one step: if the process is killed meanwhile, the file is what it was before."""
     partial_file = path.with_name(path.name + ".partial")
     partial_file.write_text(text)
     flush(partial_file)

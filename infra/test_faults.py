@@ -261,7 +261,7 @@ def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, caus
     batch.old_logp, batch.ref_logp = tensors["old_logp"], tensors["ref_logp"]
     where = "at token 1 of the completion of prompt 1, step 5, sample 0"
     with pytest.raises(UserError, match=f"^step 6: loss nan, .*the update was not made: the {cause} {where}$"):
-        report.not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])
+        report.stop_not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])
 
 
 def test_an_unknown_master_is_named_at_once(monkeypatch):

@@ -63,7 +63,7 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     ({}, [0, 0, 1, 1], ""),
     ({}, [0, 0, 0, 1], "fewer than half of this step's groups are trained on"),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
-    (dict(reward_std=0.0), [1] * 4, "no reward of this step differs"),
+    (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(reward_std=None), [1] * 4, ""),  # there is one completion for each prompt
 ]
 

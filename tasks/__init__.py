@@ -4,10 +4,11 @@
 
     load(config) -> Task    the rows with the prompts, the reward functions, and which one says that an answer is right
     DEFAULTS: dict          optional: values that suit the task, for settings that the user does not give
-    model(config)           optional, for a task with a small model of its own: a folder, or a model and its tokenizer
+    model(config)           optional, for a task's own small model: returns a folder, or (model, tokenizer)
 
-The shortest examples are tldr.py, and sorting.py for a task with a new model. A row is a dictionary. Its "prompt" is a
-string or a list of chat messages, and its other columns are for the rewards. A reward has the signature of TRL's:
+The shortest example is tldr.py, and the shortest with its own small model is sorting.py. A row is a dictionary. Its
+"prompt" is a string or a list of chat messages, and its other columns are for the rewards. A reward has the signature
+of TRL's:
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -18,7 +19,7 @@ completions of some prompts. Which prompts share a call depends on the number of
 completions of different prompts.
 
 A task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
-model wrote. Left out: prompts with images.
+model wrote. Not supported: prompts with images.
 """
 
 import importlib
@@ -39,7 +40,7 @@ from rollout import Completion
 from tasks._files import hold_out, read_rows
 from tasks._rewards import as_list, call_rewards, load_function
 
-Prompt = str | list[dict]  # a text, or the messages of a chat; completions and replies have the same type
+TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
 REAL_MODEL_DEFAULTS = dict(
     num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
 )
@@ -76,13 +77,13 @@ class Task:
             return None
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
 
-    def draw(self, first: int, n: int, seed: int) -> list[int]:
-        """Return the indices in `train` of the next `n` rows, when the run has drawn `first` rows before. Every epoch
-        goes through all rows in a new random order."""
+    def draw(self, drawn: int, n: int, seed: int) -> list[int]:
+        """Return the indices in `train` of the next `n` rows, after the run has drawn `drawn` rows. Every epoch goes
+        through all rows in a new random order."""
         size = len(self.train)
-        epochs = {i // size for i in range(first, first + n)}
+        epochs = {i // size for i in range(drawn, drawn + n)}
         orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
-        return [int(orders[i // size][i % size]) for i in range(first, first + n)]
+        return [int(orders[i // size][i % size]) for i in range(drawn, drawn + n)]
 
 
 def task_names() -> list[str]:
@@ -137,9 +138,9 @@ def load_task(config: Config) -> Task:
     return task
 
 
-def as_completion(prompt: Prompt, completion: Completion, tokenizer: Any) -> Prompt:
-    """Return what the rewards get: all messages of the completion if the prompt is a chat, otherwise all its text. Both
-    include the replies."""
+def as_completion(prompt: TextOrMessages, completion: Completion, tokenizer: Any) -> TextOrMessages:
+    """Return what the rewards get: all messages of the completion if the prompt is a chat, otherwise all its text.
+    Replies are included, but not a last one that the model did not answer in a chat."""
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
     turns = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
@@ -155,7 +156,7 @@ def turns_of(completion: Completion, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion.turns]
 
 
-def text_of(completion: Prompt) -> str:
+def text_of(completion: TextOrMessages) -> str:
     """Return the text of a completion, or of its last message if the prompt is a chat."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 

@@ -41,7 +41,7 @@ def split(draw_row: Callable[[random.Random], dict]) -> tuple[list[dict], list[d
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether this prompt is held out for evaluation, as about one in eight is. A hash of the prompt decides, so
+    """Return whether this prompt is held out for evaluation. About one in eight is. A hash of the prompt decides, so
     the same prompts are held out in every run."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 8 == 0
 
@@ -56,7 +56,7 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, intermediate_size: int) -> LlamaConfig:
-    """Return the configuration of a small Llama. It is not a Qwen2, because AutoTokenizer would then ignore the saved
+    """Return the configuration of a small Llama. For a Qwen2, AutoTokenizer would ignore the saved
     tokenizer's class and silently drop unknown characters."""
     return LlamaConfig(
         vocab_size=len(tokenizer),

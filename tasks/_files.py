@@ -19,6 +19,7 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)
     if kind and not Path(source).is_file():
         raise UserError(f"{source}: there is no such file")
+    # A plain .jsonl is read here. A .jsonl.gz and the other formats are left to `datasets`.
     if source.endswith(".jsonl") or (kind is None and Path(source).is_file()):
         numbered = read_lines(source)
     else:
@@ -72,8 +73,8 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
-    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts. Of 2 to 4 prompts, one can still be
-    held out. A single prompt is never held out. A hash of the prompt decides which, so the choice does not depend on
+    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts, except that one of 2 to 4 prompts
+    may be held out. A hash of each prompt decides which prompts are held out, so the choice does not depend on
     the order of the rows, and rows with the same prompt are either all held out or all trained on. Return the rows to
     train on, and one row for each held-out prompt."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]

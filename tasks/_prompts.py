@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from config import Config, UserError
-from tasks import Prompt, Task
+from tasks import Task, TextOrMessages
 
 
 def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> None:
@@ -19,7 +19,7 @@ def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> Non
                 encoded = encode(tokenizer, [row["prompt"] for row in batch])
             except Exception as error:  # for instance a letter that the tokenizer does not know
                 if at_once > 1:
-                    encode_prompts(tokenizer, batch, at_once=1)  # raises the error below for the prompt that fails
+                    encode_prompts(tokenizer, batch, at_once=1)  # fails again, and names the prompt that fails
                 raise UserError(f"a prompt could not be encoded: {batch[0]['prompt']!r:.200}: {error!r}") from error
             for row, ids in zip(batch, encoded, strict=True):
                 if not ids:
@@ -27,7 +27,7 @@ def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> Non
                 row["prompt_ids"] = ids
 
 
-def encode(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
+def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
     """Encode prompts that are all strings, or all chats. Only chats go through the chat template."""
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]

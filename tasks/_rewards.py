@@ -1,6 +1,6 @@
 """Users' reward functions: find them, call them, and check what they return.
 
-`surroundings` keeps a reward from changing what this program imports and computes. Left out: a sandbox. A reward can,
+`isolated` keeps a reward from changing what this program imports and computes. Left out: a sandbox. A reward can,
 for instance, read and write any file.
 """
 
@@ -25,9 +25,9 @@ from transformers import set_seed
 
 from config import UserError
 
-event_loop = functools.cache(asyncio.Runner)  # all calls share one loop, so that an HTTP client keeps its connections
+shared_runner = functools.cache(asyncio.Runner)  # one loop for all calls, so that an HTTP client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
-# For each set of folders, the modules that rewards imported from there. `surroundings` puts them into sys.modules.
+# For each set of folders, the modules that rewards imported from there. `isolated` puts them into sys.modules.
 modules_of: dict[tuple[str, ...], dict[str, ModuleType]] = {}
 PROGRAM = str(Path(__file__).resolve().parent.parent)  # the folder of this program
 LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
@@ -56,7 +56,7 @@ def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
         names.insert(0, folders[-1].name)
         folders.append(folders[-1].parent)
     folders = tuple(map(str, folders))
-    with surroundings(folders):
+    with isolated(folders):
         module = importlib.import_module(".".join(names))
     if not path.samefile(module.__file__):  # for instance a module of the standard library
         raise UserError(f"{path}: Python finds {module.__file__} under this name: rename the file")
@@ -64,15 +64,15 @@ def import_file(path: Path) -> tuple[ModuleType, tuple[str, ...]]:
 
 
 @contextmanager
-def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
+def isolated(folders: tuple[str, ...]) -> Iterator[None]:
     """Isolate a reward from this program while the reward is imported or called. A module in the reward's folders then
     comes before a module of the same name in this program or in another reward's folders. Afterwards, PyTorch's global
-    settings are what they were, and the random generators are seeded with a number that was drawn before. So whatever
-    the reward draws, the program's later random numbers are the same."""
+    settings are what they were, and the random generators are seeded with a number that was drawn at the start. So the
+    program's later random numbers do not depend on what the reward draws."""
     dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
-    names = own_names(folders)
+    names = module_names(folders)
     modules_outside = swap_modules(names, modules_of.get(folders, {}))
-    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # they come first, each once, and stay
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # the folders come first, and are not removed afterwards
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield
@@ -85,8 +85,8 @@ def surroundings(folders: tuple[str, ...]) -> Iterator[None]:
 
 
 @functools.cache
-def own_names(folders: tuple[str, ...]) -> set[str]:
-    """Return the names of the modules in these folders, which `surroundings` swaps. A reward in the folder of this
+def module_names(folders: tuple[str, ...]) -> set[str]:
+    """Return the names of the modules in these folders. `isolated` swaps these modules. A reward in the folder of this
     program uses the same modules as the program, so that folder is skipped."""
     names = {module.name for module in pkgutil.iter_modules(folder for folder in folders if folder != PROGRAM)}
     return names - sys.stdlib_module_names
@@ -112,7 +112,7 @@ def call_rewards(
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         copies = {name: [*map(copy.deepcopy, x)] for name, x in columns.items() if takes_all or name in parameters}
         given = copies | {name: x for name, x in run_arguments.items() if takes_all or name in parameters}
-        with time_limit(reward.__name__), surroundings(getattr(reward, "folders", ())):
+        with time_limit(reward.__name__), isolated(getattr(reward, "folders", ())):
             results.append(as_list(reward(**given)))
     awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if awaited:
@@ -120,10 +120,10 @@ def call_rewards(
         async def gather() -> list:
             return await asyncio.gather(*(results[i] for i in awaited))
 
-        # They run at the same time, so they all have the surroundings of the first one.
+        # They run at the same time, so all of them run with the modules of the first one.
         folders = getattr(rewards[awaited[0]], "folders", ())
-        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), surroundings(folders):
-            gathered = thread.submit(event_loop().run, gather()).result()
+        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), isolated(folders):
+            gathered = thread.submit(shared_runner().run, gather()).result()
             for i, result in zip(awaited, gathered, strict=True):
                 results[i] = as_list(result)
     return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]

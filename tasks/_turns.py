@@ -1,4 +1,4 @@
-"""Replies between the model's turns: from a task's function to the token ids that a rollout inserts.
+"""Replies between the model's turns: call the task's function, and encode what it returns for the rollout.
 
 When the model ends a turn, the task's reply(row, turns) is called. `turns` are the texts that the model has written so
 far. `row` is a copy for this completion only, so the function can keep the state of a game in it. The function returns
@@ -6,8 +6,8 @@ None to end the completion. Otherwise it returns a text, which becomes a message
 For a chat, it can also return a list of messages.
 
 In a chat, a reply is encoded with all that the template puts between the end of one turn and the start of the next.
-What the model has sampled is never encoded again. Left out: tools as a setting (docs/extending.md has them in a few
-lines), asynchronous replies.
+What the model has sampled is never encoded again. Not supported: asynchronous replies, and tools as
+a setting (docs/extending.md shows how to write a tool as a reply function).
 """
 
 import copy
@@ -18,7 +18,7 @@ from typing import Any
 
 from config import UserError
 from rollout import Completion
-from tasks import Prompt, Task, columns_of
+from tasks import Task, TextOrMessages, columns_of
 
 MARK = "\ue000"  # stands for the text of the model's turn; nobody uses this character
 
@@ -35,7 +35,7 @@ class Replies:
     max_turns: int = 0  # 0: any number
     time_limit: Callable = nullcontext  # time_limit(name) is a context manager around each call of `reply`
     turns: list[str] = field(default_factory=list)
-    replies: list[Prompt] = field(default_factory=list)  # the replies so far, as texts or messages
+    replies: list[TextOrMessages] = field(default_factory=list)  # the replies so far, as texts or messages
 
     def __post_init__(self) -> None:
         self.row = copy.deepcopy({"prompt": self.row["prompt"], **columns_of(self.row)})
@@ -44,24 +44,24 @@ class Replies:
         self.turns.append(self.tokenizer.decode(ids, skip_special_tokens=True))
         is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(self.reply.__name__):
-            answer = self.reply(self.row, [*self.turns])
-        # After --max_turns turns, the completion ends, even if the function answers. The function is still called, so
-        # that it sees every turn.
-        if answer is None or len(self.turns) == self.max_turns:
+            reply = self.reply(self.row, [*self.turns])
+        # After --max_turns turns, the completion ends, even if the function returns a reply. The function is still
+        # called, so that it sees every turn.
+        if reply is None or len(self.turns) == self.max_turns:
             return None
-        self.replies.append([{"role": "user", "content": answer}] if is_chat and isinstance(answer, str) else answer)
+        self.replies.append([{"role": "user", "content": reply}] if is_chat and isinstance(reply, str) else reply)
         try:
             if isinstance(self.replies[-1], list) != is_chat:
                 raise UserError("a text or messages was expected" if is_chat else "a text was expected")
-            return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, ended=ids[-1] in self.eos_ids)
-        except Exception as error:  # such as a role that the chat template does not know
-            returned = f"reply function {self.reply.__name__} returned {answer!r:.200}"
-            raise UserError(f"{returned}, for prompt {self.row['prompt']!r:.200}: {error}") from error
+            return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, has_end=ids[-1] in self.eos_ids)
+        except Exception as error:  # such as the one above, or a role that the chat template does not know
+            what = f"reply function {self.reply.__name__} returned {reply!r:.200}"
+            raise UserError(f"{what}, for prompt {self.row['prompt']!r:.200}: {error}") from error
 
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
-    """Prepare the replies to one completion of each row. Return None if the task does not reply. `settings` are the
-    next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
+    """Make a Replies object for each of these rows, for one completion each. Return None if the task does not reply.
+    `settings` are the next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
     return [Replies(task.reply, row, *settings) for row in rows] if task.reply else None
 
 
@@ -72,15 +72,16 @@ def with_replies(completions: list[Completion], replies: list[Replies] | None) -
     return completions
 
 
-def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool = True) -> list[int]:
-    """Return the token ids between a turn and the next one. If the model ended the turn with an end token (`ended`),
-    the returned ids follow that token. If a stop string ended the turn, the returned ids begin with the end token."""
+def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:
+    """Return the token ids between a turn and the next one. A text is encoded as it is. In a chat, the turn needs an
+    end token. If the model has written it (`has_end`), the returned ids follow it, otherwise they begin with it: a stop
+    string has then ended the turn."""
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        # Some templates leave out messages of certain roles. To find this out, change the reply: if the text stays the
-        # same, the template leaves it out.
+        # Some templates leave out messages of certain roles. To find this out, change every message of the reply: if
+        # the text of the chat stays the same, the template leaves out the reply.
         changed = [message | {"content": message["content"] + "-"} for message in reply]
         how = dict(add_generation_prompt=True, tokenize=False)
         text, changed_text = (tokenizer.apply_chat_template([*turn, *messages], **how) for messages in (reply, changed))
@@ -90,7 +91,7 @@ def encode_reply(tokenizer: Any, reply: Prompt, eos_ids: list[int], ended: bool 
         ids = tokenizer(after, add_special_tokens=False)["input_ids"] if text.count(MARK) == 1 else []
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
-        ids = ids[1:] if ended else ids
+        ids = ids[1:] if has_end else ids
     if not ids:
         raise UserError("the reply has no tokens")
     return ids

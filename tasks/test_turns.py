@@ -54,7 +54,7 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     if expected not in (NO_END, NOT_SHOWN):
         assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
         # If the model's turn has no end token, the reply begins with the one that the template puts there.
-        assert CHAT.decode(encode_reply(CHAT, [message], ends, ended=False)[1:]) == expected
+        assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
         check_template(task, CHAT, ends)
         game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
         whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
