@@ -1,4 +1,5 @@
-"""Chain: "37+8*3-6:" is worked out from left to right, modulo 100, as "+8=45*3=35-6=29".
+"""Chain: the answer to "37+8*3-6:" is "+8=45*3=35-6=29", the steps "+8=45", "*3=35" and "-6=29" in a row. They are
+worked out from left to right, modulo 100.
 
 The reward is 1 for a completion that ends by itself and has the result after its last "=", and 0 otherwise. A guess is
 right one time in a hundred, and a mistake in any step makes the result wrong. The model comes with the repository

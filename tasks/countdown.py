@@ -59,7 +59,7 @@ def value_of(text: str, numbers: list[int]) -> Fraction | None:
     if len(text) > 200 or sorted(re.findall("[0-9]+", text)) != given or re.search(r"[^0-9+*/()\s-]", text):
         return None
     try:
-        return _value(ast.parse(" ".join(text.split()), mode="eval").body)  # on one line, or it is a syntax error
+        return _value(ast.parse(" ".join(text.split()), mode="eval").body)  # a line break would be a syntax error
     except (SyntaxError, KeyError, AttributeError, ZeroDivisionError):  # the last for x / 0
         return None
 

@@ -18,8 +18,8 @@ def to_row(row: dict) -> dict:
 
 
 # The parts of this expression, in order:
-# - What must not come before a number and its sign: a letter, a digit, a dot, a comma, a closing parenthesis (so "10-5"
-#   has the numbers 10 and 5), or the start of an exponent, as "1e-" in "1e-5".
+# - What must not come before a number and its sign: a letter, a dot, a comma, a digit or a closing parenthesis (because
+#   after these two, "-" is a minus: "10-5" has the numbers 10 and 5), or the start of an exponent, as "1e-" in "1e-5".
 # - A sign.
 # - Digits, with or without commas between groups of three, and a decimal part.
 # - What must not come after a number: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3".
@@ -55,7 +55,8 @@ def only_number(text: str) -> Decimal | None:
 
 def numbers_in(text: str) -> list[Decimal]:
     """Return all numbers in the text. As Decimals they are exact, and 72.0 equals 72."""
-    plain = re.sub(r"\\?\$|\\[,!]", "", text).replace("{,}", ",").replace("−", "-")  # dollars, LaTeX's thin spaces
+    # Remove dollar signs and LaTeX's thin spaces. Replace LaTeX's comma {,} and the Unicode minus by plain ones.
+    plain = re.sub(r"\\?\$|\\[,!]", "", text).replace("{,}", ",").replace("−", "-")
     return [Decimal(number.replace(",", "")) for number in NUMBER.findall(plain)]
 
 

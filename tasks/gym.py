@@ -5,9 +5,9 @@
 
 Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
-of the questions are held out. A second data set with another seed would not do for evaluation: row i is drawn from the
-data set's seed plus i, so the two could share rows. Some data sets take seconds for each row; give them a smaller
-"size". Columns: prompt, number (of the question in the data set).
+of the questions are held out. They come from the same data set, because one with another seed could contain the same
+questions: row i is made with the seed of the data set plus i. Some data sets take seconds for each row; give them a
+smaller "size". Columns: prompt, number (of the question in the data set).
 """
 
 import json
@@ -24,7 +24,7 @@ RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens poly
 
 def load(config: Config) -> Task:
     name, _, settings = config.task.removeprefix("gym").removeprefix(":").partition(":")  # gym:NAME or gym:NAME:JSON
-    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # also finds the parts that the JSON names
+    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # also finds names in the JSON
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
     from reasoning_gym import create_dataset, utils  # only needed for this task
 

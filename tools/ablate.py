@@ -7,11 +7,11 @@ Each run is a `train.py` with its own folder. It gets the flags after `--` and i
 is in both gets its value from the grid. Repeating a command continues the runs that were stopped and does not repeat
 finished runs. Runs that were made by other code are used only with --keep.
 
-Each row of the table shows a metric: its mean over the second half of a run (`entropy`), its mean over some steps
-(`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the first one, seed by seed. The
-table shows the mean of these differences and its 95 % interval (Student's t). One comparison in twenty "differs" by
-chance, so choose the metric that will decide before the runs. Left out: values that contain a comma, runs of several
-processes, choosing a GPU for each run.
+The table has a row for each metric and variant. It shows the mean of the metric over the second half of a run
+(`entropy`), over some steps (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the
+first one, seed by seed. The table shows the mean of these differences and its 95 % interval (Student's t). One
+comparison in twenty "differs" by chance, so choose the metric that will decide before the runs. Not supported: values
+that contain a comma, runs of several processes, choosing a GPU for each run.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     for seed, variant in itertools.product(args.seeds, args.variants):
         words = [*args.flags, *(f"--{name}={value}" for name, value in variant.items()), f"--seed={seed}"]
         given = command_line.parse(words, on_gpu=False)
-        # The machine of the run chooses the dtype if it is "auto", so it stays as it was given.
+        # A dtype "auto" is decided on the machine that makes the run, so the dtype stays as it was given.
         config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
         name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
         runs.append(Run(args.out / f"{name}-{config.seed}", words, config))
@@ -56,7 +56,7 @@ def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
     too_long = ["steps"] if made.steps > run.config.steps else []
     for name in run_folder.other_settings(made, run.config) + too_long:
-        # Only a dtype can be "auto". Then any dtype fits, because the machine that made the run has chosen it.
+        # If the dtype is "auto" (no other setting can be), any dtype fits: the machine that made the run has chosen it.
         if (wanted := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 
@@ -75,8 +75,8 @@ def finished(run: Run) -> Lines:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Make the runs that are not finished, but none if the settings of any run are wrong. If a run fails, the others
-    continue."""
+    """Check the settings of all runs, and exit if any are wrong. Then make the runs that are not finished. If one
+    fails, the others continue."""
     runs = runs_of(args)
     unfinished = [run for run in runs if not log_if_finished(run)]
     for run in runs:
@@ -85,8 +85,8 @@ def run_all(args: argparse.Namespace) -> None:
             sys.exit(f"error: {run.folder} was made by other code: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for run, code in zip(unfinished, pool.map(run_one, unfinished), strict=True):
-            print(f"failed: see {run.folder}.log" if code else f"done: {run.folder}", flush=True)
+        for run, exit_code in zip(unfinished, pool.map(run_one, unfinished), strict=True):
+            print(f"failed: see {run.folder}.log" if exit_code else f"done: {run.folder}", flush=True)
 
 
 def run_one(run: Run) -> int:
@@ -96,7 +96,8 @@ def run_one(run: Run) -> int:
 
 
 def figure(lines: Lines, name: str) -> float:
-    """Return the value of entropy, entropy:21-40 or entropy:last in a run. It is NaN if those steps have no value."""
+    """Return the value of a figure, such as entropy, entropy:21-40 or entropy:last, in a run. It is NaN if those steps
+    have no value."""
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; the log has {', '.join(lines[-1])}")

@@ -9,8 +9,8 @@ Install tools/requirements-bench.txt first. What is compared are three ways to t
 head", where TRL's tiled output head is replaced by one that computes all logits at once; --ways chooses some of them.
 Flags after `--` go to train.py, and TRL gets the same settings where it has them. Every run is a separate process with
 its own folder, and runs of the different ways alternate. Repeating a command makes only the runs that are missing. The
-table shows the mean of each metric, its difference from the first way as in tools/ablate.py, and the ratio of the
-means.
+table shows the mean of each metric, its difference from the first way as in tools/ablate.py, and the mean of the
+first way divided by its own mean.
 
 In `step`, the completions are planned: their tokens are drawn in advance. Our sampler and TRL's do their usual work,
 but the logit of the planned token is raised so far that they pick it. So lengths, rewards and gradients are the same
@@ -55,8 +55,8 @@ STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
 LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
     --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
-# Metrics that must be the same for all ways, each with a relative tolerance. The tolerance of the gradient norm is for
-# rounding in bf16, which Adam amplifies.
+# Metrics that must be the same for all ways, each with a relative tolerance. The gradient norm of the last step needs
+# one, because Adam amplifies the rounding errors of earlier steps, for instance in bf16.
 SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}
 FIGURES = {  # in place of {} goes the number of steps
     "step": [*SAME, "seconds_rollout:2-{}", "seconds_update:2-{}", "seconds_step:2-{}", "peak_memory_gb:last"],
@@ -131,7 +131,7 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     for part in ("rollout", "collate", "update"):
         wrap(train, part, partial(timed, part))
     metrics, groups = train.training_step(run, 1)
-    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # two ranks exchange completions as pickled objects
+    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # as ranks do when they exchange completions
     out.mkdir(parents=True, exist_ok=True)
     log.open(done=0)
     timed("samples", log.step, metrics, groups, [])
@@ -144,7 +144,7 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
 
 
 def peak_memory() -> int:
-    """Return the most bytes that the process has had in memory."""
+    """Return the most bytes that the process has had in memory since `clear_refs` was written to, if it was."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
@@ -155,7 +155,8 @@ def write_log(folder: Path, settings: dict, lines: list[dict]) -> None:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
-    """Replace the function `owner.name` with a call of `wrapper` that has the original function as first argument."""
+    """Replace the function `owner.name` with a call of `wrapper`, which gets the original function before the arguments
+    of the call."""
     setattr(owner, name, partial(wrapper, getattr(owner, name)))
 
 
@@ -169,7 +170,7 @@ def read_clock() -> float:
 
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
-    """Give the run planned prompts, and micro-batches with as many padded tokens as TRL's. Return the planned
+    """Give the run planned prompts, and micro-batches as large as TRL's, counted with padding. Return the planned
     completions (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
     # These words stay one token each when they are joined.
@@ -214,7 +215,7 @@ def make_missing_runs(args: argparse.Namespace) -> None:
     for seed, way in itertools.product(args.seeds, args.ways):
         log = log_of(args, way, seed)
         if not log.exists():
-            # With this argument, Python starts a new process and does not fork this one.
+            # With max_tasks_per_child, Python starts a new process and does not fork this one.
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:
                 call = measure_long if args.what == "long" else measure
                 process.submit(call, args, way, log.parent, [*args.flags, "--seed", seed]).result()
@@ -236,9 +237,9 @@ def table(args: argparse.Namespace) -> str:
             np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
         elif np.isfinite(means).all():
             rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
-    seeds, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
+    heading, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
     difference = f"difference from {first} (95 % interval)"
-    return ablate.markdown(["metric", "", seeds, difference, "verdict", f"{first} divided by this"], *rows)
+    return ablate.markdown(["metric", "", heading, difference, "verdict", f"{first} divided by this row"], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -8,7 +8,8 @@ On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<
 in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
 `tools.bench`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
 `default` needs no command. Each command `python -m tools.plot ... --out results/...` on a page makes a picture, which
-contains a fingerprint of its logs and flags. Left out: noticing that the code that draws the pictures has changed.
+contains a fingerprint of its logs and flags. Not supported: --check does not notice if the code
+that draws the pictures has changed.
 """
 
 import argparse
@@ -69,11 +70,11 @@ def pictures() -> dict[Path, tuple[plot.Figure, str]]:
 def mismatches(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> Iterator[str]:
     """Yield a message for every table and picture that does not match the logs."""
     for page in pages:
-        name, text = page.relative_to(ROOT), page.read_text()
-        wrong = [table for _, table, shown, _ in BLOCK.findall(text) if shown.strip() != made.get(table, "")]
-        yield from (f"{name}: the table {table} does not match the logs" for table in wrong)
+        page_name, text = page.relative_to(ROOT), page.read_text()
+        wrong = [name for _, name, table, _ in BLOCK.findall(text) if table.strip() != made.get(name, "")]
+        yield from (f"{page_name}: the table {name} does not match the logs" for name in wrong)
         wrong = [link for link in PICTURE.findall(text) if (page.parent / link).resolve() not in drawn]
-        yield from (f"{name}: no command on a page draws {link}" for link in wrong)
+        yield from (f"{page_name}: no command on a page draws {link}" for link in wrong)
     for file, (_, fingerprint) in drawn.items():
         if not file.exists() or fingerprint.encode() not in file.read_bytes():
             yield f"{file.relative_to(ROOT)} does not match the logs"
@@ -91,7 +92,7 @@ def keep(folders: list[Path]) -> None:
     path in the command on the page."""
     for folder in folders:
         for log in folder.glob("*/*"):
-            # --overwrite has renamed the folders of earlier runs to NAME.replaced-1 and so on.
+            # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
             if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
                 to = ROOT / "results" / log.relative_to(folder.parent)
                 to.parent.mkdir(parents=True, exist_ok=True)

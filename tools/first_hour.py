@@ -1,10 +1,11 @@
 """The first hour on a GPU: does training work, does it stay within the planned memory, how fast is it, does it learn?
 
     python -m tools.first_hour                                  a small model from this repository
-    torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k    (any settings)
+    torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
 
-It prints what it measures, and writes it to first_hour.json and, as text, to first_hour.txt in the current directory.
-docs/distributed.md says how to read it. Please send us one of the two files, or paste the text into an issue.
+It takes every setting of train.py. It prints what it measures, and writes it to first_hour.json and, as text, to
+first_hour.txt in the current directory. docs/distributed.md says how to read it. Please send us one of the two files,
+or paste the text into an issue.
 """
 
 import json
@@ -19,7 +20,7 @@ import train
 from infra import memory, ranks, run_folder
 from infra.command_line import parse, ready
 
-KINDS = {  # flags, and for how many steps they are tried; the times are those of the last step
+KINDS = {  # for each kind of run its flags, and the number of its steps
     "plain": ("--decode plain", 20),
     "graph": ("--decode graph", 3),
     "sharded": ("--decode plain --shard", 3),
@@ -27,6 +28,7 @@ KINDS = {  # flags, and for how many steps they are tried; the times are those o
 
 
 def measure(words: list[str], steps: int, device: torch.device) -> dict:
+    """Train for some steps. Return the rewards of all steps, and the other metrics of the last one."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
     run, *_ = train.set_up(config, device)  # prints the memory plan
     longest = max(len(row["prompt_ids"]) for row in [*run.task.train, *run.task.eval])
@@ -59,7 +61,7 @@ def gpu_tests() -> str:
 
 
 def main(words: list[str]) -> None:
-    device = ranks.start(shard=True)  # which only "sharded" needs, and the others allow
+    device = ranks.start(shard=True)  # needed for the kind "sharded", and harmless for the others
     found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
     for kind, (flags, steps) in KINDS.items():

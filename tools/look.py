@@ -2,9 +2,9 @@
 
     python -m tools.look runs/addition-grpo-0
 
-The page shows the completions in samples.jsonl: four for each step, unless the run had another --samples_per_step. If
-there is more than a browser can show, the page leaves some of it out and says how much: it has at most 40 MB of
-completions, 10,000 points of the curves, and the first 10,000 tokens of a completion.
+The page shows curves of the metrics, and the completions in samples.jsonl: four for each step, unless the run had
+another --samples_per_step. If there is more than a browser can show, the page leaves some of it out and says how much:
+it has at most 40 MB of completions, 10,000 points of each curve, and the first 10,000 tokens of a completion.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from infra import run_folder
 
-MOST_POINTS = 10_000  # of the curves
+MOST_POINTS = 10_000  # of a curve
 
 
 def content(run: Path, megabytes: float = 40.0) -> dict:
@@ -26,32 +26,32 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
-    every = math.ceil(len(json.dumps(trained)) / most_bytes)
-    kept = set(steps[::-every])  # every second step, for instance, counted from the last one
+    step_stride = math.ceil(len(json.dumps(trained)) / most_bytes)
+    kept = set(steps[::-step_stride])  # every second step, for instance, counted from the last one
     shown = [line for line in trained if line["step"] in kept]
     sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # last one, last two, ...
     fitting = list(itertools.takewhile(lambda size: size <= most_bytes, sizes))
     shown = shown[-max(1, len(fitting)) :]
-    shown_evaluations = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last
-    every = max(1, math.ceil(len(metrics) / MOST_POINTS))
-    points = metrics[::-every][::-1]  # counted from the last one
+    shown_eval_steps = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last
+    point_stride = max(1, math.ceil(len(metrics) / MOST_POINTS))
+    points = metrics[::-point_stride][::-1]  # counted from the last one
     parts = (shown, trained, "completions"), (points, metrics, "points of the curves")
     left_out = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
     return {
         "title": "".join([run.resolve().name, *left_out]),
         "metrics": points,
         "trained": shown,
-        "held_out": [line for line in held_out if line["step"] in shown_evaluations],
+        "held_out": [line for line in held_out if line["step"] in shown_eval_steps],
     }
 
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    page = parser.parse_args(words).run / "look.html"
-    data = json.dumps(content(page.parent)).replace("<", "\\u003c")  # no text can end the script element
-    page.write_text(Path(__file__).with_suffix(".html").read_text().replace("DATA", data))
-    print(page)
+    run = parser.parse_args(words).run
+    data = json.dumps(content(run)).replace("<", "\\u003c")  # no text can end the script element
+    (run / "look.html").write_text(Path(__file__).with_suffix(".html").read_text().replace("DATA", data))
+    print(run / "look.html")
 
 
 if __name__ == "__main__":

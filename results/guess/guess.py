@@ -29,9 +29,9 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    # Of all size² pairs of a first guess and a number, `size` are hits. If `below` numbers are under the guess, later
-    # guesses find below * random_player(below, guesses - 1) of them on average. By symmetry, the sum for the numbers
-    # above the guess is the same.
+    # Of all size² pairs of a first guess and a number, `size` are hits. Of the `below` pairs of a guess and a
+    # smaller number, later guesses find below * random_player(below, guesses - 1) on average. By symmetry, the sum for
+    # the numbers above the guess is the same.
     found_below = [below * random_player(below, guesses - 1) for below in range(size)]
     return (size + 2 * sum(found_below)) / size**2
 
@@ -51,8 +51,8 @@ def play(folder: str, name: str) -> None:
     uniform = uniforms(12345, 0, [divmod(i, SAMPLES) for i in range(len(rows))], sampling.max_completion_length)
     completions = rollout(model, prompts, uniform, sampling, replies=replies)
     turns = [turns_of(made, tokenizer) for made in completions]
-    (found,) = guess.load(Config()).rewards
-    scores = found([], [], [made.ids for made in completions], turns, [row["number"] for row in rows])
+    ids, numbers = [made.ids for made in completions], [row["number"] for row in rows]
+    scores = guess.found([], [], ids, turns=turns, number=numbers)
     games = [row | {"turns": said, "found": score} for row, said, score in zip(rows, turns, scores, strict=True)]
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
 
@@ -63,7 +63,8 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether at least a third of the other remaining numbers are on each side of it."""
+    """Return for each guess whether each side of it has a third, rounded down, of the numbers that remain without
+    it."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
     near = []
     for turn in game["turns"]:
@@ -110,7 +111,8 @@ def table() -> str:
 
 
 def games_of(*names: str, count: int = 5) -> list[str]:
-    """Return a table of the first game of each of the first held-out rows, as each of these models played it."""
+    """Return a table with a line for each of the first held-out rows: the first of its two games, as each model
+    played."""
     rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
     first_games = [read_games(name)[: count * SAMPLES : SAMPLES] for name in names]
     for games in zip(*first_games):

@@ -1,5 +1,5 @@
-"""Print the least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that they
-took, which is read from results/step_NxG/.
+"""Print the least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that
+our code and TRL took, which is read from results/step_NxG/.
 
     OMP_NUM_THREADS=1 python results/least_work/least_work.py 8,40,32 6,90,48 3,12,96 > results/least_work/least_work.md
 
@@ -63,8 +63,8 @@ def least_work(shape: str) -> list[str]:
     args = bench.parse(["step", "--out", tempfile.mkdtemp(), "--prompt_tokens", f"{prompt_tokens}", "--", *flags])
     config = command_line.ready(command_line.parse([*args.flags, "--out", str(args.out)], on_gpu=False), on_gpu=False)
     run = train.set_up(config, torch.device("cpu"))[0]
-    tokens = bench.plan_step(run, args)
-    lengths = (tokens != run.tokenizer.pad_token_id).sum(1)
+    completions = bench.plan_step(run, args)
+    lengths = (completions != run.tokenizer.pad_token_id).sum(1)
 
     head = run.model.get_output_embeddings().weight.detach()
     layers = [

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc_per_node 2 results/lengths/gather.py > results/lengths/gather.md
 
 The 128 completions are made up, 64 on each rank. Their lengths are those of `tools.bench long`. Each token has an id, a
-log-prob and a kept set of 20 ids out of 152,000. The time is that of both ranks together, the best of five.
+log-prob and a kept set: 20 ids, out of 152,000, that top-k or top-p would leave. The time is that of both ranks
+together, the best of five.
 """
 
 import json
@@ -40,7 +41,8 @@ def main() -> None:
         for _ in range(5):
             start = time.process_time()
             groups = ranks.gather(own)
-            seconds.append(sum(ranks.gather([time.process_time() - start])))
+            own_seconds = time.process_time() - start
+            seconds.append(sum(ranks.gather([own_seconds])))
         tokens = sum(len(group.completions[0].ids) for group in groups)
         rows.append([f"{limit}", f"{1e6 * min(seconds) / tokens:.2f}", f"{len(pickle.dumps(groups)) / tokens:.0f}"])
     if ranks.rank() == 0:

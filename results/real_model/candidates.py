@@ -1,4 +1,4 @@
-"""Candidates for a task of docs/real_model.md: prompts that anybody can make anew, and what is right for each.
+"""Candidates for a task of docs/real_model.md: prompts that this script makes, and functions that judge the answers.
 
 python results/real_model/candidates.py runs/candidates                    writes a file of prompts for each of them
 python results/real_model/candidates.py --table results/real_candidates    what the model can do before any training
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 THINGS = """a cat, a dog, snow, rain, the sea, a river, a tree, a flower, the sun, the moon, a star, a car, a train,
 a plane, a bridge, a house, a door, a window, a chair, a table, a book, a pen, paper, music, a song, a guitar, a drum,
 bread, milk, honey, an apple, a lemon, rice, soup, tea, coffee, sugar, salt, a king, a queen, a teacher, a doctor,
@@ -28,7 +28,7 @@ ASKS = [
     "In exactly three words, what comes to mind when you think of {}?",
 ]
 
-# The sentences that the strict judge of "larger" reads, in lower case and without their full stop.
+# What `judge_sentence` reads in answers to the candidate "larger": sentences in lower case, without a full stop.
 MORE = "(?:the )?(?:larger|largest|greater|greatest|bigger|biggest|higher|highest)(?: number| one)?(?: of the two)?"
 LESS = "(?:the )?(?:smaller|smallest|less|lesser|lower|lowest)(?: number| one)?(?: of the two)?"
 IS = "(?:is|equals)(?: indeed| actually| clearly)?(?: equal to)?:?"
@@ -81,8 +81,8 @@ def judge_text(text: str, prompt: str) -> bool | None:
 
 def true_sentence(prompts, completions, answer, log_metric, **columns) -> list[float]:
     """Return 1 for each answer whose sentences can all be read and are all true, otherwise 0. Log three shares of the
-    answers: those that are untrue, those that `last_number` pays for although they are untrue, and those that it pays
-    for although they are not known to be true."""
+    answers: `untrue`; `paid_untrue`, to which `last_number` gives 1 although they are untrue; and `paid_not_true`, to
+    which it gives 1 although they are untrue or cannot be read."""
     asked = [prompt[-1]["content"] for prompt in prompts]
     verdicts = [judge_text(text_of(completion), prompt) for completion, prompt in zip(completions, asked, strict=True)]
     for verdict, paid in zip(verdicts, last_number(completions, answer), strict=True):
@@ -131,7 +131,7 @@ def rows() -> dict[str, list[tuple[str, str | None]]]:
         "sum": [(f"What is {a} + {b}?", str(a + b)) for a, b in pairs],
         "sum_bare": [(f"{a} + {b} =", str(a + b)) for a, b in pairs],
         "sum_only": [(f"What is {a} + {b}? Answer with the number only.", str(a + b)) for a, b in pairs],
-        "sum_words": [(f"What is {UNITS[a]} plus {UNITS[b]}? Give a number.", str(a + b)) for a, b in small],
+        "sum_words": [(f"What is {WORDS[a]} plus {WORDS[b]}? Give a number.", str(a + b)) for a, b in small],
         "difference": [(f"What is {max(a, b)} - {min(a, b)}?", str(abs(a - b))) for a, b in pairs],
         "product": [(f"What is {a} times {b}?", str(a * b)) for a, b in pairs if a < 13 and b < 13],
         "story": [(f"Ann has {a} apples. She gets {b} more. How many has she now?", str(a + b)) for a, b in pairs],
@@ -167,10 +167,11 @@ def table(folder: Path) -> str:
 
 def carries(folder: Path) -> str:
     """Return a table with a row for each seed: how many complete answers to "sum" there are in the last ten steps, and
-    which share of them is right, for sums with a carry and for sums without one. The last two columns are how many of
-    the wrong answers without a carry are 10 too high, and the share right without a carry minus that with one."""
+    which share of them is right, for sums with a carry and for sums without one. The last two columns: of the wrong
+    answers without a carry, how many are 10 too high; and the share that is right without a carry, minus the share that
+    is right with a carry."""
     made = [
-        "| seed | with a carry: ended | right | without: ended | right | 10 too high | without minus with |",
+        "| seed | with a carry: complete | right | without: complete | right | 10 too high | without minus with |",
         "|---|---|---|---|---|---|---|",
     ]
     differences = []
@@ -183,7 +184,7 @@ def carries(folder: Path) -> str:
                 numbers = re.findall(r"-?\d+", line["completion"])
                 has_carry = a % 10 + b % 10 >= 10
                 errors[has_carry].append(int(numbers[-1]) - (a + b) if numbers else None)
-        right = {has_carry: found.count(0) / len(found) for has_carry, found in errors.items()}
+        right = {has_carry: each.count(0) / len(each) for has_carry, each in errors.items()}
         differences.append(right[False] - right[True])
         cells = [file.parent.name.rpartition("-")[2]]
         for has_carry in (True, False):

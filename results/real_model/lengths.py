@@ -2,7 +2,7 @@
 
     python results/real_model/lengths.py 96 runs/candidates/sum.jsonl ...    at most 96 tokens; a row for each file
 
-An answer is right if its last number is the answer in the file. The first eight answers of each file go to stderr.
+A sample is right if its last number is the answer in the file. The first eight samples for each file go to stderr.
 """
 
 import json
