@@ -8,7 +8,7 @@
 
 A grid with several learning rates is tuned: each objective gets the rate with the best pass@1 on seeds that are not
 reported. Only pass@1 is tested: a difference "holds" if it is significant after Holm's correction over all comparisons
-of the table. The other figures have a column each.
+of the table. The table that --run prints also has a column for each of the other figures.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tools.ablate import Lines
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 PICTURE = HERE / "atlas.png"
-PASS = "eval/pass@1:last"  # the figure by which objectives are tuned and compared
-ALPHA = 0.05  # the probability that any difference of a table "holds" although no objective differs from the first
+PASS = "eval/pass@1:last"  # the metric by which objectives are tuned and compared, and when it is read
+ALPHA = 0.05  # the probability that at least one difference of a table "holds" although no objective differs
 TUNE_SEEDS = ["101", "102"]
 NOTE = """\
 small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, added to grpo's mean
-(dashed); blue: above grpo, orange: below, when all comparisons of a panel are taken together (Holm); grey: neither"""
+(dashed); blue: significantly above grpo; orange: significantly below (both after Holm's correction); grey: neither"""
 
 
 # ---- The grids ----
@@ -52,26 +52,26 @@ class Grid:
     flags: str
 
 
-ON = "grpo,dr_grpo,dapo,cispo,luspo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
-OFF = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
-RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
+ONE_UPDATE = "grpo,dr_grpo,dapo,cispo,luspo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
+EIGHT_UPDATES = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
+OF_RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
 FIVE, EIGHT = "1,2,3,4,5", "1,2,3,4,5,6,7,8"
-ALL = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
-CHAIN_ON = f"--task chain --steps 40 {ALL}"
-CHAIN_OFF = f"--task chain --steps 30 --num_iterations 2 --minibatches 4 {ALL}"
-ADDITION_ON = f"--task addition --steps 24 {ALL}"
-ADDITION_OFF = f"--task addition --steps 15 --num_iterations 2 --minibatches 4 {ALL}"
+COMMON = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
+CHAIN_ON = f"--task chain --steps 40 {COMMON}"
+CHAIN_OFF = f"--task chain --steps 30 --num_iterations 2 --minibatches 4 {COMMON}"
+ADDITION_ON = f"--task addition --steps 24 {COMMON}"
+ADDITION_OFF = f"--task addition --steps 15 --num_iterations 2 --minibatches 4 {COMMON}"
 TWO_REWARDS = f"{CHAIN_ON} --reward exact_result tasks.chain:shortness --reward_weights 1 0.3 --learning_rate 1.2e-4"
 FEW = "completion_length entropy"
 MANY = "completion_length length_incorrect entropy eval/pass@4:last"
 GRIDS = {
-    "chain_on": Grid(ON, "3e-5,6e-5,1.2e-4,2.4e-4", EIGHT, f"reward:1-40 {MANY}", CHAIN_ON),
-    "chain_off": Grid(OFF, "1.5e-5,3e-5,6e-5,1.2e-4", EIGHT, f"reward:1-30 {MANY}", CHAIN_OFF),
-    "addition_on": Grid(ON, "1e-4,2e-4,4e-4", FIVE, f"reward:1-24 {MANY}", ADDITION_ON),
-    "addition_off": Grid(OFF, "5e-5,1e-4,2e-4", FIVE, f"reward:1-15 {MANY}", ADDITION_OFF),
-    "common_on": Grid(ON, "1.2e-4", EIGHT, f"reward:1-40 {FEW}", CHAIN_ON),
-    "common_off": Grid(OFF, "3e-5", EIGHT, f"reward:1-30 {FEW}", CHAIN_OFF),
-    "too_high": Grid(RATIOS, "1.2e-4", FIVE, f"reward:1-30 {FEW}", CHAIN_OFF),
+    "chain_on": Grid(ONE_UPDATE, "3e-5,6e-5,1.2e-4,2.4e-4", EIGHT, f"reward:1-40 {MANY}", CHAIN_ON),
+    "chain_off": Grid(EIGHT_UPDATES, "1.5e-5,3e-5,6e-5,1.2e-4", EIGHT, f"reward:1-30 {MANY}", CHAIN_OFF),
+    "addition_on": Grid(ONE_UPDATE, "1e-4,2e-4,4e-4", FIVE, f"reward:1-24 {MANY}", ADDITION_ON),
+    "addition_off": Grid(EIGHT_UPDATES, "5e-5,1e-4,2e-4", FIVE, f"reward:1-15 {MANY}", ADDITION_OFF),
+    "common_on": Grid(ONE_UPDATE, "1.2e-4", EIGHT, f"reward:1-40 {FEW}", CHAIN_ON),
+    "common_off": Grid(EIGHT_UPDATES, "3e-5", EIGHT, f"reward:1-30 {FEW}", CHAIN_OFF),
+    "too_high": Grid(OF_RATIOS, "1.2e-4", FIVE, f"reward:1-30 {FEW}", CHAIN_OFF),
     "two_rewards": Grid("grpo,gdpo", "", EIGHT, f"reward/exact_result:1-40 {FEW}", TWO_REWARDS),
 }
 TUNED = [name for name, grid in GRIDS.items() if "," in grid.rates]
@@ -143,15 +143,15 @@ def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
         # The log has a list of values for each metric. Return a dictionary for each step.
         return [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())]
 
-    args = ablation(name, HERE)
+    args = ablation(name, HERE)  # the folder is not used: `read` takes the runs from the log
     args = tuned(args, read) if name in TUNED else args
     return args, read_all(args, read)
 
 
 def keep(name: str, args: argparse.Namespace) -> None:
-    """Add the finished runs in `out` to the log of this grid. A run with the same objective, learning rate and seed is
-    replaced. For each run, the log keeps the metrics of the grid's figures, rounded to five digits, and the settings
-    that are not the default."""
+    """Add the finished runs in the folder `args.out` to the log of this grid. A run with the same objective, learning
+    rate and seed is replaced. For each run, the log keeps the metrics of the grid's figures, rounded to five digits,
+    and the settings that are not the default."""
     rows, default = rows_of(name), vars(Config())
     metrics = ["step", *dict.fromkeys(figure.partition(":")[0] for figure in args.figures)]
     for run in ablate.runs_of(with_(args, seeds=[*args.seeds, *TUNE_SEEDS])):
@@ -217,7 +217,7 @@ def clearness(differences: list[float]) -> float:
 
 def table(args: argparse.Namespace, runs: list[list[Lines]], describe: bool = False) -> str:
     """Return a table of PASS with a row for each variant. With `describe`, the other figures have a column each."""
-    variants, others = args.variants, args.figures[1:] if describe else []
+    others, variants = (args.figures[1:] if describe else []), args.variants
     difference = f"difference from {' at '.join(variants[0].values())} (95 % interval)"
     names = [*variants[0], f"pass@1, mean ± std of {len(args.seeds)} seeds", difference]
     rows = [row[1:-1] for row in ablate.paired(PASS, variants, runs)]  # without the metric's name and the verdict
@@ -288,16 +288,16 @@ def panels() -> list[dict]:
         task, _, regime = name.partition("_")
         title = f"{task}, {'1 update' if regime == 'on' else '8 updates'} a rollout"
         rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
-        drawn.append({"title": title, "decides": PASS, "rows": rows})
+        drawn.append({"title": title, "metric": PASS, "rows": rows})
     return drawn
 
 
 def draw(panels: list[dict]) -> Figure:
-    columns = 2
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(9, 0.6 + 3.1 * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes, panel in zip(grid.flat, panels):
+    n_columns = 2
+    n_rows = math.ceil(len(panels) / n_columns)
+    figure = Figure(figsize=(9, 0.6 + 3.1 * n_rows), layout="constrained")
+    all_axes = figure.subplots(n_rows, n_columns, squeeze=False)
+    for axes, panel in zip(all_axes.flat, panels):
         draw_panel(axes, panel)
     figure.supxlabel(NOTE, fontsize=7, color="#444444")
     return figure
@@ -320,7 +320,7 @@ def draw_panel(axes: Axes, panel: dict) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_title(panel["title"], fontsize=9)
-    axes.set_xlabel(panel["decides"].partition(":")[0].removeprefix("eval/") + " on held-out prompts", fontsize=8)
+    axes.set_xlabel(panel["metric"].partition(":")[0].removeprefix("eval/") + " on held-out prompts", fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
     axes.grid(axis="x", alpha=0.3, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)

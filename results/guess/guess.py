@@ -103,7 +103,7 @@ def table() -> str:
     chance = statistics.fmean(map(random_player, sizes))
     best = statistics.fmean(map(bisection, sizes))
     head = [
-        "| | found (95 % interval) | mean turns | near the middle, by guess: 1 | 2 | 3 | 4 | 5 |",
+        "| | found (95 % interval) | mean turns | near the middle: guess 1 | guess 2 | guess 3 | guess 4 | guess 5 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = [f"| random player | {chance:.3f} | | | | | | |", *map(line, names)]
