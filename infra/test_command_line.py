@@ -121,7 +121,7 @@ MISTAKES = [
     ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
-    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
+    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set false: "),
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
 ]

@@ -16,7 +16,7 @@ import torch
 from transformers import set_seed
 
 from config import UserError
-from tasks._rewards import call_rewards, event_loop, load_function
+from tasks._rewards import call_rewards, shared_runner, load_function
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 LIST = "; a list of 3 numbers was expected, for prompt 'p0' and others"
@@ -144,7 +144,7 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     async def in_a_notebook():
         return call_rewards([awaited, plain, awaited], COLUMNS, {}, time_limit)
 
-    event_loop.cache_clear()
+    shared_runner.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
     # First, each function is called under a time limit of its own. The calls of `awaited` only return coroutines. Then
     # the two coroutines are awaited under one limit, whose name is "awaited, awaited".
