@@ -59,13 +59,13 @@ def token_logprobs(
     lengths = (real.sum(1) - 1).clamp(min=1)  # how many tokens of each row the model reads
     inputs, places = model_inputs(ids[:, :width], lengths, together)  # places (B, width) in the model's output
     # Token t is predicted by the output for token t - 1, whose place is in column t - 1. If every row is a single
-    # token, nothing is predicted: `places` has one column all the same, and the slice removes it.
+    # token, nothing is predicted. `places` then has a column nevertheless, because width is 1. The slice removes it.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None
     if kept is not None:
         chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # For each scored token: the kept sets of its row, and its position in input_ids, where its own set is.
+        # Each scored token gets a pair (kept[b], t): its kept set is kept[b][t]. t is its position in input_ids.
         rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
         sets = [(kept[row], position) for row, position in zip(rows, positions)]
     with_entropy = with_entropy or entropy_grad

@@ -120,8 +120,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
-    # Then the loss of a micro-batch is a partial sum. However the update is split, these partial losses add up
-    # to the loss of the update, and their gradients, summed (not averaged) over all ranks, to its gradient.
+    # Then the loss of a micro-batch is a partial sum: in any split, the partial losses add up to the loss of the
+    # update. Their gradients, which are summed over all ranks and not averaged, add up to the gradient of the update.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
@@ -235,7 +235,7 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, offset: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `offset` is
-    how many prompts earlier rounds of this step drew: the random numbers are those of prompt offset + p of the step."""
+    the number of prompts already drawn in this step, which sets the random numbers: no two prompts have the same."""
     new = [rows[i] for i in picked if "prompt_ids" not in rows[i]]
     encode_prompts(run.tokenizer, new)  # rows that your own code has added during the run
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
@@ -318,7 +318,7 @@ def train(cfg: Config) -> int:
     given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # steps: 0 for a new run, None if the run is complete
+    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
     if done is None:
         return report.finished(out, ranks.on_first(run_folder.notes_on_changes, cfg))
     run, log, noted = set_up(cfg, device)

@@ -244,8 +244,8 @@ def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear with products and sums in fp32 (in fp64 if the factors are in fp64), also if they are in
-    bf16."""
+    """Compute F.linear with products and sums in fp32, even if x and weight are in bf16. If they are in fp64, use
+    fp64."""
     dtype = at_least_fp32(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda and x.dtype != dtype:  # about ten times faster than casting the factors

@@ -28,7 +28,7 @@ from logprob import chunk_tokens
 from rollout import PROMPT_TOKENS
 
 ROOM = 0.8  # the plan may fill this share of the free memory
-MOST_ROLLOUT_TOKENS = 1 << 22  # beyond this, reading the cache takes most of the time, and it grows too
+MOST_ROLLOUT_TOKENS = 1 << 22  # a larger rollout gains little: reading its cache takes most of the time
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
 SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micro_batch_tokens, --max_completion_length"
 
@@ -44,7 +44,7 @@ class Costs:
     read: float  # a token of a prompt while the prompt is read
     update: float  # an update, without its micro-batches
     token: float  # a token of a micro-batch
-    head: float  # the backward pass of the output head; it is over before that of the layers starts
+    head: float  # the output head, which is done before the backward pass of the layers starts
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
     length: int  # tokens of the longest prompt and a completion of full length
@@ -185,8 +185,8 @@ def fitting(config: Config, cost: Costs, free: float) -> Config:
 
     def largest(part: str, most: int) -> int:
         tokens = cost.length
-        # Both budgets get the value to try, because `part` depends on only one of them. `with_budgets` keeps a budget
-        # that the user gave.
+        # Set both budgets to the value to try. Only one of them affects `part`, so the other does no harm.
+        # `with_budgets` keeps a budget that the user gave.
         while 2 * tokens <= most and needed(with_budgets(config, 2 * tokens, 2 * tokens), cost)[part] <= room:
             tokens *= 2
         return tokens
@@ -202,7 +202,9 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     # and at least one whole prompt is counted.
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
     reading = min(prompts * prompt_length, at_once) * cost.read
-    reading += prompts * cost.row * prompt_length / cost.length  # the cache of what has been read, or a little more
+    reading += (
+        prompts * cost.row * prompt_length / cost.length
+    )  # the cache; a little too much, as `row` also counts sampling
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)
@@ -278,6 +280,6 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
     # limit is half of the tokens in that micro-batch. They are counted without padding, but the limit counts padding
-    # too. So that micro-batch certainly exceeds the new limit, and is split.
+    # too. Therefore this micro-batch certainly exceeds the new limit, and is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in splittable)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")
