@@ -94,7 +94,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         module.training = getattr(module, "gradient_checkpointing", False)
 
     # These log-probs stay fixed during the updates. `old_logp` stays None if it is not needed: with a single update it
-    # equals the log-probs in `accumulate`, and with --old_policy sampler the sampler's log-probs take its place.
+    # equals the log-probs in `accumulate`, and with --old_policy sampler `policy_loss` uses those of the sampler.
     if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
         batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
     if run.reference is not None or cfg.beta:  # your own code may use a reference even if beta is 0

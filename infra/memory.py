@@ -202,9 +202,8 @@ def needed(config: Config, cost: Costs) -> dict[str, float]:
     # and at least one whole prompt is counted.
     at_once = prompts * prompt_length if config.decode == "graph" else max(PROMPT_TOKENS, prompt_length)
     reading = min(prompts * prompt_length, at_once) * cost.read
-    reading += (
-        prompts * cost.row * prompt_length / cost.length
-    )  # the cache; a little too much, as `row` also counts sampling
+    # Add the cache of what has been read. This is a little too much, because `row` counts more than the cache.
+    reading += prompts * cost.row * prompt_length / cost.length
     most = min(cost.trained, config.micro_batch_size or math.inf) * cost.length
     tokens = max(cost.length, min(most, config.micro_batch_tokens or math.inf))
     update = cost.update + tokens * cost.token + max(cost.head, tokens * cost.layer)

@@ -16,7 +16,7 @@ import torch
 from transformers import set_seed
 
 from config import UserError
-from tasks._rewards import call_rewards, shared_runner, load_function
+from tasks._rewards import call_rewards, load_function, shared_runner
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 LIST = "; a list of 3 numbers was expected, for prompt 'p0' and others"
