@@ -69,7 +69,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     """Make a field of Config.
 
     names       the allowed values
-    may_change  whether a run can be continued with another value. This does not change what a step computes
+    may_change  True if a run may be continued with another value, because the setting does not affect its steps
     bounds      of a number: above, at_least, below, at_most. Numbers must be finite, unless at_most is infinity.
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
@@ -185,9 +185,9 @@ def task_of(config: Config) -> str:
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Fill in the settings that are None and get a value from the preset, the task or the machine. The others stay
-    None, which means that they are off. Resolving again changes nothing. On a GPU, rollout_tokens and
-    micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
+    """Where a setting is None, and the preset, the task or the machine has a value for it, fill in this value. The
+    other settings that are None stay so, which means that they are off. Resolving again changes nothing. On a GPU,
+    rollout_tokens and micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
     defaults = ALGORITHMS[config.algorithm] | task_defaults
     defaults["task"] = task_of(config)
     name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder

@@ -238,7 +238,7 @@ def _decode(
             reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
             if reply:
                 next_start = t + 1 + len(reply)
-                truncated[n] = next_start >= L  # a reply is dropped if it leaves no room for another turn
+                truncated[n] = next_start >= L  # then the reply is dropped: it leaves no room for a turn
                 if not truncated[n]:
                     reply_ids[n, t + 1 : next_start] = torch.tensor(reply)
                     starts[n], ended[b] = next_start, False

@@ -117,7 +117,7 @@ def table(args: argparse.Namespace) -> str:
     rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
     if len(args.variants) > 1:
-        headings += [f"difference from {', '.join(args.variants[0].values())} (95 % interval)", "verdict"]
+        headings += [f"difference from {', '.join(map(' '.join, args.variants[0].items()))} (95 % interval)", "verdict"]
     # With one variant there is nothing to compare, so the last two cells of each row are left out.
     return markdown(headings, *(row[: len(headings)] for row in rows))
 

@@ -49,8 +49,8 @@ def sign_test(only_first: int, only_second: int) -> float:
 
 
 def main(folder: Path) -> None:
-    # "paid" is the share of answers that the lax judge pays in steps 31 to 40. The last two columns are shares of
-    # these.
+    # "paid" is the share of answers that the lax judge pays in steps 31 to 40. The last two columns are shares of the
+    # paid answers.
     print("| beta | seed | lax rises by | strict rises by | only lax rises | paid | untrue | unreadable |")
     print("|---|---|---|---|---|---|---|---|")
     only_lax_rises = {}
