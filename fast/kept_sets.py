@@ -77,8 +77,8 @@ class SetsOfBatch:
         self.bits: list[Tensor] = []  # (B, V / 32) for each token whose sets are still on the device
 
     def append(self, in_set: Tensor, rows: Tensor) -> None:
-        """Add the sets of the next token of these rows (B,), which stay the same until `to_host` is called. in_set (B,
-        V) is True for the ids in a set."""
+        """Add the sets of the next token of these rows (B,). Every call must pass the same rows until `to_host` is
+        called. in_set (B, V) is True for the ids in a set."""
         self.vocabulary = in_set.shape[1]
         # This is np.packbits on the device: 8 ids for each byte, the first id in its highest bit.
         eights = F.pad(in_set, (0, -in_set.shape[1] % 32)).view(len(in_set), -1, 8)

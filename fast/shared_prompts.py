@@ -103,8 +103,8 @@ def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
 
     input_ids, segment = padded(tokens), padded(segments)
-    # sees[r, i, j]: token i of row r may read token j, if j is not after i. `tril` below sees to that, and so hides
-    # the padding too, which comes last.
+    # sees[r, i, j]: token j of row r is shared, or in the same completion as token i. `tril` below then hides all
+    # tokens after i, and so the padding too, which comes last.
     sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
     # For each completion (B,), the index among the R * L tokens at which its row starts.
     row_start = input_ids.shape[1] * torch.arange(len(together)).repeat_interleave(torch.tensor(together))

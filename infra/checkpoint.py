@@ -157,8 +157,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # For each file number, every rank writes one file, with its own parts of the tensors that have this number. So the
-    # tensors of one number may take FILE_BYTES bytes on each rank.
+    # A number stands for one file on each rank: every rank writes its own parts of the tensors with that number. So
+    # these tensors may have FILE_BYTES on each rank.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -180,8 +180,8 @@ def check(folder: Path) -> None:
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
     """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. What cannot be converted
-    raises an error here, and what is of a class that is not in ARRAYS raises one in `_from_text`."""
+    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. If this is
+    impossible, it raises an error. If it is possible, but ARRAYS has no way back, `_from_text` raises one."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)

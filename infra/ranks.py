@@ -42,7 +42,7 @@ def start(shard: bool = False) -> torch.device:
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
         try:
-            # If no such host is known, fail now. `rendezvous` would keep looking it up for half an hour.
+            # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
             socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None

@@ -54,7 +54,7 @@ class Grid:
 
 ONE_UPDATE = "grpo,dr_grpo,dapo,cispo,luspo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
 EIGHT_UPDATES = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
-OF_RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
+OWN_RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
 FIVE, EIGHT = "1,2,3,4,5", "1,2,3,4,5,6,7,8"
 COMMON = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
 CHAIN_ON = f"--task chain --steps 40 {COMMON}"
@@ -71,7 +71,7 @@ GRIDS = {
     "addition_off": Grid(EIGHT_UPDATES, "5e-5,1e-4,2e-4", FIVE, f"reward:1-15 {MANY}", ADDITION_OFF),
     "common_on": Grid(ONE_UPDATE, "1.2e-4", EIGHT, f"reward:1-40 {FEW}", CHAIN_ON),
     "common_off": Grid(EIGHT_UPDATES, "3e-5", EIGHT, f"reward:1-30 {FEW}", CHAIN_OFF),
-    "too_high": Grid(OF_RATIOS, "1.2e-4", FIVE, f"reward:1-30 {FEW}", CHAIN_OFF),
+    "too_high": Grid(OWN_RATIOS, "1.2e-4", FIVE, f"reward:1-30 {FEW}", CHAIN_OFF),
     "two_rewards": Grid("grpo,gdpo", "", EIGHT, f"reward/exact_result:1-40 {FEW}", TWO_REWARDS),
 }
 TUNED = [name for name, grid in GRIDS.items() if "," in grid.rates]
