@@ -42,7 +42,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         out = Path(given.get("out", "")).expanduser()
         others = Config()
         if "out" in given and not given.get("overwrite") and run_folder.kept_steps(out) is not None:
-            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # resumed now
+            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # the saved one may be True
         config = dataclasses.replace(others, **given)
         ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     except (UserError, OSError, ValueError) as error:

@@ -34,7 +34,8 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
 
 def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
     """Compute logits as training does: in fp32, without rounding them to the dtype of the weights. A model that
-    changes the logits after its head, for instance caps them, is left as it is: training uses its own logits too."""
+    changes the logits after its head, for instance caps them, is left as it is, because training takes the
+    logits that such a model returns."""
     head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
     in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
     return in_fp32 if dtype != torch.float32 and returns_head_output(model, ids) else nullcontext()
