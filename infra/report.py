@@ -36,7 +36,8 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.length for completion in completions]
-    # `written` says which tokens the model wrote, and `length` counts these. It is None if the task does not reply.
+    # `written` says which tokens the model wrote, and `length` counts these. If the task does not reply, `written` is
+    # None: the model wrote all tokens.
     in_turns = [completion for completion in completions if completion.written is not None]
     # Either every group has `right` or none has. So this list is as long as `lengths`, or empty.
     right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
@@ -193,8 +194,8 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. Here `groups` are only those to train
-            # on, so all have advantages: a number for each completion, or a tensor with a number for each token.
+            # For each sign that the run may not be learning, print a note once. `groups` has no replaced groups, so all
+            # have advantages (a number for each completion, or a tensor with a number for each token), perhaps only 0.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")

@@ -55,7 +55,8 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 writes no model. If it had not evaluated yet, `kept` would be None. So it is finished.
+    # A run with --steps 0 only evaluates, and writes no model. As `kept` is not None, it has evaluated, so it is
+    # finished.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == kept:
         return None
@@ -68,8 +69,8 @@ def step_to_continue_after(config: Config) -> int | None:
 
 def kept_steps(out: Path) -> int | None:
     """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
-    checkpoint. 0 means that steps were made, but that there is no checkpoint. None means that there is nothing to keep:
-    there is no run, or it has made no step (or, with --steps 0, no evaluation)."""
+    checkpoint. 0 means that it keeps no step, but that there are results: steps after which nothing was saved or, with
+    --steps 0, an evaluation. None means that there is no run, or that it has no such results."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
@@ -194,7 +195,8 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
 def must_match(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
     theirs = [sha256_of(path) for path in inputs(config) if path.suffix == ".py"]
-    # The text contains the position of a row, so that the sum of the checksums depends on the order of the rows. For
+    # Each row becomes a text, and the checksums of all texts are added. The text contains the position of the row, so
+    # that the sum depends on the order of the rows. For
     # an object that JSON cannot represent, it contains only the type, because the repr may differ between processes.
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}

@@ -140,7 +140,7 @@ def load_task(config: Config) -> Task:
 
 def as_completion(prompt: TextOrMessages, completion: Completion, tokenizer: Any) -> TextOrMessages:
     """Return what the rewards get: all messages of the completion if the prompt is a chat, otherwise all its text.
-    Replies are included, but not a last one that the model did not answer in a chat."""
+    Replies are included. In a chat, a last reply that the model did not answer is left out."""
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
     turns = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]

@@ -73,10 +73,10 @@ def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[li
 
 
 def hold_out(rows: list[dict], count: int) -> tuple[list[dict], list[dict]]:
-    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts, except that one of 2 to 4 prompts
-    may be held out. A hash of each prompt decides which prompts are held out, so the choice does not depend on
-    the order of the rows, and rows with the same prompt are either all held out or all trained on. Return the rows to
-    train on, and one row for each held-out prompt."""
+    """Hold out `count` prompts for evaluation, but at most a fifth of the prompts. If there are only 2 to 4 prompts,
+    hold out one. If there is only one, hold out none. A hash of each prompt decides which prompts are held out, so the
+    choice does not depend on the order of the rows, and rows with the same prompt are either all held out or all
+    trained on. Return the rows to train on, and one row for each held-out prompt."""
     keys = [zlib.crc32(json.dumps(row["prompt"]).encode()) for row in rows]
     distinct = sorted(set(keys))
     chosen = set(distinct[: min(count, max(1, len(distinct) // 5), len(distinct) - 1)])

@@ -74,8 +74,8 @@ def with_replies(completions: list[Completion], replies: list[Replies] | None) -
 
 def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:
     """Return the token ids between a turn and the next one. A text is encoded as it is. In a chat, the turn needs an
-    end token. If the model has written it (`has_end`), the returned ids follow it, otherwise they begin with it: a stop
-    string has then ended the turn."""
+    end token. If the model wrote one (`has_end`), it is not among the returned ids. If a stop string ended the turn,
+    the model wrote none, and the returned ids begin with it."""
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
