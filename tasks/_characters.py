@@ -56,7 +56,7 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, intermediate_size: int) -> LlamaConfig:
-    """Return the configuration of a small Llama. For a Qwen2, AutoTokenizer would ignore the saved
+    """Return the configuration of a small Llama, and not of a Qwen2: for a Qwen2, AutoTokenizer would ignore the saved
     tokenizer's class and silently drop unknown characters."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
