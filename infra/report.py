@@ -233,12 +233,12 @@ class RunLog:
         """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
         gets the character, and the others get an empty text."""
         ends = [0]  # where the text of each token ends
-        # The text is decoded in pieces that end at whole characters. ids[before:done] are the tokens of the last piece
-        # that is finished, and ids[done:t] those of the next one.
+        # The text is decoded in pieces that end at whole characters. ids[before:done] is the piece that was finished
+        # last, and ids[done:t] is the next one.
         before, done = 0, 0
         for t in range(1, len(ids) + 1):
-            # `new` is the text of ids[done:t]. A tokenizer may drop a space at the start of a text. So decode the piece
-            # before, too, and then cut off its text.
+            # `new` is the text of ids[done:t]. A tokenizer may drop a space at the start of a text. So decode the
+            # previous piece as well, and then cut off its text.
             new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
             # Wait for the last token of a character, but not for ever if the bytes are invalid.
             is_complete = not new.endswith("\ufffd") or t - done == 8
