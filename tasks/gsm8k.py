@@ -18,8 +18,9 @@ def to_row(row: dict) -> dict:
 
 
 # The parts of this expression, in order:
-# - What must not come before a number and its sign: a letter, a dot, a comma, a digit or a closing parenthesis (because
-#   after these two, "-" is a minus: "10-5" has the numbers 10 and 5), or the start of an exponent, as "1e-" in "1e-5".
+# - What must not come before a number and its sign: a letter, a dot, a comma, a digit, a closing parenthesis, or the
+#   start of an exponent, as "1e-" in "1e-5". After a digit or a closing parenthesis, "-" subtracts and is not a sign:
+#   "10-5" has the numbers 10 and 5.
 # - A sign.
 # - Digits, with or without commas between groups of three, and a decimal part.
 # - What must not come after a number: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3".

@@ -5,8 +5,8 @@
 
 Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
-of the questions are held out. They come from the same data set, because one with another seed could contain the same
-questions: row i is made with the seed of the data set plus i. Some data sets take seconds for each row; give them a
+of the questions are held out. A second data set with another seed could repeat questions of the first, because row i is
+made with seed + i. Some data sets take seconds for each row; give them a
 smaller "size". Columns: prompt, number (of the question in the data set).
 """
 
@@ -23,13 +23,14 @@ RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens poly
 
 
 def load(config: Config) -> Task:
-    name, _, settings = config.task.removeprefix("gym").removeprefix(":").partition(":")  # gym:NAME or gym:NAME:JSON
-    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # also finds names in the JSON
+    # gym:NAME or gym:NAME:JSON. Without a name, `create_dataset` fails below.
+    name, _, settings = config.task.partition(":")[2].partition(":")
+    if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # the JSON may name data sets, too
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
     from reasoning_gym import create_dataset, utils  # only needed for this task
 
     try:
-        data_set = create_dataset(name, **dict(size=2048, seed=0) | json.loads(settings or "{}"))
+        data_set = create_dataset(name, **(dict(size=2048, seed=0) | json.loads(settings or "{}")))
         entries = list({entry["question"]: entry for entry in data_set}.values())
     except Exception as error:  # a data set may raise anything, even as late as when it makes a row
         raise UserError(f"--task {config.task}: {error!r}; give gym:NAME or gym:NAME:JSON") from error
