@@ -1,4 +1,5 @@
-"""Addition: the answer to "47+85=" is "#132". The model may write steps before it: "7+5+0=12,4+8+1=13#132".
+"""Addition: the answer to "47+85=" is "#132". The model may first write steps, from right to
+left and with the carry: "7+5+0=12,4+8+1=13#132".
 
 The reward is 1 for a completion that ends by itself and has the sum after its last "#", and 0 otherwise. The model
 comes with the repository (tools/make_models.py made it). At first it writes the steps of short sums, but answers most

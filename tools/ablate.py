@@ -56,7 +56,7 @@ def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
     too_long = ["steps"] if made.steps > run.config.steps else []
     for name in run_folder.other_settings(made, run.config) + too_long:
-        # If the dtype is "auto" (no other setting can be), any dtype fits: the machine that made the run has chosen it.
+        # Only --dtype can be "auto". If it is, any dtype fits: the machine that made the run has chosen it.
         if (wanted := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")
 
@@ -151,7 +151,7 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
 
 def with_interval(differences: list[float], digits: int) -> str:
     mean, half = interval(differences)
-    if max(abs(mean), half) < 10**-digits:  # otherwise every number would be shown as 0.00
+    if max(abs(mean), half) < 10**-digits:  # show more decimals, because all would be about 0.00
         digits = decimals(max(abs(mean), half))
     return f"{mean:+.{digits}f} ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 

@@ -9,8 +9,8 @@ Install tools/requirements-bench.txt first. What is compared are three ways to t
 head", where TRL's tiled output head is replaced by one that computes all logits at once; --ways chooses some of them.
 Flags after `--` go to train.py, and TRL gets the same settings where it has them. Every run is a separate process with
 its own folder, and runs of the different ways alternate. Repeating a command makes only the runs that are missing. The
-table shows the mean of each metric, its difference from the first way as in tools/ablate.py, and the mean of the
-first way divided by its own mean.
+table has a row for each metric and way: its mean, its difference from the first way as in tools/ablate.py, and the mean
+of the first way divided by the mean of this one.
 
 In `step`, the completions are planned: their tokens are drawn in advance. Our sampler and TRL's do their usual work,
 but the logit of the planned token is raised so far that they pick it. So lengths, rewards and gradients are the same
