@@ -142,7 +142,7 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
     if n < 2:
         return differences[0], math.inf
     # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
-    # The density is symmetric, so the positive half is enough for a two-sided interval.
+    # The density is symmetric, so the share of its positive half that is below t is the probability of |T| < t.
     angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
     within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
     t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles[1:]))

@@ -144,7 +144,8 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
 
 
 def peak_memory() -> int:
-    """Return the most bytes that the process has had in memory since `clear_refs` was written to, if it was."""
+    """Return the process's peak memory in bytes, since the last write to `clear_refs` or, without one, since it
+    started."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
@@ -170,8 +171,8 @@ def read_clock() -> float:
 
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
-    """Give the run planned prompts, and micro-batches as large as TRL's, counted with padding. Return the planned
-    completions (N, L)."""
+    """Give the run planned prompts, and a limit of tokens in a micro-batch: as many as TRL has, if each of its
+    args.rows rows has the maximum length. Return the planned completions (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
     # These words stay one token each when they are joined.
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))
