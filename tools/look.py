@@ -20,25 +20,27 @@ MOST_POINTS = 10_000  # of a curve
 
 
 def content(run: Path, megabytes: float = 40.0) -> dict:
-    """Return the data of the page. If the completions take more than that many megabytes, some steps are left out. If
-    even the last step takes more, some of its completions are left out."""
+    """Return the data of the page. If the completions take more than that many megabytes, only every second step is
+    kept, or every third, and so on. If these still take more, only the last completions that fit are kept, at least
+    one."""
     most_bytes = megabytes * 1e6
     metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
-    step_stride = math.ceil(len(json.dumps(trained)) / most_bytes)
-    kept = set(steps[::-step_stride])  # every second step, for instance, counted from the last one
+    step_stride = max(1, math.ceil(len(json.dumps(trained)) / most_bytes))
+    kept = set(steps[::-step_stride])  # counted from the last one
     shown = [line for line in trained if line["step"] in kept]
-    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))  # last one, last two, ...
+    # The bytes of the last line, of the last two, and so on.
+    sizes = itertools.accumulate(len(json.dumps(line)) for line in reversed(shown))
     fitting = list(itertools.takewhile(lambda size: size <= most_bytes, sizes))
     shown = shown[-max(1, len(fitting)) :]
     shown_eval_steps = [line["step"] for line in held_out[:1] + held_out[-1:]]  # the first and the last
     point_stride = max(1, math.ceil(len(metrics) / MOST_POINTS))
     points = metrics[::-point_stride][::-1]  # counted from the last one
     parts = (shown, trained, "completions"), (points, metrics, "points of the curves")
-    left_out = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
+    cuts = [f"; {len(part):,} of {len(whole):,} {what}" for part, whole, what in parts if len(part) < len(whole)]
     return {
-        "title": "".join([run.resolve().name, *left_out]),
+        "title": "".join([run.resolve().name, *cuts]),
         "metrics": points,
         "trained": shown,
         "held_out": [line for line in held_out if line["step"] in shown_eval_steps],

@@ -7,10 +7,10 @@
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
-shown for every kind of prompt, but most long prompts are answered at once, so the trained model does that too. When it
-answers them at once, it is mostly wrong; with the steps, it is right more often. Reinforcement learning has to find out
-that the steps pay, and to get them right. For guess, supervised training shows games in which each guess is a random
-one of the numbers that are left. Held-out prompts are never trained on.
+shown for every kind of prompt. Most of the long prompts are answered at once, so the trained model answers these at
+once. When it answers them at once, it is mostly wrong; with the steps, it is right more often. Reinforcement learning
+has to find out that the steps pay, and to get them right. For guess, supervised training shows games in which each
+guess is a random one of the numbers that are left. Held-out prompts are never trained on.
 
 models/smollm2 is SmolLM2-135M-Instruct, made from weights that were rounded to 4 bits and converted back to fp32, so
 its results differ from the original's. If you can reach the hub, use --model HuggingFaceTB/SmolLM2-135M-Instruct
@@ -100,7 +100,7 @@ RECIPES = {
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple]:
-    """Draw a batch, and yield it in parts (ids, labels) of lines with similar lengths, which saves padding. Prompts,
+    """Draw a batch, sort its lines by length, which saves padding, and yield it in parts (ids, labels). Prompts,
     replies and padding have no labels."""
     replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
     lines = sorted((recipe.draw(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))

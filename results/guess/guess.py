@@ -29,10 +29,10 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    # Of all size² pairs of a first guess and a number, `size` are hits. Of the `below` pairs of a guess and a
-    # smaller number, later guesses find below * random_player(below, guesses - 1) on average. By symmetry, the sum for
-    # the numbers above the guess is the same.
-    found_below = [below * random_player(below, guesses - 1) for below in range(size)]
+    # There are size² pairs of a first guess and a number, and in `size` of them the guess is right. If a first guess
+    # has n numbers below it, later guesses find n * random_player(n, guesses - 1) of these on average. By symmetry, the
+    # sum over all first guesses is the same for the numbers above.
+    found_below = [n * random_player(n, guesses - 1) for n in range(size)]
     return (size + 2 * sum(found_below)) / size**2
 
 
@@ -63,8 +63,8 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether each side of it has a third, rounded down, of the numbers that remain without
-    it."""
+    """Return for each guess whether at least a third (rounded down) of the other numbers that are still possible is on
+    each side of it."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
     near = []
     for turn in game["turns"]:

@@ -81,8 +81,8 @@ def judge_text(text: str, prompt: str) -> bool | None:
 
 def true_sentence(prompts, completions, answer, log_metric, **columns) -> list[float]:
     """Return 1 for each answer whose sentences can all be read and are all true, otherwise 0. Log three shares of the
-    answers: `untrue`; `paid_untrue`, to which `last_number` gives 1 although they are untrue; and `paid_not_true`, to
-    which it gives 1 although they are untrue or cannot be read."""
+    answers: `untrue`; `paid_untrue`, the untrue ones that `last_number` rewards; `paid_not_true`, the untrue or
+    unreadable ones that it rewards."""
     asked = [prompt[-1]["content"] for prompt in prompts]
     verdicts = [judge_text(text_of(completion), prompt) for completion, prompt in zip(completions, asked, strict=True)]
     for verdict, paid in zip(verdicts, last_number(completions, answer), strict=True):
