@@ -187,8 +187,8 @@ def micro_batches(
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
     # A shared row has a prompt and several of its completions. Such rows are formed twice. First, they are formed of
     # all completions, to decide which rank gets which completions. All ranks must decide alike, so they do not use
-    # limits.rows and limits.tokens, which a rank may have lowered because it ran out of memory. `fair_share` allows a
-    # shared row only so many completions that every rank gets some rows.
+    # limits.rows and limits.tokens, which a rank may have lowered because it ran out of memory. `fair_share`
+    # limits a shared row to N / world completions, rounded up, so that one row does not leave other ranks without work.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 

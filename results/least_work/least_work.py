@@ -87,8 +87,8 @@ def least_work(shape: str) -> list[str]:
     # earlier token that it sees.
     pairs = all_prompt_tokens * prompt_tokens / 2 + float((lengths * (prompt_tokens + lengths / 2)).sum())
     update += 3 * 4 * n_layers * hidden * pairs / rate
-    # For each parameter, the gradient is written and read, and the weight and both moments are read and written: that is
-    # 8 numbers of 4 bytes.
+    # For each parameter, the gradient is written and read, and the weight and both moments are read and written: that
+    # is 8 numbers of 4 bytes.
     update += sum(x.numel() for x in run.model.parameters()) * 8 * 4 / bytes_per_second
 
     rollout = 2 * (layer_weights * all_prompt_tokens + head_weights * prompts) / rate
