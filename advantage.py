@@ -55,9 +55,9 @@ def group_advantages(
     not trained on. Its reward still counts in the group's mean and std, as in DAPO, but not in baseline="length"
     or scale="whiten", which weight each reward by its number of tokens.
 
-    If the baseline or the scale comes from the group, a group has advantages of exactly 0 if all its rewards are equal,
-    or if fewer than two of its completions are trained on. If the baseline or the scale comes from
-    the batch, and all rewards of the batch are equal, all advantages are exactly 0.
+    If the baseline or the scale comes from the group, a group has advantages of exactly 0 in two cases: all its rewards
+    are equal, or fewer than two of its completions are trained on, so that there is nothing to compare. If the baseline
+    or the scale comes from the batch, and all rewards of the batch are equal, all advantages are exactly 0.
     """
     _check(rewards, scale, baseline, lengths)
     r = rewards.double()

@@ -187,13 +187,13 @@ def micro_batches(
     facts = [Facts(*row) for row in zip(*(column.tolist() for column in columns))]
     # A shared row has a prompt and several of its completions. Such rows are formed twice. First, they are formed of
     # all completions, to decide which rank gets which completions. All ranks must decide alike, so they do not use
-    # limits.rows and limits.tokens, which a rank may have lowered because it ran out of memory. `fair_share`
-    # limits a shared row to N / world completions, rounded up, so that one row does not leave other ranks without work.
+    # limits.rows and limits.tokens, which a rank may have lowered because it ran out of memory. `fair_share` limits a
+    # shared row to N / world completions, rounded up, so that one row does not leave other ranks without work.
     fair_share = Limits(math.ceil(len(batch) / world), tokens=None)
     deal = shared_rows(facts, range(len(batch)), limits.hidden_size, fair_share.allow)
 
-    # Then each rank forms rows of its own completions, within its own limits, and divides the list of
-    # rows into micro-batches.
+    # Then each rank forms rows of its own completions, within its own limits, and divides the list of rows into
+    # micro-batches.
     def pieces_of(rank: int) -> list[list[SharedRow]]:
         dealt = [i for shared in deal[rank::world] for i in shared.members]
         return _pieces(shared_rows(facts, dealt, limits.hidden_size, limits.allow), limits)

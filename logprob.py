@@ -58,8 +58,8 @@ def token_logprobs(
     width = max(1, ids.shape[1] - 1)
     lengths = (real.sum(1) - 1).clamp(min=1)  # how many tokens of each row the model reads
     inputs, places = model_inputs(ids[:, :width], lengths, together)  # places (B, width) in the model's output
-    # Token t is predicted by the output for token t - 1, whose place is in column t - 1. If every row is a single
-    # token, nothing is predicted. `places` then has a column nevertheless, because width is 1. The slice removes it.
+    # Token t is predicted by the output for token t - 1, whose place is in column t - 1. The slice only matters if
+    # every row is a single token. Then nothing is predicted, and it removes the one column that `max` has kept.
     predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
 
     chunk, sets = chunk_tokens(ids.is_cuda), None

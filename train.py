@@ -235,7 +235,7 @@ def generate_groups(
     run: Run, rows: list[dict], picked: list[int], n: int, step: int, offset: int = 0, greedy: bool = False
 ) -> list[Group]:
     """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `offset` is
-    the number of prompts already drawn in this step, which sets the random numbers: no two prompts have the same."""
+    the number of prompts already drawn in this step. Random numbers depend on it, so that no two prompts share them."""
     new = [rows[i] for i in picked if "prompt_ids" not in rows[i]]
     encode_prompts(run.tokenizer, new)  # rows that your own code has added during the run
     cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]

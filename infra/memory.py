@@ -44,7 +44,7 @@ class Costs:
     read: float  # a token of a prompt while the prompt is read
     update: float  # an update, without its micro-batches
     token: float  # a token of a micro-batch
-    head: float  # the output head, which is done before the backward pass of the layers starts
+    head: float  # the output head; it is finished before `layer` is needed
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
     length: int  # tokens of the longest prompt and a completion of full length
@@ -147,9 +147,9 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     return Costs(
         stays={"weights": weight_bytes * part + 4 * adapters, "Adam": adam, "reference": reference},
         rollout=copy,
-        # To compute a token, the keys and values of one layer at a time are copied. With padded prompts they are also
-        # repeated for the query heads that share them. The logits in fp32 (4 bytes each) are added. All this is freed
-        # before the sampler needs the distribution of the token.
+        # The cache, and the larger of two amounts. First, to compute a token, the keys and values of one layer at a
+        # time are copied (with padded prompts, they are also repeated for the query heads that share them), and the
+        # logits are computed in fp32. Then, when this is freed, the sampler needs `distribution`.
         row=cache + max(head_bytes * query_heads * length + 4 * vocabulary, distribution),
         # Three vectors of the feed-forward part; three vectors of the hidden size; query, key, value and output of
         # all heads (keys and values are repeated for them); a row of the mask, as truth values and as numbers.

@@ -32,7 +32,7 @@ from tools.ablate import Lines
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 PICTURE = HERE / "atlas.png"
-PASS = "eval/pass@1:last"  # the metric by which objectives are tuned and compared, and when it is read
+PASS = "eval/pass@1:last"  # objectives are tuned and compared by the last value of this metric
 ALPHA = 0.05  # the probability that at least one difference of a table "holds" although no objective differs
 TUNE_SEEDS = ["101", "102"]
 NOTE = """\
