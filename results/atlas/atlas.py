@@ -7,8 +7,9 @@
     python -m results.atlas.atlas --keep chain_on --out runs/atlas   adds its runs to the log, chain_on.jsonl
 
 A grid with several learning rates is tuned: each objective gets the rate with the best pass@1 on seeds that are not
-reported. Only pass@1 is tested: a difference "holds" if it is significant after Holm's correction over all comparisons
-of the table. The table that --run prints also has a column for each of the other figures.
+reported. In the tables of grids, only pass@1 is tested: a difference "holds" if it is significant after Holm's
+correction over all comparisons of the table. The table of claims uses intervals without this correction. The table that
+--run prints also has a column for each of the other figures.
 """
 
 import argparse
@@ -54,6 +55,7 @@ class Grid:
 
 ONE_UPDATE = "grpo,dr_grpo,dapo,cispo,luspo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
 EIGHT_UPDATES = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdpo,reinforce++,reinforce++-baseline"
+# grpo, and the presets that change the ratio or its bounds.
 OWN_RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
 FIVE, EIGHT = "1,2,3,4,5", "1,2,3,4,5,6,7,8"
 COMMON = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
