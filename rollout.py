@@ -146,7 +146,7 @@ def _generate(
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
     saved_config, was_training = model.generation_config, model.training
-    # Otherwise `generate` would take what `config` leaves unset from the model's own configuration.
+    # Use an empty configuration: `generate` fills in from it what `config` leaves unset.
     model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
@@ -238,7 +238,8 @@ def _decode(
             reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
             if reply:
                 next_start = t + 1 + len(reply)
-                truncated[n] = next_start >= L  # then the reply is dropped: it leaves no room for a turn
+                # If the reply leaves no room for another turn, it is dropped, and the completion ends here.
+                truncated[n] = next_start >= L
                 if not truncated[n]:
                     reply_ids[n, t + 1 : next_start] = torch.tensor(reply)
                     starts[n], ended[b] = next_start, False
