@@ -56,7 +56,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
 
 
 if __name__ == "__main__":
-    folder = addition.model(None)  # the model's folder. The task's functions get a run's settings: here, none
+    folder = addition.model(None)  # None: this script has no settings that it could pass to the task
     task = addition.load(None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
