@@ -136,7 +136,7 @@ class Config:
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
-    dynamic_sampling: int | None = setting(None, "up to this many rounds replace groups without a signal", at_least=0)
+    dynamic_sampling: int | None = setting(None, "most extra rounds that replace groups without a signal", at_least=0)
 
     heading("Optimization: a step is one rollout and all its updates")
     steps: int | None = setting(None, "length of the run; 0: only evaluate", at_least=0, may_change=True)

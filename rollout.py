@@ -67,8 +67,9 @@ class Sampling:
 @dataclass
 class Completion:
     """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` says how a field is stored:
-    it is set to a list, an array or a tensor, kept as an array, and read as a list. An optional one may be None."""
+    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` says how a field is stored: you
+    may assign a list, an array or a tensor, it is kept as an array, and reading it gives a list. An optional field may
+    be None."""
 
     ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
     logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`

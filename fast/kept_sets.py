@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The sets of this many tokens are copied to the host together. Until then, each of these tokens takes one bit on
-# the device for every id of the vocabulary, times the rows of the batch.
+# The sets are copied to the host once for this many tokens of every row. Until then, they take one bit on the device
+# for each token and each id of the vocabulary.
 TOKENS_ON_DEVICE = 16
 
 

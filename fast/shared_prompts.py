@@ -57,9 +57,9 @@ def shared_rows(
         if hidden_size is not None:
             k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
         fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Start with n = fewest_rows and increase n until every row is allowed. At the last n, each completion has its
-        # own row. These rows are used even if they are not allowed. The completions, the longest first, are dealt to
-        # the n rows in turn, so that the rows have about the same length.
+        # Try n = fewest_rows and larger n until every row is allowed. If no n is, n ends at one row for each
+        # completion, and these rows are used although they are not allowed. The completions, the longest first, are
+        # dealt to the n rows in turn, so that the rows have about the same length.
         for n in range(fewest_rows, len(same_prompt) + 1):
             candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
             if all(allow(len(row.members), row.length) for row in candidates):

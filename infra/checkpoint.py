@@ -157,8 +157,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
     of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # A number stands for one file on each rank: every rank writes its own parts of the tensors with that number. So
-    # these tensors may have FILE_BYTES on each rank.
+    # Tensors with the same number are saved together, but each rank writes its own parts of them to its own file. So
+    # together they may have FILE_BYTES times the number of ranks.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 

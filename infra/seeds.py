@@ -1,5 +1,5 @@
-"""Random numbers. Every random number of a run depends only on the seed, the step and what the number is for, so a
-checkpoint does not have to contain the state of any random generator."""
+"""Random numbers. Every random number of a run depends only on the seed, the step and what the number is for (in user
+code, also on the rank), so a checkpoint does not have to contain the state of any random generator."""
 
 import hashlib
 

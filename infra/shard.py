@@ -44,15 +44,15 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
     sizes = ranks.gather([ranks_per_copy(size, world)])
     if len(set(sizes)) > 1 or world % sizes[0]:
         found = f"{world} ranks cannot be divided into groups of {' or '.join(map(str, sorted(set(sizes))))} ranks"
-        raise UserError(f"--shard: {found}; on every machine, give a --shard_size that divides its number of ranks")
+        raise UserError(f"--shard: {found}; give the same --shard_size on all machines, one that divides their ranks")
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
     # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the
     # default of NCCL. The first rank may need longer to flush a checkpoint to disk, and meanwhile the others wait for
     # it.
     copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
-    # Each row of `copies.T` lists the ranks that have the same shard. Each row of both tables becomes a group. This
-    # rank keeps the two groups that it belongs to.
+    # Each row of `copies.T` lists the ranks that have the same shard. Each row of `copies`, and each row of `copies.T`,
+    # becomes a group. This rank keeps the two groups that it belongs to.
     tables = [copies.T.tolist(), copies.tolist()]
     groups = [dist.new_subgroups_by_enumeration(table, timeout=ranks.TIMEOUT)[0] for table in tables]
     return DeviceMesh.from_group(groups, device.type, mesh=copies, mesh_dim_names=("replicate", "shard"))
@@ -66,8 +66,8 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     units += [model.get_input_embeddings(), model.get_output_embeddings()]
-    # Modules that share a weight, such as tied embeddings, are not units. Their weights, like all that belong to no
-    # unit, are gathered when the forward pass of the whole model starts.
+    # A unit is a module whose weights are gathered and freed together. Modules that share a weight, such as tied
+    # embeddings, cannot be units. Weights outside of every unit are gathered when the forward pass of the model starts.
     users = Counter(p for unit in units for p in unit.parameters())
     units = [unit for unit in units if all(users[p] == 1 for p in unit.parameters())]
     for module in [*units, model]:
