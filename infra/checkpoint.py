@@ -180,8 +180,8 @@ def check(folder: Path) -> None:
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
     """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. If this is
-    impossible, it raises an error. If it is possible, but ARRAYS has no way back, `_from_text` raises one."""
+    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. A type
+    that cannot become one raises an error here, and a type that is not in ARRAYS raises an error in `_from_text`."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)
