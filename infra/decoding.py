@@ -60,8 +60,8 @@ class GraphForward:
 
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
     tensors that stay in place. The keys and values go into a cache of fixed length. Whenever the cache has new tensors,
-    because of new prompts, fewer rows or a larger cache, the next token is computed without a graph. At the second
-    token, the graph is captured. It is replayed for this token and for all later ones. A full cache is doubled. It
+    because of new prompts, fewer rows or a larger cache, the first token after that is computed without a graph. At the
+    second one, a graph is captured, and it is replayed for this token and all later ones. A full cache is doubled. It
     starts small, because attention reads all of it for every token, whether it is filled or not."""
 
     def __init__(self, forward: Callable, max_tokens: int):

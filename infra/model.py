@@ -83,9 +83,9 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Training is refused if the checkpoint has adapters, because their training cannot be continued in another run. It
-    # is also refused if this run would add adapters, because these are saved with the name of their base model, which
-    # would be this checkpoint, and a checkpoint has no name.
+    # Training is refused in two cases. (1) The checkpoint has adapters: another run cannot continue their training.
+    # (2) This run would add adapters to the checkpoint: adapters are saved with the name of their base model, by which
+    # other programs load it, and a checkpoint is not a model that others can load.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.

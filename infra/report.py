@@ -82,7 +82,8 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimize
 
 def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
-    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted, so both numbers are combined by maximum."""
+    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted. The maximum of each number is taken: the
+    second stays 0 or 1."""
     if one is None:  # there is no earlier part
         return other
     return torch.maximum(one, other) if name.endswith("_max") else one + other
@@ -194,8 +195,9 @@ class RunLog:
             names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. `groups` has no replaced groups, so all
-            # have advantages (a number for each completion, or a tensor with a number for each token), perhaps only 0.
+            # For each sign that the run may not be learning, print a note once. A group is trained on if any of its
+            # advantages is not 0. An advantage is a number, or a tensor with a number for each token. It is never None
+            # here, because `groups` has no replaced groups.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")

@@ -55,8 +55,8 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 only evaluates, and writes no model. As `kept` is not None, it has evaluated, so it is
-    # finished.
+    # A run with --steps 0 writes no model. It is finished once it has evaluated, and it has: otherwise `kept_steps`
+    # would have returned None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == kept:
         return None
@@ -69,8 +69,8 @@ def step_to_continue_after(config: Config) -> int | None:
 
 def kept_steps(out: Path) -> int | None:
     """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
-    checkpoint. 0 means that it keeps no step, but that there are results: steps after which nothing was saved or, with
-    --steps 0, an evaluation. None means that there is no run, or that it has no such results."""
+    checkpoint. 0 means that no step can be kept, although the folder has results: either steps were made but no
+    checkpoint yet, or the run has --steps 0 and has evaluated. None means that there is no run, or neither of these."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
