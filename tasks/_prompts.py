@@ -19,7 +19,7 @@ def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> Non
                 encoded = encode(tokenizer, [row["prompt"] for row in batch])
             except Exception as error:  # for instance a letter that the tokenizer does not know
                 if at_once > 1:
-                    encode_prompts(tokenizer, batch, at_once=1)  # fails again, and names the prompt that fails
+                    encode_prompts(tokenizer, batch, at_once=1)  # one by one, to raise an error that names the prompt
                 raise UserError(f"a prompt could not be encoded: {batch[0]['prompt']!r:.200}: {error!r}") from error
             for row, ids in zip(batch, encoded, strict=True):
                 if not ids:
