@@ -72,7 +72,7 @@ def isolated(folders: tuple[str, ...]) -> Iterator[None]:
     dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), random.getrandbits(32)
     names = module_names(folders)
     modules_outside = swap_modules(names, modules_of.get(folders, {}))
-    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # the folders come first, and are not removed afterwards
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])  # stays so, because a thread of the reward may import later
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode at its end
             yield

@@ -75,7 +75,7 @@ def with_replies(completions: list[Completion], replies: list[Replies] | None) -
 def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:
     """Return the token ids between a turn and the next one. A text is encoded as it is. In a chat, the turn needs an
     end token. If the model wrote one (`has_end`), it is not among the returned ids. If a stop string ended the turn,
-    the model wrote none, and the returned ids begin with it."""
+    the model wrote no end token, so the returned ids begin with one."""
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
