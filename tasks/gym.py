@@ -5,8 +5,8 @@
 
 Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
-of the questions are held out. A second data set with another seed could repeat questions of the first, because row i is
-made with seed + i. Some data sets take seconds for each row; give them a
+of the questions are held out. They are not made with another seed, because row i is made with seed + i, so two seeds
+could give the same questions. Some data sets take seconds for each row; give them a
 smaller "size". Columns: prompt, number (of the question in the data set).
 """
 
