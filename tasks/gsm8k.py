@@ -19,8 +19,8 @@ def to_row(row: dict) -> dict:
 
 # The parts of this expression, in order:
 # - What must not come before a number with its sign: a letter, a dot, a comma, a digit, a closing parenthesis, or "1e-"
-#   or "1e+", so that the 5 of "1e-5" is not found. After a digit or a closing parenthesis, "-" subtracts and is not a sign:
-#   "10-5" has the numbers 10 and 5.
+#   or "1e+", so that the 5 of "1e-5" is not found. After a digit or a closing parenthesis, "-" is a minus and not a
+#   sign: "10-5" has the numbers 10 and 5.
 # - A sign.
 # - Digits, with or without commas between groups of three, and a decimal part.
 # - What must not come after a number: more digits, as in "1,2" or "1.2.3", or an exponent, as in "1e3".

@@ -25,9 +25,9 @@ def draw_row(rng: random.Random) -> dict:
 
 
 def sorted_share(prompts, completions, completion_ids, answer: list[str], **columns) -> list[float]:
-    """Return the mean of the two shares, or half of it if the completion did not end. Each share is a number of
-    letters, divided by the length of the completion or of the answer, whichever is longer. So only the exact answer is
-    worth 1, and surplus letters lower the reward."""
+    """Return the mean of the two shares, or half of it if the completion did not end. The shares are the numbers of
+    letters that were kept, and that are in the right place, divided by the length of the completion or of the answer,
+    whichever is longer. So only the exact answer is worth 1, and surplus letters lower the reward."""
     rewards = []
     for text, ids, right in zip(completions, completion_ids, answer, strict=True):
         kept = (Counter(text) & Counter(right)).total()

@@ -10,7 +10,7 @@ finished runs. Runs that were made by other code are used only with --keep.
 The table has a row for each metric and variant. It shows the mean of the metric over the second half of a run
 (`entropy`), over some steps (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the
 first one, seed by seed. The table shows the mean of these differences and its 95 % interval (Student's t). One
-comparison in twenty "differs" by chance, so choose the metric that will decide before the runs. Not supported: values
+comparison in twenty "differs" by chance, so before the runs, choose the metric that will decide. Not supported: values
 that contain a comma, runs of several processes, choosing a GPU for each run.
 """
 
@@ -62,7 +62,7 @@ def check_settings(run: Run, made: Config) -> None:
 
 
 def log_if_finished(run: Run) -> Lines:
-    """Return the log of the run if it is finished, otherwise an empty list."""
+    """Return the log of the run if it is finished, otherwise an empty list. Exit if it was made with other settings."""
     if made := run_folder.settings_of(run.folder):
         check_settings(run, made)
     lines = run_folder.read_lines(run.folder / "metrics.jsonl")
@@ -142,7 +142,7 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
     if n < 2:
         return differences[0], math.inf
     # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
-    # The density is symmetric, so the share of its positive half that is below t is the probability of |T| < t.
+    # The density is symmetric, so P(|T| < t) is its area from 0 to t, divided by its area from 0 to infinity.
     angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
     within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
     t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles[1:]))
@@ -151,7 +151,7 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
 
 def with_interval(differences: list[float], digits: int) -> str:
     mean, half = interval(differences)
-    if max(abs(mean), half) < 10**-digits:  # show more decimals, because all would be about 0.00
+    if max(abs(mean), half) < 10**-digits:  # these numbers would all be shown as about 0.00
         digits = decimals(max(abs(mean), half))
     return f"{mean:+.{digits}f} ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 

@@ -7,8 +7,8 @@
     python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
-shown for every kind of prompt. Most of the long prompts are answered at once, so the trained model answers these at
-once. When it answers them at once, it is mostly wrong; with the steps, it is right more often. Reinforcement learning
+shown for every kind of prompt. But most examples with a long prompt are answered at once, so the trained model learns
+to do that. Its answers at once are then mostly wrong; with the steps, it is right more often. Reinforcement learning
 has to find out that the steps pay, and to get them right. For guess, supervised training shows games in which each
 guess is a random one of the numbers that are left. Held-out prompts are never trained on.
 

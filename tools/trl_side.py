@@ -59,6 +59,7 @@ def force(tokens: Tensor, likely: float, generate: Callable, input_ids: Tensor, 
     """Call `generate`, but make it pick `tokens` (N, L), by setting their logits to `likely`, a large number."""
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        # The next token comes after those that were generated so far.
         return scores.scatter_(1, tokens[:, ids.shape[1] - input_ids.shape[1], None], likely)
 
     return generate(input_ids=input_ids, logits_processor=[forced], **kwargs)
