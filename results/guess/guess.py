@@ -63,8 +63,8 @@ def size_of(game: dict) -> int:
 
 
 def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether at least a third (rounded down) of the other numbers that are still possible is on
-    each side of it."""
+    """Return for each guess whether it is near the middle: if n other numbers are possible, at least n // 3 of them are
+    below it, and at least n // 3 are above it."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
     near = []
     for turn in game["turns"]:
@@ -111,8 +111,8 @@ def table() -> str:
 
 
 def games_of(*names: str, count: int = 5) -> list[str]:
-    """Return a table with a line for each of the first held-out rows: the first of its two games, as each model
-    played."""
+    """Return a table with a line for each of the first held-out rows. It has the first game of each model on this
+    row."""
     rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
     first_games = [read_games(name)[: count * SAMPLES : SAMPLES] for name in names]
     for games in zip(*first_games):

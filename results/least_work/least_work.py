@@ -6,12 +6,13 @@ our code and TRL took, which is read from results/step_NxG/.
 Each shape is given as prompts, tokens of a prompt, limit of a completion. There are 8 completions for each prompt, and
 their lengths are those of `tools.bench step`.
 
-An update reads each prompt once for all of its completions, and each completion once. The least time is that of the
-matrix products and of attention, at the rate that this core reaches for products of the model's shapes, plus that of
-the bytes that the optimizer must read and write, at this core's memory bandwidth.
+An update reads each prompt once for all of its completions, and each completion once. The least time is a sum:
+the time for the matrix products and for attention, at the rate that this core reaches for products of the model's
+shapes, and the time for the optimizer's reads and writes, at this core's memory bandwidth.
 
 A rollout reads each prompt once, and then generates the completions position by position. At each position, the least
-time is the longer of two: the arithmetic for all unfinished completions, or reading all weights once.
+time is the longer of two: that of the matrix products for all unfinished completions, or that of reading all weights
+once. Attention is counted in updates only.
 
 Everything else counts as 0: softmax, norms, activations, the cache, sampling, Python.
 """
@@ -91,6 +92,7 @@ def least_work(shape: str) -> list[str]:
     # is 8 numbers of 4 bytes.
     update += sum(x.numel() for x in run.model.parameters()) * 8 * 4 / bytes_per_second
 
+    # Reading the prompts also gives the first token of each completion.
     rollout = 2 * (layer_weights * all_prompt_tokens + head_weights * prompts) / rate
     weights = layer_weights + head_weights
     for position in range(1, limit):

@@ -166,7 +166,7 @@ def table(folder: Path) -> str:
 
 
 def carries(folder: Path) -> str:
-    """Return a table with a row for each seed: how many complete answers to "sum" there are in the last ten steps, and
+    """Return a table with a row for each seed: how many complete answers to "sum" there are in steps 31 to 40, and
     which share of them is right, for sums with a carry and for sums without one. The last two columns: of the wrong
     answers without a carry, how many are 10 too high; and the share that is right without a carry, minus the share that
     is right with a carry."""

@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python results/real_model/rounding.py > results/real_model/rounding.txt
 
-A weight that lies exactly halfway between two bf16 numbers is rounded to the one whose last bit is 0, which may be
-above or below. So before the update, these errors have no common direction. After it, such a weight is rounded the way
-that the update has moved it, however little.
+A weight that lies exactly halfway between two bf16 numbers is rounded to the one whose last bit is 0. That may be the
+one above or the one below, so the rounding errors of such weights have no common direction. After an update, each of
+them is rounded the way that the update has moved it, however little. All these errors then point along the update,
+and this changes the gradient.
 """
 
 import json
