@@ -29,9 +29,9 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    # There are size² pairs of a first guess and a number, and in `size` of them the guess is right. If a first guess
-    # has n numbers below it, later guesses find n * random_player(n, guesses - 1) of these on average. By symmetry, the
-    # sum over all first guesses is the same for the numbers above.
+    # Count pairs of a first guess and a number: there are size². In `size` of them, the guess is right. A first guess
+    # with n numbers below it has n pairs with a lower number. Later guesses find n * random_player(n, guesses - 1) of
+    # these n on average. Pairs with a higher number add the same total, hence the factor 2.
     found_below = [n * random_player(n, guesses - 1) for n in range(size)]
     return (size + 2 * sum(found_below)) / size**2
 

@@ -167,9 +167,9 @@ def table(folder: Path) -> str:
 
 def carries(folder: Path) -> str:
     """Return a table with a row for each seed: how many complete answers to "sum" there are in steps 31 to 40, and
-    which share of them is right, for sums with a carry and for sums without one. The last two columns: of the wrong
-    answers without a carry, how many are 10 too high; and the share that is right without a carry, minus the share that
-    is right with a carry."""
+    which share of them is right, for sums with a carry and for sums without one. The next column counts, of the wrong
+    answers to sums without a carry, those that are 10 too high. The last one is the share that is right for sums
+    without a carry, minus the share that is right for sums with one."""
     made = [
         "| seed | with a carry: complete | right | without: complete | right | 10 too high | without minus with |",
         "|---|---|---|---|---|---|---|",
