@@ -154,11 +154,10 @@ def _as_tensor(x: Any) -> Tensor:
 
 
 def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file in which each tensor is saved. Files are small, because PyTorch copies all tensors
-    of a file in memory before it writes them."""
+    """Return a number for each tensor. Each rank saves its own parts of all tensors with the same number in one file.
+    Files are small, because PyTorch copies all tensors of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # Tensors with the same number are saved together, but each rank writes its own parts of them to its own file. So
-    # together they may have FILE_BYTES times the number of ranks.
+    # Each rank has a part of these tensors, so in all they may have FILE_BYTES times the number of ranks.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 
@@ -179,8 +178,8 @@ def check(folder: Path) -> None:
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Describe an object that is not of a JSON type. The values of tensors and arrays are added to `tensors`. An object
-    of a class in RECORDS is described by its fields. Everything else is converted to a tensor. A type
+    """Describe an object that is not of a JSON type. An object of a class in
+    RECORDS is described by its fields. Any other object is converted to a tensor, which is added to `tensors`. A type
     that cannot become one raises an error here, and a type that is not in ARRAYS raises an error in `_from_text`."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():

@@ -83,9 +83,9 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Training is refused in two cases. (1) The checkpoint has adapters: another run cannot continue their training.
-    # (2) This run would add adapters to the checkpoint: adapters are saved with the name of their base model, by which
-    # other programs load it, and a checkpoint is not a model that others can load.
+    # Training is refused if the checkpoint has adapters, because another run cannot continue their training. It is also
+    # refused with --lora_rank: saved adapters name their base model, for programs that load them, and other programs
+    # cannot load a checkpoint.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.
