@@ -175,9 +175,9 @@ def micro_batches(
 ) -> Iterator[tuple[list[int], Batch]]:
     """Cut this rank's part of the batch into micro-batches. Yield the row numbers of each, and that part of the batch.
 
-    The completions are sorted by length, to keep padding small, and dealt out to the ranks in turn. Completions without
-    a gradient come last, in micro-batches that need no backward pass. Completions of one prompt that are packed into
-    one row of the model's input (fast/shared_prompts.py) stay together.
+    The completions are sorted by length, to keep padding small, and dealt out to the ranks in turn. Completions to
+    which the policy term gives no gradient come last, in micro-batches that may need no backward pass. Completions of
+    one prompt that are packed into one row of the model's input (fast/shared_prompts.py) stay together.
 
     With same_count, a rank with fewer micro-batches than another also gets fully masked ones, because all
     ranks must take part whenever sharded weights are gathered.

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The sets are copied to the host once for this many tokens of every row. Until then, they take one bit on the device
-# for each token and each id of the vocabulary.
+# Whenever every row has this many new tokens, their sets are copied to the host. Until then, they take one bit on the
+# device for each token and each id of the vocabulary.
 TOKENS_ON_DEVICE = 16
 
 

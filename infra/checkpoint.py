@@ -178,9 +178,9 @@ def check(folder: Path) -> None:
 
 
 def _as_json(x: Any, tensors: dict[str, Tensor]) -> dict:
-    """Describe an object that is not of a JSON type. An object of a class in
-    RECORDS is described by its fields. Any other object is converted to a tensor, which is added to `tensors`. A type
-    that cannot become one raises an error here, and a type that is not in ARRAYS raises an error in `_from_text`."""
+    """Describe an object that is not of a JSON type. An object of a class in RECORDS is described by its fields. Any
+    other object is converted to a tensor, which is added to `tensors`. A type that cannot become one raises an error
+    here, and a type that is not in ARRAYS raises an error in `_from_text`."""
     kind = type(x).__name__
     if type(x) in RECORDS.values():
         return {"<class>": kind} | vars(x)

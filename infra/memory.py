@@ -129,9 +129,10 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     chunk = chunk_tokens(torch.cuda.is_available())
     hidden_bytes = compute_bytes if config.shard else weight_bytes  # bytes of one element of the hidden states
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
-    # `mask` is how many entries the attention mask has for a token: as many as its row has tokens. If a layer has
-    # a sliding window, each row is one completion with its prompt. Otherwise only shared rows have a mask. Such a row
-    # has a prompt of p tokens, and then completions of about sqrt(p (p + 6 h)) tokens in all (fast/shared_prompts.py).
+    # `mask` is how many entries the attention mask has for a token, which is the number of tokens in its row. If a
+    # layer has a sliding window, each row has a mask, and is one completion with its prompt. Otherwise only shared rows
+    # have a mask: a prompt of p tokens, and then completions of about sqrt(p (p + 6 h)) tokens in all
+    # (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
     # Bytes that a layer saves for its backward pass, for each token. Each norm saves its input, as it is and in fp32.
