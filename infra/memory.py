@@ -119,8 +119,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # record of which ids are left.
     distribution = vocabulary * (compute_bytes + 4 + 4 + 4 + (30 if config.cuts_vocabulary else 0))  # bytes
 
-    # Sharded weights are gathered for the output head and for two layers at a time. These layers also have whole
-    # gradients. The gradient of the output head is counted below.
+    # Sharded weights are gathered for the output head and for two layers at a time, and adapters are always whole.
+    # These layers also have whole gradients. The gradient of the output head is counted below.
     gathered = compute_bytes * (adapters + vocabulary * h)  # bytes
     gathered += 2 * (compute_bytes + gradient_bytes) * (parameters - vocabulary * h) / layers
     # For each token, there are three integers (its id and two masks), four fp32 numbers (the log-probs of the sampler,
@@ -131,7 +131,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # `mask` is how many entries the attention mask has for a token, which is the number of tokens in its row. If a
     # layer has a sliding window, each row has a mask, and is one completion with its prompt. Otherwise only shared rows
-    # have a mask: a prompt of p tokens, and then completions of about sqrt(p (p + 6 h)) tokens in all
+    # have a mask: a prompt of p tokens, and completions with about sqrt(p (p + 6 h)) tokens together
     # (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
@@ -279,7 +279,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not splittable:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
-    # limit is half of the tokens in that micro-batch. They are counted without padding, but the limit counts padding
-    # too. Therefore this micro-batch certainly exceeds the new limit, and is split.
+    # limit is half of the tokens in that micro-batch. They are counted without padding. The limit counts
+    # padding too, so this micro-batch certainly exceeds it, and is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in splittable)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")
