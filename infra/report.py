@@ -82,8 +82,8 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimize
 
 def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
-    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted. The maximum of each number is taken: the
-    second stays 0 or 1."""
+    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted. Two such pairs are combined by taking the
+    maximum of each number, so the second stays 0 or 1."""
     if one is None:  # there is no earlier part
         return other
     return torch.maximum(one, other) if name.endswith("_max") else one + other

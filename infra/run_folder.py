@@ -55,8 +55,8 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 writes no model. It is finished once it has evaluated, and it has: otherwise `kept_steps`
-    # would have returned None.
+    # A run with --steps 0 writes no model. If it had not evaluated yet, `kept` would be None, and this function would
+    # have returned above. So it is finished.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == kept:
         return None
@@ -69,8 +69,9 @@ def step_to_continue_after(config: Config) -> int | None:
 
 def kept_steps(out: Path) -> int | None:
     """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
-    checkpoint. 0 means that no step can be kept, although the folder has results: either steps were made but no
-    checkpoint yet, or the run has --steps 0 and has evaluated. None means that there is no run, or neither of these."""
+    checkpoint. 0 means that there are results, but no step to keep: the run made steps but no checkpoint yet, or
+    it has --steps 0 and has evaluated. None means that there are no results: there is no run, or it was stopped before
+    its first step or, with --steps 0, before the end of its evaluation."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
