@@ -147,7 +147,7 @@ def _generate(
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
     saved_config, was_training = model.generation_config, model.training
-    # Use an empty configuration: `generate` fills in from it what `config` leaves unset.
+    # What `config` leaves unset, `generate` takes from the model's own configuration. So give the model an empty one.
     model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
