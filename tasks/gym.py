@@ -2,12 +2,10 @@
 
     --task gym:chain_sum
     --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    with settings of the data set, as JSON
-
-Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
+ Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
-of the questions are held out. They are not made with another seed, because row i is made with seed + i, so two seeds
-could give the same questions. Some data sets take seconds for each row; give them a
-smaller "size". Columns: prompt, number (of the question in the data set).
+of the questions are held out. Some data sets take seconds for each row; give them a smaller "size". Columns: prompt,
+number (of the question in the data set).
 """
 
 import json
@@ -46,5 +44,7 @@ def load(config: Config) -> Task:
 
     asked = [[{"role": "user", "content": entry["question"] + ASK}] for entry in entries]
     rows = [{"prompt": prompt, "number": n} for n, prompt in enumerate(asked)]
+    # Hold out rows of the same data set. One with another seed could contain the same questions, because row i is made
+    # with seed + i.
     held_out = len(rows) // 5
     return Task(rows[held_out:], rows[:held_out], [gym_score], [1.0], correct="gym_score")
