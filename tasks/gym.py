@@ -2,7 +2,8 @@
 
     --task gym:chain_sum
     --task 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 500}'    with settings of the data set, as JSON
- Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
+
+Install it first: `pip install reasoning-gym`. The answer is the text between the last <answer> and </answer>. A right
 answer is worth 1, and some data sets give partial credit for a wrong one. Each question occurs only once, and a fifth
 of the questions are held out. Some data sets take seconds for each row; give them a smaller "size". Columns: prompt,
 number (of the question in the data set).

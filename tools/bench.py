@@ -171,8 +171,8 @@ def read_clock() -> float:
 
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
-    """Give the run planned prompts, and limit the tokens of a micro-batch to those of TRL's largest one: args.rows rows
-    of the maximum length. Return the planned completions (N, L)."""
+    """Give the run planned prompts. Let its micro-batches have at most as many tokens as TRL's largest one, which is
+    args.rows rows of the maximum length. Return the planned completions (N, L)."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
     # These words stay one token each when they are joined.
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))
