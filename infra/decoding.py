@@ -61,9 +61,9 @@ class GraphForward:
     A graph always reads and writes the same addresses. So everything that changes from token to token is copied into
     tensors that stay in place. The keys and values go into a cache of fixed length. Whenever the cache has new tensors,
     because of new prompts, fewer rows or a larger cache, the first token after that is computed without a graph. At the
-    second one, a graph is captured, and it is replayed for this token and all later ones. The cache
-    starts small, because attention reads all of it for every token, whether it is filled or not. When it is full, its
-    length is doubled."""
+    second one, a graph is captured, and it is replayed for this token and all later ones. The cache starts small,
+    because attention reads all of it for every token, whether it is filled or not. When it is full, its length is
+    doubled."""
 
     def __init__(self, forward: Callable, max_tokens: int):
         self.forward, self.max_tokens = forward, max_tokens

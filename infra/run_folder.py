@@ -198,8 +198,8 @@ def must_match(config: Config, rows: list[dict]) -> dict:
     # The code of this program, and the Python files that the user gives.
     code = [digest_of_code(), *(sha256_of(path) for path in inputs(config) if path.suffix == ".py")]
     # Each row becomes a text, and the checksums of all texts are added. The text contains the position of the row, so
-    # that the sum depends on the order of the rows. For
-    # an object that JSON cannot represent, it contains only the type, because the repr may differ between processes.
+    # that the sum depends on the order of the rows. For an object that JSON cannot represent, it contains only the
+    # type, because the repr may differ between processes.
     texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
     return settings | {"the code": code, "the rows": sum(zlib.crc32(x.encode()) for x in texts)}

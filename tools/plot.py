@@ -98,8 +98,8 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 
 
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
-    """Return the picture and its fingerprint. Panels without data are skipped. So are
-    folders without a run, and runs that --overwrite has renamed."""
+    """Return the picture and its fingerprint. Panels without data are skipped. So are folders without a run, and runs
+    that --overwrite has renamed."""
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
