@@ -235,7 +235,7 @@ def supervise(before: tuple[Callable, ...], args: list[str], restarts: int, writ
 
 def in_a_copy(folder: Path, module: str) -> None:
     """Make this process import the project from `folder`, which has a copy of it. After this, `import train` returns
-    the copy's module whose name is the argument `module`: "train", or one that takes the place of train."""
+    the copy's file `module`, which is "train" or another one that takes its place."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     copied = {path.stem for path in folder.iterdir()}

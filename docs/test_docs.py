@@ -260,8 +260,8 @@ def patched(diff: str, folder: Path) -> dict[str, str]:
         name, *hunks = file.split("\n@@\n")
         files[name] = (folder / name).read_text()
         for hunk in hunks:
-            # An empty line counts as context, because "" is in every text. Each list begins and ends with "", so that
-            # `old` begins and ends with a line break and matches only whole lines.
+            # An empty line counts as context: its line[:1] is "", which is in every string. Each list begins and ends
+            # with "", so that `old` begins and ends with a line break and matches only whole lines.
             old = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " -"), ""])
             new = "\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in " +"), ""])
             assert files[name].count(old) == 1, f"{name} has this {files[name].count(old)} times:{old}"

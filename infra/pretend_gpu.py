@@ -158,6 +158,7 @@ class Pretended(torch.Tensor):
 
         args, kwargs = each(unwrap, args), {name: each(unwrap, x) for name, x in (kwargs or {}).items()}
         raise_on_two_devices(func, tensors)
+        # Where the result must be. The call itself runs on a CPU, so it gets no `device`.
         target = torch.device(kwargs.pop("device", None) or DEVICE).type
         name = func._schema.name.partition("::")[2]
         if host_must_wait(name, args, target, all_on_gpu=all(isinstance(x, Pretended) for x in tensors)):
@@ -278,7 +279,8 @@ class Graph:
 
 @contextlib.contextmanager
 def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    """Record the calls into the graph. Their effects are undone, because capturing runs no kernels."""
+    """Record the calls into the graph. A real GPU would only record them. Here they also run, so the tensors that they
+    change are restored at the end."""
     gpu.captured = graph.calls = []
     try:
         yield

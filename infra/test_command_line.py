@@ -105,6 +105,7 @@ def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
 # A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
 MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi=0.3 oops"),
+    # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "one weight for each of 1 rewards"),

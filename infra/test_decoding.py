@@ -80,6 +80,7 @@ def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, 
     restore what it replaces."""
     decoding.FIRST_ROOM = first_room
     replays, replay, model = [], pretend_gpu.Graph.replay, model_of("qwen3", "cuda")
+    # Count the replays. What is appended does not matter.
     pretend_gpu.Graph.replay = lambda graph: replays.append(replay(graph))
     held = gpu.held
     return all_sampled(model, "graph", dtype), len(replays), gpu.held - held
@@ -122,6 +123,7 @@ def waits() -> list[list[dict[str, float]]]:
         return gpu.waits.copy()
 
     def in_a_token(cut: dict, decode: str) -> dict[str, float]:
+        # The waits that a rollout has once cancel out.
         of_16_tokens = in_a_rollout(cut, decode, 32) - in_a_rollout(cut, decode, 16)
         return {name: n / 16 for name, n in of_16_tokens.items()}
 
@@ -168,7 +170,8 @@ def test_a_model_without_graphs_is_reported_once_and_decoded_plainly(kind, capsy
 
 
 def test_a_model_for_which_the_host_waits_is_not_captured(monkeypatch, capsys):
-    # In mode 0 the host may wait, and in mode 2 waiting raises an error. The first 0 is the mode before the rollout.
+    # In mode 0 the host may wait, and in mode 2 waiting raises an error. `modes` begins with the mode before the
+    # rollout.
     model, modes = model_of("qwen2"), [0]
     monkeypatch.setattr(decoding, "sync_debug_mode", modes.append)
 

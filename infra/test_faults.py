@@ -239,7 +239,7 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, mon
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert run_folder.saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
     assert "updated" not in shown
-    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss"), "if only the gradient is NaN, the loss is not"
+    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss"), "it shows a NaN loss only if the loss is NaN"
     cause = "the advantage is inf at token 0 of the completion of prompt 0, step 2, sample 0"
     assert error.endswith(cause) == (what == "loss")
 

@@ -97,7 +97,7 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/pickled", "--model {0}/pickled: its weights cannot be loaded: ... model.safetensors"),
     ("--model {0}/code_of_its_own", "--model {0}/code_of_its_own: its configuration cannot be loaded: ... custom code"),
 ]
-OF_THE_USER = [  # flags whose reward fails by itself -> the end of what Python shows
+OF_THE_USER = [  # flags with a reward whose own code fails -> the end of what Python shows
     ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 20, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
     ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 23, in calls\n...RuntimeError: Connection reset by peer'),
 ]

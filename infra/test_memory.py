@@ -62,11 +62,11 @@ def test_weights_and_cache_are_counted_exactly(dtype):
     cached = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert cost.stays == {"weights": weights, "Adam": 2 * weights, "reference": 0}
-    # A row needs the most memory at one of two moments. In the forward pass, the keys and values of one layer at a time
-    # are repeated for the query heads that share them, and then each id of the vocabulary has a logit in fp32.
+    # A row needs the most memory at one of two moments. (1) In the forward pass, when the keys and values of one layer
+    # at a time are repeated for the query heads that share them, and each id of the vocabulary has a logit in fp32.
     repeated = cached / SMALL.num_hidden_layers * SMALL.num_attention_heads / SMALL.num_key_value_heads
-    # Later, the sampler has four numbers for each id of the vocabulary: the logit in the dtype of the model, and in
-    # fp32 the logit, the probability, and a copy of the probability.
+    # (2) In the sampler, which has four numbers for each id of the vocabulary: the logit in the dtype of the model, and
+    # in fp32 the logit, the probability, and a copy of the probability.
     assert cost.row == cached + max(repeated + 4 * conftest.VOCAB, conftest.VOCAB * (dtype.itemsize + 4 + 4 + 4))
     assert cost.rollout == (weights / 2 if dtype == torch.bfloat16 else 0), "a copy of the weights in bf16"
 
@@ -101,7 +101,7 @@ def test_adapters_need_16_bytes_a_parameter_and_frozen_weights_the_bytes_of_thei
 FITTING = [  # bytes free, ranks, settings; the expected rollout_tokens and micro_batch_tokens
     (1e13, 1, {}, (512 * 4608, 4 * 4608)),  # the highest ever chosen; a completion has 4608 tokens with its prompt
     (80e9, 8, dict(shard=True, max_completion_length=1024), (256 * 1536, 2 * 1536)),
-    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # one completion, 4608 tokens, is always allowed
+    (80e9, 1, dict(rollout_tokens=7), (7, 4608)),  # 7 is kept; a micro-batch may always have one completion
     (1e13, 1, dict(micro_batch_size=4), (512 * 4608, None)),  # a limit of rows leaves the tokens without a limit
 ]
 

@@ -60,7 +60,7 @@ def test_decoding_converts_the_weights_and_restores_them():
 @torch.no_grad()
 @pytest.mark.parametrize("name, exact", [("qwen2", True), ("gemma2", False)])
 def test_logits_while_decoding_in_bf16_are_not_rounded_to_bf16(name, exact):
-    """Gemma 2 is an exception: it changes the logits that its head returns, in bf16."""
+    """Gemma 2 is an exception: after its head, it changes the logits, and it does so in bf16."""
     model, ids, states = tiny_model(name, torch.float32).eval(), torch.arange(3, 15)[None], []
     model.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
     with decoding(model, torch.bfloat16):

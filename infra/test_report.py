@@ -47,7 +47,7 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert metrics == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
     metrics = report.of_evaluation([missing, one], [one, one], NAMES)
-    # One of the two rewards is missing. The mean is the other reward, 1 + (-1), and one value has no interval.
+    # The reward of the first prompt is missing. The mean is that of the second one, 1 + (-1), and has no interval.
     assert (metrics["eval/reward"], metrics["eval/reward_ci"]) == (0.0, None)
     assert metrics["eval/accuracy"] is metrics["eval/pass@1"] is metrics["eval/accuracy_ci"] is None
 
@@ -124,10 +124,10 @@ def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_
     steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     log = RunLog(Config(out="run"), PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, NAMES)
-    # Each piece is a list of ids and the text that the last of them gets. The ids before it get no text. The byte 0xE4
-    # is invalid, but that is known only when the next id is decoded.
+    # Each piece is a list of ids and the text that the last of them gets. The ids before it get no text.
     pieces = [([256], "a"), ([256], " a"), ("中".encode(), "中"), ("é".encode(), "é"), ("😀".encode(), "😀")]
     pieces += [("中".encode(), "中"), ([257], "b "), ("é".encode(), "é"), ([258], " "), ([256], " a")]
+    # 0xE4 begins a character of three bytes. That it is invalid is known only when the next id is decoded.
     pieces += [([0xE4, 256], "\ufffd a")]
     ids, texts = [], []
     for piece, text in pieces:

@@ -124,8 +124,8 @@ def small_files() -> None:
 
 
 def test_a_run_can_be_resumed_on_another_number_of_ranks_sharded_or_not(small, tmp_path):
-    """The run is ended twice, each time by killing the last rank before the third step of its process: first before
-    step 3, and, after resuming from the checkpoint of step 2, before step 5."""
+    """The last rank is killed twice, before the third step that it makes: first before step 3, and, after the run has
+    resumed from the checkpoint of step 2, before step 5."""
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)

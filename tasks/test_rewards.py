@@ -216,6 +216,7 @@ def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
             assert settings() == before
             call_rewards([draw if harmless else reward, draw], COLUMNS, {})
     assert settings() == before
+    # In the second round, the first draw is in place of `mine`, and the second comes after it.
     after_mine, after_awaited, _, after_harmless = drawn[:4]
     assert after_mine != after_awaited and after_mine == after_harmless
 

@@ -26,6 +26,7 @@ READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "mor
 NO_ROW = 'needs a "prompt", a string or chat messages: '
 WRONG = [  # what a file contains, and the error
     (b'{"prompt": "a"}\n{"prompt": \n', ":2: not JSON: Expecting value"),
+    # The error shows only the beginning of a long row.
     (b'{"prompt": [], "more": "' + b"a" * 10_000 + b'"}', f":1: {NO_ROW}{{'prompt': [], 'more': '{'a' * 160}"),
     (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
     (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
@@ -148,7 +149,7 @@ def test_prompts_that_are_too_long_can_be_left_out():
 def test_a_task_with_its_own_small_model_refuses_other_models():
     task, config = task_of("1", held_out=["1+1"]), Config(max_completion_length=7, task="addition", model="mine")
     task.eos_id = EOS_ID
-    assert check_prompts(task, PLAIN, 10, config) == 3, "the longest prompt may fill the context"
+    assert check_prompts(task, PLAIN, 10, config) == 3, "prompt and completion may fill the context, 3 + 7 = 10"
     # The tokenizer has another end-of-sequence token than the task, so the model cannot be the task's own.
     task.eos_id = EOS_ID + 1
     with pytest.raises(UserError, match="--model mine: --task addition works only with its own small model"):

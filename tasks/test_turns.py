@@ -42,7 +42,7 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("gpt-oss", "user", [OUT], NO_END),
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("no history", "user", [OUT], NO_END),
-    ("twice", "user", [OUT], NO_END),
+    ("twice", "user", [OUT], NO_END),  # shows each turn twice, so it is unclear which end token is meant
 ]
 
 
@@ -138,6 +138,7 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     # The last reply did not fit into the completion, so its tokens are missing.
     completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])
     (first, last) = ({"role": "assistant", "content": text} for text in "ab")
+    # The first argument is a prompt. Here it is a chat, and in the next line a text.
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
     seen = []

@@ -19,7 +19,7 @@ def test_the_clearest_difference_is_tested_first_and_none_holds_after_one_that_d
     """Of five comparisons, the clearest one is tested at the level 5 % / 5 = 1 %."""
     none = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)  # its mean is 0
     limit_5, limit_1 = (each * statistics.stdev(none) / math.sqrt(df + 1) for each in t)
-    # All comparisons have the same spread. Their means are just beyond a limit, or far beyond it and below 0.
+    # All lists have the same spread. With it, a mean of limit_5 is just significant at 5 %, and one of limit_1 at 1 %.
     beyond_5 = [1.01 * limit_5 + each for each in none]
     beyond_1 = [1.01 * limit_1 + each for each in none]
     clear = [-99 * limit_1 + each for each in none]
@@ -36,7 +36,7 @@ def lines_of(accuracy: float, length: float) -> list[dict]:
     return [{"step": 0, "eval/pass@1": 0.0}, last]
 
 
-def test_the_figure_that_decides_is_compared_and_the_others_describe():
+def test_only_the_first_metric_is_compared_and_the_others_are_shown():
     values = {"grpo": [0.50, 0.60, 0.70], "dapo": [0.61, 0.70, 0.80], "opo": [0.45, 0.65, 0.70]}
     words = f"--vary algorithm={','.join(values)} --vary learning_rate=1e-4 --out o --figures {atlas.PASS}"
     args = ablate.parse([*words.split(), "completion_length"])

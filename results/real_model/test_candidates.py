@@ -38,7 +38,7 @@ def test_a_text_is_true_only_if_all_of_it_is_read_and_true(text, verdict):
 
 def test_what_is_paid_and_untrue_is_logged():
     logged = {}
-    # The first text is true but not paid.
+    # The first text is true, but its last number is 6, so `last_number` gives it 0.
     texts = ["17 is larger than 6.", "6 is 17.", "17 is 17.", "6 is the larger number."]
     given = dict(completions=[[{"content": text}] for text in texts], answer=["17"] * 4)
     prompts = [[{"role": "user", "content": ASKED}]] * 4
