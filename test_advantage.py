@@ -42,8 +42,8 @@ REWARDS = {
 def by_hand(groups, scale, baseline, eps, lengths):
     """Compute (r - baseline) / scale for one reward after another. A reward gets 0 if all rewards that it is compared
     with are equal to it. It also gets 0 if it is compared within its group, and fewer than two completions of the group
-    have both a reward and tokens. In means and standard deviations every reward counts, even that of a completion
-    without tokens. In a mean over tokens, a reward counts once for each token."""
+    have both a reward and tokens. Means and standard deviations over completions include every reward, even that
+    of a completion without tokens. Those over tokens include a reward once for each token of its completion."""
     given = [(p, i) for p, group in enumerate(groups) for i, r in enumerate(group) if not math.isnan(r)]
     batch = [groups[p][i] for p, i in given]
     values, computed = torch.zeros(len(groups), len(groups[0]), dtype=torch.float64), set()

@@ -120,7 +120,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
     # The model reads a prompt and the completions that share it as one row. Here, such a row is described by a tensor
     # with the indices of its completions, and called a sequence. sequences_by_rank[rank] has a list of sequences for
-    # each micro-batch. part.together is the number of completions in each of them.
+    # each micro-batch. part.together lists how many completions each sequence
+    # of a micro-batch has.
     sequences_by_rank = [[torch.tensor(index).split(part.together) for index, part in pieces] for pieces in by_rank]
 
     def tokens_in(sequence: Tensor) -> int:
@@ -132,7 +133,8 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     sequences = [sequence for pieces in sequences_by_rank for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    # `most` is the number of completions in the largest sequence, `fair_share` that of a rank if all get equally many.
+    # `most` is the number of completions in the largest sequence. `fair_share` is how many completions a rank gets if
+    # they are divided equally.
     most, fair_share = max(map(len, sequences)), math.ceil(n / world)
     if hidden_size is None or rows == 1 or tokens == 1:
         assert most == 1, "no row is shared"
@@ -228,8 +230,8 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
 # backward pass. Rows whose advantage is 0 need none, unless the KL, entropy or sampler term gives them a gradient. The
 # advantage is 0 in row 1, which has the mean reward of its group, in rows 3 to 5, which have equal rewards, and in row
 # 11, which has no reward. If each token has its own advantage, the test also sets those of row 2 to 0. With shards,
-# every row has a backward pass. Masked rows are added until all ranks have the same number of micro-batches, and they
-# have one, too. How many are added depends on the split, so the number is None and is not tested.
+# every row has a backward pass, and so have the masked rows that are added to give all ranks the same number of
+# micro-batches. How many are added depends on the split, so the number is None and is not tested.
 BACKWARD_ROWS = [
     (False, {}, 7),
     (True, {}, 6),

@@ -233,6 +233,8 @@ def test_opo(b):
 def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
     low, high = 0.3, 0.4
+    # In logs, the factor of a token is min(log ρ, high) if A > 0. If A < 0, the exponent sgn(A) turns the min into a
+    # max.
     s = []  # for each completion, the factor of A_i
     for i, length in enumerate(LENGTHS):
         log_ratios = (b.logp - b.old)[i, :length].tolist()
@@ -292,7 +294,7 @@ def test_vespo(b, tis):
         w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
         k, decay = (2, 3) if OVER_STD[i] >= 0 else (3, 2)
         phi.append(w**k * math.exp(decay * (1 - w)))
-    assert phi[4] > 0.05  # its log-ratio of −30 counts as −20, and that of 19 makes up for it
+    assert phi[4] > 0.05  # completion 4 has log-ratios −30, which counts as −20, and 19
 
     def J(x):
         return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
@@ -463,7 +465,7 @@ def test_sampler_correction(switches, mode, gate):
     assert stats["tis_bounded"] == ((too_low | too_high).sum(), TOKENS)
     close(stats["tis_ratio"], (unbounded.sum(), TOKENS))
     close(stats["tis_ratio_max"], (unbounded.max(), 1))
-    # With both bounds 1, every factor is 1, except that all factors of a completion that the gate drops are 0.
+    # With both bounds at 1, the correction is 1 for the completions that the gate keeps, and 0 for those that it drops.
     kept = correction(b, "token_truncate", 1.0, 1.0, gate)
     dropped = (kept[:, 0] == 0).sum()
     assert stats["gate_dropped"] == (dropped, N) and dropped < N and (dropped > 0) == (gate != [None, None])
