@@ -379,6 +379,7 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     factor_of_1 = dict(tis_mode="token_mask", tis_floor=0.9999, tis_cap=1.0001, gate_low=0.9999, gate_high=1.0001)
     run(sorting | settings | factor_of_1, tmp_path / "two", world=2)
     assert_same_run(tmp_path / "two", one)  # it also checks that sampler_gap is no more than rounding
+    # With one update per step, the KL of the first step is that of the first policy with itself, which is 0.
     first, second = metrics(go("once a step", beta=0.1, **cut))
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
@@ -477,7 +478,8 @@ def test_learning_rate():
 
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1)], ids=str)
 def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
-    """If the cut leaves one token, all samples of a prompt are alike, and that token has probability 1 in its set."""
+    """Each cut leaves one token at each position, so all samples of a prompt are alike. With keep_set, log-probs are
+    over the tokens that the cut leaves, so each is 0. Without it, they are over the whole vocabulary."""
     for keep_set in (True, False):
         rows = samples(go(str(keep_set), **cut, keep_set=str(keep_set), steps=1))
         assert len({(row["prompt"], row["completion"]) for row in rows}) == len({row["prompt"] for row in rows}) == 3
