@@ -58,6 +58,7 @@ def test_the_table_tells_differences_from_noise():
     assert better[1] == ["", "1", "0.703 ± 0.095", "+0.103 (+0.089 to +0.118)", "**differs**"]
     assert rows("length", [10, 11, 12], [10, 12, 11])[1][3:] == ["+0.00 (-2.48 to +2.48)", "no clear difference"]
     assert rows("reward", [0.5, 0.6], [0.61, 0.70])[1][4] == "too few seeds"
+    # A missing value makes the interval NaN, and then nothing differs.
     assert rows("reward", [0.5, 0.6, math.nan], [0.61, 0.71, 0.81])[1][4] == "no clear difference"
     assert rows("kl", [1.0, 1.0, 1.0], [1.001, 1.0012, 1.0011])[1][3] == "+0.00110 (+0.00085 to +0.00135)"
 
@@ -68,7 +69,9 @@ def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
     assert args.flags == "--beta 9 --seed 9".split() and args.figures == ["entropy", "reward:1-2"]
     runs = [(str(run.folder), run.config.beta, run.config.seed) for run in ablate.runs_of(args)]
     assert len(runs) == 2 * 2 * 3  # there are three seeds by default
-    assert runs[1:4] == [("o/grpo,0.1-1", 0.1, 1), ("o/dapo,0-1", 0, 1), ("o/dapo,0.1-1", 0.1, 1)], "the grid wins"
+    assert runs[1:4] == [("o/grpo,0.1-1", 0.1, 1), ("o/dapo,0-1", 0, 1), ("o/dapo,0.1-1", 0.1, 1)], (
+        "--vary and --seeds win over the flags"
+    )
     words = "--vary model=/models/a,../b,org/c,org_c,org%2Fc --vary data=x,x-y --seeds 1,2 --out o -- --reward r.py:f"
     folders = {run.folder for run in ablate.runs_of(ablate.parse(words.split()))}
     assert len(folders) == 5 * 2 * 2 and all(folder.parent == args.out for folder in folders)
@@ -112,8 +115,8 @@ def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, cap
 
 
 def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, capsys):
-    """Only the files that decide what a run computes count as its code: not tests, pages and tools. Here the
-    command takes settings from a file, and the runs have the dtype of a GPU. Neither counts as another setting."""
+    """Only the files that decide what a run computes count as its code: not tests, pages and tools. Also: a
+    setting from a file, and the dtype that a GPU has chosen, do not count as settings that differ from the run's."""
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
     words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
     original = run_folder.sha256_of

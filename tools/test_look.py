@@ -64,9 +64,9 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     # Of the three evaluations, the page has only the first and the last, each with two completions.
     assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
     size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
-    # Each limit in megabytes has the steps that are shown. The first limit has room for all steps, and the second for
-    # two of the three. The others have less room than the last step needs, so only a part of it is shown, at the least
-    # one completion.
+    # The dictionary has limits in megabytes, and the steps that are then shown. The first limit has room for all steps,
+    # and the second for two of the three. The others have less room than the last step needs, so only a part of it is
+    # shown, at the least one completion.
     for megabytes, steps in {1.0: [1, 2, 3], size / 1.4: [1, 3], size / 4: [3], size / 100: [3]}.items():
         part = look.content(run, megabytes)
         assert sorted({line["step"] for line in part["trained"]}) == steps
