@@ -356,7 +356,7 @@ def test_memory_of_sets(name: str, monkeypatch: pytest.MonkeyPatch):
     for each logit of 4 bytes. So the ids of a chunk take about as much as the logits of CHUNK tokens, CHUNK_BYTES, and
     the peak may be higher by CHUNK_BYTES."""
     monkeypatch.setattr(logprob, "chunk_tokens", lambda on_gpu: CHUNK)
-    # Three rows of 99 positions, which is more than a row has.
+    # For each of the three rows a list of 99 sets, more than it has tokens.
     large, small = (3 * [99 * [np.arange(n, dtype=np.int32)]] for n in (LARGE_VOCAB * 95 // 100, 4))
     peaks = [memory(name, True, 20, 9, 1, kept=kept)[1] for kept in (None, large, small)]
     assert peaks[1] < 1.01 * peaks[0] + CHUNK_BYTES and peaks[2] < 1.01 * peaks[0]

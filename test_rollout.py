@@ -39,7 +39,7 @@ def streams(samples=SAMPLES, length=12):
 def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[Completion], temperature: float):
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + completion.ids])
-        # Only tokens that the model wrote are scored. `written` is None if it wrote all of them.
+        # Only tokens that the model wrote are scored. `written` is None without reply functions.
         mask = torch.tensor([[False] * len(prompt) + (completion.written or [True] * len(completion.ids))])
         how = dict(temperature=temperature, with_entropy=True)
         how["kept"] = None if completion.kept is None else [completion.kept.padded(len(prompt), 0)]

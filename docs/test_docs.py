@@ -432,8 +432,8 @@ def test_runs_with_the_game_with_the_environment_and_with_a_reward_for_each_turn
     assert replied and all(len(line["advantage"]) == len(line["tokens"]) for line in replied)
 
 
-# All completions of a game with the actions 0 and 1, where action 0 in the first turn ends the game: the action of each
-# turn -> the reward of each turn.
+# All completions of a game of two turns with the actions 0 and 1, in which action 0 ends the game. A key has the action
+# of each turn, and its value the reward of each turn.
 TWO_TURNS = {(0,): [0.3], (1, 0): [-0.2, 1.0], (1, 1): [-0.2, -0.5]}
 
 

@@ -360,8 +360,8 @@ def accident() -> None:
     at("train.training_step", 4, die if first else kill_torchrun, rank=1)
     at("train.training_step", 4, partial(time.sleep, 0 if first else 600), rank=0)
     # Ranks find each other's addresses in torchrun's store, which survives a restart. Rank 1 starts a second late. So
-    # when rank 0 looks up the address of rank 1 after the restart, the store still has that of the killed process only.
-    # This is the hardest case: rank 0 must wait for the new address.
+    # when rank 0 looks up the address of rank 1 after the restart, the store has only the old one, of the killed
+    # process. This is the hardest case: rank 0 must wait for the new address.
     time.sleep(1 if os.environ["RANK"] == "1" else 0)
 
 

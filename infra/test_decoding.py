@@ -75,9 +75,9 @@ def test_steps_of_fixed_shapes_sample_the_same(monkeypatch, kind, capsys):
 
 
 def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
-    """Return the completions, how many graphs were replayed, and the bytes that are still allocated at the end. The
-    first cache has room for `first_room` tokens after the prompt. As this runs in a process of its own, it need not
-    restore what it replaces."""
+    """Return the completions, how many graphs were replayed, and how many more bytes are allocated afterwards than
+    before. The first cache has room for `first_room` tokens after the prompt. As this runs in a process of its own, it
+    need not restore what it replaces."""
     decoding.FIRST_ROOM = first_room
     replays, replay, model = [], pretend_gpu.Graph.replay, model_of("qwen3", "cuda")
     # Count the replays. What is appended does not matter.

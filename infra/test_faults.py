@@ -203,8 +203,8 @@ def never_answers(row, turns):
         pass
 
 
-# `named`: how often the message with the function's name is printed. A Python thread prints it, which cannot run while
-# the C code does. The stack trace shows the function in both cases.
+# `named`: how often the message with the function's name is printed. A Python thread prints it. This thread
+# cannot run while `in_c` runs, which is C code. The stack trace shows the function in both cases.
 @pytest.mark.parametrize("what, function, named", [("reward", "in_c", 0), ("reply", "never_answers", 1)])
 def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path, what, function, named):
     shown = run(small | {what: f"{__name__}:{function}", "reward_timeout": 0.5}, tmp_path / "out", code=1)
@@ -239,7 +239,8 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, mon
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert run_folder.saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
     assert "updated" not in shown
-    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss"), "it shows a NaN loss only if the loss is NaN"
+    # The message shows the loss as nan or inf if the loss was spoiled, and as a number if only the gradient was.
+    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss")
     cause = "the advantage is inf at token 0 of the completion of prompt 0, step 2, sample 0"
     assert error.endswith(cause) == (what == "loss")
 

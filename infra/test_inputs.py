@@ -129,7 +129,7 @@ def test_bad_input_is_one_line_but_python_shows_errors_in_user_code(files, stder
     assert shown.count("Traceback") == (1 if of_the_user else 0)
     if not of_the_user:
         assert shown.count("\n") == 1 and len(shown) < 1000
-    assert (tmp_path / "out").exists() == of_the_user, "the folder is created once everything is ready"
+    assert (tmp_path / "out").exists() == of_the_user, "it is created before the first reward is called"
     assert not (files / "executed").exists()
 
 

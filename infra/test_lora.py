@@ -136,7 +136,7 @@ def config_of(settings: dict, out: Path) -> Config:
     return ready(parse(flags(settings, out), on_gpu=False), on_gpu=False)
 
 
-WAYS = {  # ranks, settings
+WAYS = {  # number of processes, settings
     "replicated, graphs": (2, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
     "sharded, checkpointing": (2, dict(micro_batch_size=2, shard=True, gradient_checkpointing=True)),
 }

@@ -136,12 +136,13 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_loaded():
 def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt, together):
     model = conftest.tiny_model("mistral", sliding_window=30)
     limits = memory.limits(small(max_completion_length=20)[0], model, prompt)
-    # The hidden size decides how many completions share a row. If it is None, each has a row of its own.
+    # The limits have the model's hidden size, 32, if completions may share a row, and otherwise None.
     assert limits.hidden_size == (32 if together else None)
 
 
 def budgets_left_open(free_by_rank: list[float]) -> None:
-    """Choose budgets as on GPUs with this much free memory each. Without a GPU, `config.resolve` would set them."""
+    """Pretend that each rank has this much free memory, and keep `config.resolve` from setting the budgets, as on a
+    GPU. So they are chosen to fit the free memory."""
     conftest.replace("config.with_budgets", lambda _: lambda config, **budgets: config)
     free = free_by_rank[int(os.environ.get("RANK", 0))]
     conftest.replace("infra.memory.free_memory", lambda _: lambda: free)

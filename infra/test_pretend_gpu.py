@@ -88,7 +88,7 @@ def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits
     """The host waits six times: once to copy the row numbers of the micro-batch to the GPU, once for the length of the
     longest row, once to check that every completion has a prompt, twice to select the scored tokens, and once in
     transformers, which checks whether a row has several sequences. With top-p the host waits six more times, for the
-    sets of ids that the tokens were sampled from. No wait, for instance for a metric, may be added unnoticed."""
+    sets of ids that the tokens were sampled from. This fails if a change adds a wait, for instance for a metric."""
     settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | given
     watched = partial(conftest.replace, "train.accumulate", print_waits)
     shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)

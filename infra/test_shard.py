@@ -124,8 +124,8 @@ def small_files() -> None:
 
 
 def test_a_run_can_be_resumed_on_another_number_of_ranks_sharded_or_not(small, tmp_path):
-    """The last rank is killed twice, before the third step that it makes: first before step 3, and, after the run has
-    resumed from the checkpoint of step 2, before step 5."""
+    """In each of the first two starts, the last rank is killed before the third step of that start: before step 3, and,
+    after the run has resumed from the checkpoint of step 2, before step 5."""
     settings = small | dict(steps=5, save_every=2, ref_sync_every=3)
     one, out = tmp_path / "one", tmp_path / "out"
     run(settings, one)

@@ -22,7 +22,7 @@ EXPRESSIONS = [  # text, numbers, its value
     ("1 / 0", [0, 1], None),
     ("2²", [2, 2], None),
     *((text, [1, 2], None) for text in ("1 + 2 + 2", "1\u200b2", "01 + 2", "1.0 + 2", "1 ** 2", "-1 + 2", "1(2)")),
-    # The last of these is too long.
+    # The last text in the next line has the right value, but is too long.
     *((text, [7], None) for text in ("", "7" * 5000, "f(7)", "(" * 10_000 + "7" + ")" * 10_000, "7" + " " * 200)),
 ]
 FORMS = [  # a completion, whether it is the solution of (2, 3, 4) -> 10, whether it has the form

@@ -69,9 +69,8 @@ def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
     assert args.flags == "--beta 9 --seed 9".split() and args.figures == ["entropy", "reward:1-2"]
     runs = [(str(run.folder), run.config.beta, run.config.seed) for run in ablate.runs_of(args)]
     assert len(runs) == 2 * 2 * 3  # there are three seeds by default
-    assert runs[1:4] == [("o/grpo,0.1-1", 0.1, 1), ("o/dapo,0-1", 0, 1), ("o/dapo,0.1-1", 0.1, 1)], (
-        "--vary and --seeds win over the flags"
-    )
+    # --vary and --seeds win over --beta 9 and --seed 9.
+    assert runs[1:4] == [("o/grpo,0.1-1", 0.1, 1), ("o/dapo,0-1", 0, 1), ("o/dapo,0.1-1", 0.1, 1)], "the grid wins"
     words = "--vary model=/models/a,../b,org/c,org_c,org%2Fc --vary data=x,x-y --seeds 1,2 --out o -- --reward r.py:f"
     folders = {run.folder for run in ablate.runs_of(ablate.parse(words.split()))}
     assert len(folders) == 5 * 2 * 2 and all(folder.parent == args.out for folder in folders)
