@@ -258,12 +258,9 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     """Return phi(w) = exp(lambda - lambda w) w^k, with k = 2 and lambda = 3 where A >= 0, else k = 3 and lambda = 2.
-    w is the ratio of policy to sampler for a whole completion, the product over its tokens. phi(1) is 1, and phi goes
-    to 0 for small and for large w. Logarithms are clamped as in TRL."""
+    w is the product, over the tokens of a completion, of policy / old policy and of the correction, which stands for
+    old policy / sampler. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
-    # log w = log(policy / old policy) + log(old policy / sampler). The second term is read from `correction`, which is
-    # old policy / sampler within the bounds tis_floor and tis_cap. If neither is set, `correction` is 1, so w is the
-    # ratio of policy to old policy.
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)
     k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)

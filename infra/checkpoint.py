@@ -157,7 +157,7 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return a number for each tensor. Each rank saves its own parts of all tensors with the same number in one file.
     Files are small, because PyTorch copies all tensors of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # Each rank has a part of these tensors, so in all they may have FILE_BYTES times the number of ranks.
+    # The tensors with one number go into one file on each rank, so together they may take FILE_BYTES on each rank.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 

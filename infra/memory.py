@@ -130,9 +130,9 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     hidden_bytes = compute_bytes if config.shard else weight_bytes  # bytes of one element of the hidden states
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # `mask` is how many entries the attention mask has for a token, which is the number of tokens in its row. If a
-    # layer has a sliding window, each row has a mask, and is one completion with its prompt. Otherwise only shared rows
-    # have a mask: a prompt of p tokens, and completions with about sqrt(p (p + 6 h)) tokens together
-    # (fast/shared_prompts.py).
+    # layer has a sliding window, every row has a mask. Rows are then never shared, so each is a prompt and one
+    # completion, `length` tokens. Otherwise only shared rows have a mask: a prompt of p tokens, and completions with
+    # about sqrt(p (p + 6 h)) tokens together (fast/shared_prompts.py).
     shared_row = longest_prompt + math.sqrt(longest_prompt * (longest_prompt + 6 * h))
     mask = length if min(kept_tokens, default=length) < length else shared_row
     # Bytes that a layer saves for its backward pass, for each token. Each norm saves its input, as it is and in fp32.

@@ -83,9 +83,8 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # Training is refused if the checkpoint has adapters, because another run cannot continue their training. It is also
-    # refused with --lora_rank: saved adapters name their base model, for programs that load them, and other programs
-    # cannot load a checkpoint.
+    # The training of adapters cannot be continued in another run. New adapters (--lora_rank) cannot be trained on a
+    # checkpoint, because they would be saved with it as their base model, and only this program can load a checkpoint.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.

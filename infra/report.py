@@ -196,8 +196,8 @@ class RunLog:
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
             self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
             # For each sign that the run may not be learning, print a note once. A group is trained on if any of its
-            # advantages is not 0. An advantage is a number, or a tensor with a number for each token. It is never None
-            # here, because `groups` has no replaced groups.
+            # advantages is not 0. An advantage is a number, or a tensor with a number for each token.
+            # `group.advantages` is never None here, because `groups` has no replaced groups.
             trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
             if 2 * len(trained_on) < self.config.prompts_per_step:
                 self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")

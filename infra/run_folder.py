@@ -68,10 +68,9 @@ def step_to_continue_after(config: Config) -> int | None:
 
 
 def kept_steps(out: Path) -> int | None:
-    """Return how many steps a resumed run keeps. A finished run keeps all, any other run those up to its newest
-    checkpoint. 0 means that there are results, but no step to keep: the run made steps but no checkpoint yet, or
-    it has --steps 0 and has evaluated. None means that there are no results: there is no run, or it was stopped before
-    its first step or, with --steps 0, before the end of its evaluation."""
+    """Return how many steps of the run are kept when it is resumed: all steps of a finished run, and otherwise those up
+    to its newest checkpoint. Return 0 if it has no checkpoint but has results: the log of a step or, with --steps 0, an
+    evaluation. Return None if there is no run or it has no results, so that nothing is lost by starting over."""
     if (there := settings_of(out)) is None:
         return None
     if saved := saved_steps(out):
