@@ -190,7 +190,8 @@ def policy_loss(
     # The policy term. It is minimised, so it is minus the objective of the paper.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(lowest, highest)
-        capped = rho if delta is None else rho.clamp(max=delta)  # without delta, nothing caps it if A < 0
+        # If A < 0, the min below takes the larger ratio, so only delta bounds it from above.
+        capped = rho if delta is None else rho.clamp(max=delta)
         policy = -torch.min(capped * A, clipped * A)
         too_low = too_low | ((rho < lowest) & (A < 0))
         too_high = too_high | ((rho > highest) & (A > 0))

@@ -157,7 +157,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return a number for each tensor. Each rank saves its own parts of all tensors with the same number in one file.
     Files are small, because PyTorch copies all tensors of a file in memory before it writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # The tensors with one number go into one file on each rank, so together they may take FILE_BYTES on each rank.
+    # A rank's file has only its own parts of the tensors with one number. So for each file to have about FILE_BYTES,
+    # these tensors may have FILE_BYTES times the number of ranks in all.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 

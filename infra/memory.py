@@ -279,7 +279,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not splittable:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
-    # limit is half of the tokens in that micro-batch. They are counted without padding. The limit counts
-    # padding too, so this micro-batch certainly exceeds it, and is split.
+    # limit is half of the tokens in that micro-batch. They are counted without padding. With its
+    # padding, which the limit counts too, this micro-batch certainly exceeds the new limit, and is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in splittable)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")
