@@ -6,8 +6,8 @@ None to end the completion. Otherwise it returns a text, which becomes a message
 For a chat, it can also return a list of messages.
 
 In a chat, a reply is encoded with all that the template puts between the end of one turn and the start of the next.
-What the model has sampled is never encoded again. Not supported: asynchronous replies, and a setting that lists tools
-(docs/extending.md shows how to write a tool as a reply function).
+What the model has sampled is never encoded again. Asynchronous replies are not supported. No setting lists tools, but
+docs/extending.md shows how to write a tool as a reply function.
 """
 
 import copy

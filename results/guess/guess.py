@@ -29,10 +29,10 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     """Return the probability of finding one of `size` numbers by guessing at random among those that are left."""
     if size == 0 or guesses == 0:
         return 0.0
-    # Count pairs of a first guess and a secret number: there are size². In `size` of them, the guess is right. If n
-    # numbers are below the guess, the secret number is one of them in n pairs, and in each of these pairs later guesses
-    # find it with probability random_player(n, guesses - 1). The pairs in which it is above the guess add the same
-    # total.
+    # There are size² equally likely pairs of a first guess and a secret number. In `size` of them, the guess is right.
+    # Take the first guess with n numbers below it. If the secret number is one of these n, later guesses find it with
+    # probability random_player(n, guesses - 1). Summed over all first guesses, this is sum(found_below). By symmetry,
+    # secret numbers above the first guess add as much.
     found_below = [n * random_player(n, guesses - 1) for n in range(size)]
     return (size + 2 * sum(found_below)) / size**2
 
