@@ -55,8 +55,7 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 writes no model. If it had not evaluated yet, `kept` would be None, and this function would
-    # have returned above. So it is finished.
+    # A run with --steps 0 only evaluates, and writes no model. Here it has evaluated: otherwise `kept` would be None.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == kept:
         return None
