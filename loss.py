@@ -190,7 +190,8 @@ def policy_loss(
     # The policy term. It is minimised, so it is minus the objective of the paper.
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         clipped = rho.clamp(lowest, highest)
-        # If A < 0, the min below takes the larger ratio, so only delta bounds it from above.
+        # If A < 0, the min below selects the larger of the two ratios, because A reverses their order. Then clipping
+        # sets no upper bound on the ratio; only delta does.
         capped = rho if delta is None else rho.clamp(max=delta)
         policy = -torch.min(capped * A, clipped * A)
         too_low = too_low | ((rho < lowest) & (A < 0))
@@ -259,8 +260,9 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     """Return phi(w) = exp(lambda - lambda w) w^k, with k = 2 and lambda = 3 where A >= 0, else k = 3 and lambda = 2.
-    w is the product, over the tokens of a completion, of policy / old policy and of the correction, which stands for
-    old policy / sampler. phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms are clamped as in TRL."""
+    w is a product over the tokens of a completion. Each factor is (policy / old policy) * correction, where the
+    correction stands for (old policy / sampler). phi(1) is 1, and phi goes to 0 for small and for large w. Logarithms
+    are clamped as in TRL."""
     lowest, highest = math.log(1e-8), 20.0
     log_w = (log_rho.clamp(-20.0, 20.0) + correction.log().clamp(lowest, highest)).masked_fill(~mask, 0.0)
     log_w = log_w.sum(1, keepdim=True).clamp(lowest, highest)

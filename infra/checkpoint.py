@@ -154,11 +154,12 @@ def _as_tensor(x: Any) -> Tensor:
 
 
 def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return a number for each tensor. Each rank saves its own parts of all tensors with the same number in one file.
-    Files are small, because PyTorch copies all tensors of a file in memory before it writes them."""
+    """Assign each tensor to a file, by number. Each rank writes one file for each number, with the rank's own parts of
+    the tensors that have this number. Files are small, because PyTorch copies all tensors of a file in memory before it
+    writes them."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
-    # A rank's file has only its own parts of the tensors with one number. So for each file to have about FILE_BYTES,
-    # these tensors may have FILE_BYTES times the number of ranks in all.
+    # The tensors that share a number are split among the files of all ranks. Together they have about FILE_BYTES times
+    # the number of ranks, so that each file has about FILE_BYTES.
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
 

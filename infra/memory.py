@@ -44,7 +44,7 @@ class Costs:
     read: float  # a token of a prompt while the prompt is read
     update: float  # an update, without its micro-batches
     token: float  # a token of a micro-batch
-    head: float  # the output head; it is finished before `layer` is needed
+    head: float  # the output head. It is freed before `layer` is needed, so only the larger of the two counts
     layer: float  # the backward pass of a layer, for each token
     prompts: int  # the most prompts that a rank reads for a rollout
     length: int  # tokens of the longest prompt and a completion of full length
@@ -166,7 +166,8 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
         # With adapters, the input of each linear layer gets two gradients, one of them from the adapter. Both are in
         # memory until they are added. The largest such input is in the feed-forward part.
         layer=layer + (compute_bytes * feed_forward if adapters else 0),
-        # A rank's share of the completions may begin and end in the middle of those of a prompt: hence one prompt more.
+        # The completions of one prompt may be divided between two ranks, so a rank may read one prompt more than its
+        # even share.
         prompts=math.ceil(max(config.prompts_per_step, evaluated) / world) + (1 if world > 1 else 0),
         length=length,
         sampled=math.ceil(max(trained, evaluated * config.eval_k) / world),
@@ -279,7 +280,7 @@ def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:
     if not splittable:
         raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     # The largest micro-batch may have been far below the limit. Half of the limit would then change nothing, so the new
-    # limit is half of the tokens in that micro-batch. They are counted without padding. With its
-    # padding, which the limit counts too, this micro-batch certainly exceeds the new limit, and is split.
+    # limit is half of the tokens in that micro-batch. Padding is left out of this count, but the limit includes it, so
+    # that micro-batch certainly exceeds the new limit, and is split.
     run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in splittable)) // 2
     faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

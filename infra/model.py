@@ -84,7 +84,7 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     if settings is None:
         raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
     # The training of adapters cannot be continued in another run. New adapters (--lora_rank) cannot be trained on a
-    # checkpoint: they would be saved with its name as that of their base model, and no other program can load it.
+    # checkpoint: saved adapters name their base model, and only this program can load a checkpoint.
     if config.steps and (settings.lora_rank or config.lora_rank):
         raise UserError(f"--model {folder}: {EVAL_ONLY}")
     # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.

@@ -55,7 +55,8 @@ def step_to_continue_after(config: Config) -> int | None:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 only evaluates, and writes no model. Here it has evaluated: otherwise `kept` would be None.
+    # A run with --steps 0 writes no model. It is finished once it has logged its evaluation. At this line it has:
+    # without an evaluation, kept_steps gives None, and this function has returned above.
     is_finished = (out / "model").exists() or there.steps == 0
     if is_finished and config.steps == kept:
         return None

@@ -30,9 +30,9 @@ def random_player(size: int, guesses: int = guess.GUESSES) -> float:
     if size == 0 or guesses == 0:
         return 0.0
     # There are size² equally likely pairs of a first guess and a secret number. In `size` of them, the guess is right.
-    # Take the first guess with n numbers below it. If the secret number is one of these n, later guesses find it with
-    # probability random_player(n, guesses - 1). Summed over all first guesses, this is sum(found_below). By symmetry,
-    # secret numbers above the first guess add as much.
+    # Take the first guess with n numbers below it. In n pairs the secret number is one of these, and later guesses are
+    # expected to find n * random_player(n, guesses - 1) of the n. Summed over all first guesses, these expected numbers
+    # are sum(found_below). By symmetry, secret numbers above the first guess add as much.
     found_below = [n * random_player(n, guesses - 1) for n in range(size)]
     return (size + 2 * sum(found_below)) / size**2
 
