@@ -1,7 +1,7 @@
 """Print how much answers grow during the runs in this folder, and ten answers of each normalization at the end of its
 run on seed 11.
 
-    PYTHONPATH=. python results/real_normalization/growth.py > results/real_normalization/growth.md
+    PYTHONPATH=. python results/real_normalization/growth.py > results/real_normalization/growth.txt
 """
 
 import json
@@ -11,7 +11,7 @@ from infra import run_folder
 from tools import ablate
 
 HERE = Path(__file__).parent
-NORMALIZATIONS, SEEDS = ("sequence", "global", "constant"), (11, 12, 13, 14)
+NORMALIZATIONS, SEEDS = ("sequence", "global", "constant"), (11, 12, 13, 14, 15)
 
 print("Mean tokens in steps 31 to 40 minus those in steps 1 to 10, with 95 % intervals over the seeds:\n")
 rows = []
