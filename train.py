@@ -82,8 +82,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for group, row in zip(groups, advantages, strict=True):
         group.advantages = row
     batch = collate(groups, cfg.mask_truncated, run.device)
-    # Collect the logged values. `gather` also ends the run if the ranks differ in completions, rewards or advantages.
-    run.logged = ranks.gather(run.logged, report.checksums(step, batch.ids, combined, batch.advantages))
+    ranks.check_same(report.checksums(step, batch.ids, combined, batch.advantages))
+    run.logged = ranks.gather(run.logged)
     if cfg.old_policy == "policy" and bool((batch.steps != step).any()):  # your own `draw_groups` may replay groups
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
@@ -290,7 +290,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    ranks.gather([], run_folder.must_match(cfg, task.train + task.eval))  # fails if ranks differ in settings or data
+    ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
     cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
     log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
     log.say(memory_plan)

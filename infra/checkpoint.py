@@ -40,7 +40,7 @@ from batch import Group
 from config import UserError
 from fast.kept_sets import KeptSets
 from infra import ranks
-from infra.lora import adapted_layers, save_adapters, trained
+from infra.lora import adapted_layers, save_adapters, trained_tensors
 from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
 from infra.shard import whole_weights
 from rollout import Completion
@@ -67,7 +67,7 @@ def save(
     is sharded. Only the newest `keep` checkpoints stay."""
     first = ranks.rank() == 0
     tensors_of_state: dict[str, Tensor] = {}  # `_as_json` adds the tensors to it
-    parts = {part: trained(model) for part, model in models.items()}
+    parts = {part: trained_tensors(model) for part, model in models.items()}
     if optimizer.state:  # before the first update there is none, and the next line would make an update to create it
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
@@ -112,7 +112,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     --shard may differ from those of the run that saved it."""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    flat, parts = {}, {part: trained(model) for part, model in models.items()}
+    flat, parts = {}, {part: trained_tensors(model) for part, model in models.items()}
     if (folder / "optimizer").exists():
         # This makes PyTorch create the optimizer's state, by an update at a learning rate of 0.
         flat = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
@@ -139,7 +139,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
 def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Load only the weights of the trained model, and return the model. No other rank has to take part."""
     check(folder)
-    dcp.load(trained(model), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
+    dcp.load(trained_tensors(model), storage_reader=HuggingFaceStorageReader(folder / "model"), no_dist=True)
     return model
 
 
@@ -231,9 +231,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     if first:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
-    ranks.gather([])  # waits for all ranks: none writes before the folder exists
+    ranks.wait()  # no rank writes before the folder exists
     yield partial_folder
-    ranks.gather([])  # waits until all ranks have written
+    ranks.wait()  # until all ranks have written
     if first:
         for path in [*partial_folder.rglob("*"), partial_folder]:
             flush(path)

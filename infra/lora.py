@@ -71,7 +71,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_scale")}
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that are trained, by name: the adapters, or all weights of a model without adapters."""
     named = dict(model.named_parameters())
     return {name: p for name, p in named.items() if name.endswith((".lora_A", ".lora_B"))} or named
@@ -121,7 +121,7 @@ def save_adapters(folder: Path, model: PreTrainedModel) -> None:
         target_modules=sorted({name.rpartition(".")[2] for name in layers}),
     )
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    tensors = {f"base_model.model.{name}.weight": p.detach().cpu() for name, p in trained(model).items()}
+    tensors = {f"base_model.model.{name}.weight": p.detach().cpu() for name, p in trained_tensors(model).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -138,7 +138,7 @@ def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrain
     """Load saved adapters into a model that has adapters in all the same layers."""
     saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
     in_file = {(name, x.shape) for name, x in saved.items()}
-    in_model = {(name, x.shape) for name, x in trained(model).items()}
+    in_model = {(name, x.shape) for name, x in trained_tensors(model).items()}
     if wrong := in_file ^ in_model:  # those that are in only one of the two
         raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)[0]} differs")
     model.load_state_dict(saved, strict=False)

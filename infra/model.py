@@ -140,7 +140,7 @@ def load(
             model = opened.load().to(device)
         if ranks.world() > 1:
             checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
-            ranks.gather([], same={"the weights": checksums})  # fails if any rank has loaded other weights
+            ranks.check_same({"the weights": checksums})
         reference = copy.deepcopy(model) if has_reference else None
     with ranks.fail_together():
         if opened.adapt is not None:

@@ -84,19 +84,27 @@ def share(n: int) -> range:
     return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
-def gather(own: list, same: dict[str, Any] | None = None) -> list:
-    """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank. `same` has
-    values, by name, that must be equal on all ranks. If a rank's values differ from those of rank 0, all ranks fail,
-    and one of them reports which values differ."""
-    parts = [(own, same or {})] * world()
+def gather(own: list) -> list:
+    """Concatenate the lists of all ranks, in the order of the ranks, and return the result on every rank."""
+    parts = [own] * world()
     if dist.is_initialized():
-        dist.all_gather_object(parts, (own, same or {}))  # replaces each element with that of its rank
-    for other, (_, theirs) in enumerate(parts):
-        # parts[0][1] is the `same` of rank 0, with which every other rank is compared.
-        if differing := [name for name, value in theirs.items() if value != parts[0][1].get(name)]:
+        dist.all_gather_object(parts, own)  # replaces each element with the list of that rank
+    return [item for part in parts for item in part]
+
+
+def check_same(values: dict[str, Any]) -> None:
+    """Make sure that these values, given by name, are equal on all ranks. If those of a rank differ from those of rank
+    0, all ranks fail, and rank 0 reports the names."""
+    first, *others = gather([values])
+    for number, theirs in enumerate(others, start=1):
+        if differing := [name for name in first if theirs.get(name) != first[name]]:
             error = UserError if rank() == 0 else faults.FailedElsewhere
-            raise error(f"rank {other} differs from rank 0 in {', '.join(differing)}")
-    return [item for part, _ in parts for item in part]
+            raise error(f"rank {number} differs from rank 0 in {', '.join(differing)}")
+
+
+def wait() -> None:
+    """Wait until all ranks have come to this line."""
+    gather([])
 
 
 def on_first(call: Callable, *args: Any) -> Any:

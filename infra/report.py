@@ -126,7 +126,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
 
 
 def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """Compute checksums that `ranks.gather` compares, because all ranks must train on the same values. They may differ
+    """Compute checksums that `ranks.check_same` compares, because all ranks must train on the same values. They may differ
     if you add code whose result depends on the rank, for instance because each rank draws its own random numbers, reads
     its own clock, or has other values in `run.state`."""
     tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}

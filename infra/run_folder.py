@@ -192,7 +192,7 @@ def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
     return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
 
 
-def must_match(config: Config, rows: list[dict]) -> dict:
+def fingerprint_of_start(config: Config, rows: list[dict]) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
     # The code of this program, and the Python files that the user gives.
     code = [digest_of_code(), *(sha256_of(path) for path in inputs(config) if path.suffix == ".py")]

@@ -43,7 +43,7 @@ def backward(model: nn.Module) -> Tensor:
 def disturb(model: nn.Module) -> None:
     """Change the adapters as training does, so that B is not 0."""
     torch.manual_seed(1)
-    for p in lora.trained(model).values():
+    for p in lora.trained_tensors(model).values():
         p.data += 0.1 * torch.randn_like(p)
 
 
@@ -61,9 +61,9 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
         torch.testing.assert_close(score(model), expected, rtol=1e-12, atol=1e-12)  # float64
     backward(theirs.base_model.model)
     gradients = {n.replace(".default.weight", ""): p.grad for n, p in theirs.base_model.model.named_parameters()}
-    for name, p in lora.trained(ours).items():
+    for name, p in lora.trained_tensors(ours).items():
         assert distance(p.grad, gradients[name]) < 1e-12, name
-    assert all(gradient is None for name, gradient in gradients.items() if name not in lora.trained(ours))
+    assert all(gradient is None for name, gradient in gradients.items() if name not in lora.trained_tensors(ours))
     # Files that PEFT has written can be read, although they contain settings that ours do not, such as lora_dropout.
     theirs.save_pretrained(tmp_path / "theirs")
     assert "lora_dropout" in (tmp_path / "theirs/adapter_config.json").read_text()
@@ -89,7 +89,7 @@ def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the
             expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
             assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
             assert not layer.lora_A.grad.any() and layer.lora_A.abs().max() <= layer.lora_A.shape[1] ** -0.5
-    assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained(model))
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained_tensors(model))
     disturb(model)
     assert not torch.equal(score(model), before)
     with lora.without_adapters(model):
@@ -103,7 +103,7 @@ def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_a
     # Neither needs a note: this Llama has adapters in all layers, and this Qwen has no adapters.
     assert [*lora.notes(model), *lora.notes(tiny_model("qwen3_moe"))] == []
     with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
-        lora.set_adapters(model, {name: x for name, x in lora.trained(model).items() if "q_proj" in name})
+        lora.set_adapters(model, {name: x for name, x in lora.trained_tensors(model).items() if "q_proj" in name})
     model.model.layers = nn.ModuleList()
     with pytest.raises(UserError, match="--lora_rank: LlamaForCausalLM has no linear layers except its output head"):
         lora.add_adapters(model, 2, 4)
@@ -185,7 +185,7 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
     model = small["model"] if steps else whole / "model"
     config = config_of(small | dict(steps=steps, model=model, dtype="bfloat16"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
-    adapters = lora.trained(loaded)
+    adapters = lora.trained_tensors(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
     assert {(p.dtype, p.requires_grad) for p in adapters.values()} == {(torch.float32, True)} and reference is None
     with decoding(loaded, torch.bfloat16):

@@ -186,7 +186,7 @@ def one_of_eight() -> None:
     """Make this process rank 0 of 8. The other ranks do not exist: every message from them is a copy of what
     this rank sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    conftest.replace("infra.ranks.gather", lambda _: lambda made, same=None: made * 8)
+    conftest.replace("infra.ranks.gather", lambda _: lambda made: made * 8)
     conftest.replace("infra.shard.set_model_state_dict", lambda _: lambda *args, **settings: None)
     dist.all_gather_object = lambda out, own: out.__setitem__(slice(None), [own] * 8)  # out[:] = [own] * 8
 
