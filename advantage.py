@@ -12,19 +12,67 @@ The G completions of one prompt are a group. The papers choose b and s like this
     GDPO         2601.05242   each reward normalized in its group, then all added; b = batch mean, s = batch std + eps
     REINFORCE++  2501.03262   b = 0, or the mean of the group ("REINFORCE++-baseline"); then whitened over the batch
 
-The batch is all rewards of a step, over all ranks.
+The batch is all rewards of a step, over all ranks. A group gives no signal if its rewards do not show which of its
+completions are better. --dynamic_sampling replaces such groups.
 
 Not here: baselines from running means over steps, and value functions.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SCALES = ("group", "batch", "mean", "whiten", "none")
 BASELINES = ("mean", "leave_one_out", "length", "batch", "none")
 COMBINATIONS = ("sum", "gdpo")
+
+
+@dataclass
+class Group:
+    """One prompt and its G completions. Rewards and advantages are filled in later."""
+
+    prompt_ids: list[int]
+    row: dict = field(default_factory=dict)  # the task's row: the prompt as text, and columns for the rewards
+    completions: list = field(default_factory=list)  # Completion objects (rollout.py)
+    # Set by `add_rewards` in train.py:
+    rewards: Tensor | None = None  # (G,), the weighted sum of the reward functions; NaN where none gave a value
+    reward_parts: Tensor | None = None  # (G, K), the value of each reward function
+    right: Tensor | None = None  # (G,), bool; None if the task does not say which answers are right
+    has_signal: bool = True
+    extras: list[dict] | None = None  # for each completion, what reward functions passed to `log_extra`
+    # Set by `set_advantages`, unless dynamic sampling replaced the group: (G,), or a list of G tensors with one value
+    # for each token.
+    advantages: Tensor | list[Tensor] | None = None
+    # Where the group comes from:
+    index: int | None = None  # the position of the row in the task's list of rows
+    step: int = 0  # the step in which the completions were sampled
+
+
+# ---- Rewards -> advantages ----
+
+
+def set_advantages(
+    groups: list[Group],
+    weights: Sequence[float],
+    *,
+    combination: str = "sum",
+    scale: str = "group",
+    baseline: str = "mean",
+    mask_truncated: bool = False,
+    only_with_signal: bool = False,
+) -> None:
+    """Set the advantages of all groups of a step, from the values of the reward functions and their weights."""
+    parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
+    combined = combine_rewards(parts, weights, combination)  # (P, G)
+    lengths = [[mask.sum() for mask in trained_tokens(group, mask_truncated)] for group in groups]
+    advantages = group_advantages(combined, scale, baseline, lengths=torch.tensor(np.array(lengths)))  # (P, G)
+    for group, row in zip(groups, advantages, strict=True):
+        # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
+        group.advantages = row if group.has_signal or not only_with_signal else torch.zeros_like(row)
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
@@ -116,14 +164,6 @@ def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: fl
     return advantages.reshape(len(advantages), -1) * kept
 
 
-def all_equal(rewards: Tensor) -> Tensor:
-    """Return for each row of rewards (P, G) whether all its rewards are equal, (P, 1). NaN is ignored. This compares
-    the minimum with the maximum, because the std of equal floats may differ from 0 by rounding."""
-    low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
-    high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
-    return low >= high  # low > high in a row without rewards
-
-
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
     """Subtract the mean of the batch and divide by its std. In both, a completion counts once for each of its
     tokens."""
@@ -153,3 +193,36 @@ def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -
         raise ValueError("baseline='length' and scale='whiten' need lengths (P, G)")
     if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
         raise ValueError(f"baseline={baseline!r}, scale={scale!r} need at least 2 completions of a prompt")
+
+
+# ---- Who has a signal ----
+
+
+def trained_tokens(group: Group, mask_truncated: bool) -> list[np.ndarray]:
+    """Return for each completion which of its tokens are trained on, as booleans. These are the tokens that the model
+    wrote. No token is trained on if the completion has no reward, or if it is truncated and `mask_truncated` is set."""
+    masks = []
+    for completion, reward in zip(group.completions, group.rewards, strict=True):
+        left_out = math.isnan(reward) or (mask_truncated and completion.truncated)
+        written = np.ones(len(completion.ids), bool) if completion.written is None else np.asarray(completion.written)
+        masks.append(np.zeros_like(written) if left_out else written)
+    return masks
+
+
+def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool:
+    """Return whether the group shows which completions are better: at least two are trained on, and some but not all
+    are right. If rewards are graded, or the task does not say what is right, the second condition is that rewards
+    differ."""
+    by_reward = graded or group.right is None
+    # A completion without a reward is neither right nor wrong: it becomes NaN, which `all_equal` leaves out.
+    values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
+    trained = sum(mask.any() for mask in trained_tokens(group, mask_truncated))
+    return trained >= 2 and not bool(all_equal(values[None]))
+
+
+def all_equal(rewards: Tensor) -> Tensor:
+    """Return for each row of rewards (P, G) whether all its rewards are equal, (P, 1). NaN is ignored. This compares
+    the minimum with the maximum, because the std of equal floats may differ from 0 by rounding."""
+    low = rewards.masked_fill(rewards.isnan(), torch.inf).amin(1, keepdim=True)
+    high = rewards.masked_fill(rewards.isnan(), -torch.inf).amax(1, keepdim=True)
+    return low >= high  # low > high in a row without rewards

@@ -23,6 +23,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -95,6 +96,13 @@ def save_chat_model(folder: Path, alphabet: str, template: str, **generation) ->
         model.generation_config = GenerationConfig(**generation)
     for part in (model, tokenizer):
         part.save_pretrained(folder)
+
+
+def as_lists(completions: list) -> list[tuple]:
+    """Return all values of the completions as numbers and lists, which can be compared with ==."""
+    arrays = [(one.ids, one.logp, one.written, *(one.kept or ())) for one in completions]
+    lists = [[None if x is None else np.asarray(x).tolist() for x in each] for each in arrays]
+    return [(one.truncated, one.kept is None, each) for one, each in zip(completions, lists)]
 
 
 def flat_gradient(model: nn.Module) -> Tensor:

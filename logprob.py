@@ -13,16 +13,13 @@ read only once, fast/shared_prompts.py puts it into one row with several of its 
 
 from collections.abc import Sequence
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fast.output_head import SetsOfRow, score_tokens
+from fast.output_head import score_tokens
 from fast.shared_prompts import model_inputs
 
-
-def chunk_tokens(on_gpu: bool) -> int:
-    """Return how many tokens go through the output head at once."""
-    return 2048 if on_gpu else 256
+CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens go through the output head at once
 
 
 def token_logprobs(
@@ -34,47 +31,41 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
-    kept: Sequence[SetsOfRow] | None = None,
-    together: Sequence[int] | None = None,
+    kept: Sequence[Sequence[Sequence[int] | None]] | None = None,
+    per_row: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T).
+    """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
+    all padding on the right.
 
-    Position t of the result belongs to token t, and is 0 where completion_mask is 0. Padding may be on either side.
-    entropy_grad gives the entropy a gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None
-    for the whole vocabulary. The entropy is always over the whole vocabulary. `together` lists the sizes of
-    groups of consecutive rows. The rows of a group have the same prompt and are read as one row, see
-    fast/shared_prompts.py. The result does not depend on `together`.
+    Position t of the result belongs to token t, and is 0 where completion_mask is 0. entropy_grad gives the entropy a
+    gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None for the whole vocabulary. The
+    entropy is always over the whole vocabulary. per_row[r] is how many consecutive rows of input_ids, with the same
+    prompt, the model reads as one row (fast/shared_prompts.py). The result does not depend on it.
     """
-    # Move all padding to the right. A causal model then needs neither a mask nor position ids, and attention is faster
-    # without a mask.
-    real = attention_mask.bool()
-    # order (B, longest row): the old positions of the real tokens, then of padding
-    order = real.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(real.sum(1).max()))]
-    ids = input_ids.gather(1, order)
-    scored = (completion_mask.bool() & real).gather(1, order)
-    if scored[:, 0].any():
-        raise ValueError("the first token of a row belongs to a completion: it needs a prompt before it")
-    # A token is predicted at the position before it. So the model need not read the last token of a row.
-    width = max(1, ids.shape[1] - 1)
-    lengths = (real.sum(1) - 1).clamp(min=1)  # how many tokens of each row the model reads
-    inputs, places = model_inputs(ids[:, :width], lengths, together)  # places (B, width) in the model's output
-    # Token t is predicted by the output for token t - 1, whose place is in column t - 1. The slice only matters if
-    # every row is a single token. Then nothing is predicted, and it removes the one column that `max` has kept.
-    predictors = places[:, : ids.shape[1] - 1][scored[:, 1:]]  # (n,)
+    lengths = attention_mask.sum(1)  # (B,)
+    T = int(lengths.max())  # the columns behind are padding in every row
+    ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
+    scored = completion_mask[:, :T].bool() & real
+    if (real[:, 1:] > real[:, :-1]).any() or scored[:, 0].any():
+        raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
-    chunk, sets = chunk_tokens(ids.is_cuda), None
-    if kept is not None:
-        chunk = max(1, chunk // 2)  # because the sets take about as much memory as the logits
-        # Each scored token gets a pair (kept[b], t): its kept set is kept[b][t]. t is its position in input_ids.
-        rows, positions = scored.nonzero()[:, 0].tolist(), order[scored].tolist()
-        sets = [(kept[row], position) for row, position in zip(rows, positions)]
+    # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row)  # places (B, T - 1) in the model's output
     with_entropy = with_entropy or entropy_grad
-    how = dict(temperature=temperature, chunk=chunk, with_entropy=with_entropy, entropy_grad=entropy_grad)
-    values = score_tokens(model, inputs, predictors, ids[scored], sets, **how)  # (n, 2)
+    values = score_tokens(
+        model,
+        inputs,
+        places[scored[:, 1:]],  # (n,)
+        ids[scored],  # (n,)
+        None if kept is None else [kept[b][t] for b, t in scored.nonzero().tolist()],
+        temperature=temperature,
+        chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # large sets take memory, too
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+    )  # (n, 2)
 
-    # Put the values back to the positions of their tokens in input_ids.
     values = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
-    logp, entropy = (torch.zeros_like(input_ids, dtype=x.dtype).scatter(1, order, x) for x in values.unbind(-1))
+    logp, entropy = F.pad(values, (0, 0, 0, input_ids.shape[1] - T)).unbind(-1)  # (B, T) of the caller
     if not with_entropy:
         return logp, None
     return logp, (entropy if entropy_grad else entropy.detach())

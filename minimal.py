@@ -10,8 +10,8 @@ right ones. It then raises the probability of the completions that did better th
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from advantage import group_advantages
-from batch import Group, Limits, collate, micro_batches
+from advantage import Group, group_advantages
+from batch import Limits, collate, micro_batches
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Sampling, rollout, uniforms
@@ -23,8 +23,8 @@ LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
 
 def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     groups = []
-    picked = task.draw((step - 1) * PROMPTS, PROMPTS, SEED)  # the next positions in task.train
-    for p, row in enumerate(task.train[i] for i in picked):
+    rows = task.rows_from((step - 1) * PROMPTS, PROMPTS, SEED)  # the next ones, in an order that the seed decides
+    for p, row in enumerate(rows):
         # Sample the completions. Each of them has its own random numbers, so it does not depend on the others.
         prompt_ids = tokenizer(row["prompt"]).input_ids
         uniform = uniforms(SEED, step, [(p, i) for i in range(G)], LENGTH)

@@ -23,29 +23,28 @@ for all its samples, finished rows leave the batch, and sampling takes one pass 
 caches, continuous batching, beams, speculative decoding.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from config import UserError
-from fast.compact_list import CompactList
 from fast.growing_cache import make_room
-from fast.kept_sets import KeptSets, SetsOfBatch
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
-BLOCK = 512  # size of a block of the vocabulary
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
 PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
+MOST_KEPT_IDS = 2**31  # in the kept sets of the completions that are sampled at once: 8 GB
 
 
 @dataclass
@@ -58,38 +57,42 @@ class Sampling:
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that remain after top_k, top_p and min_p, and normalize log-probs over them
     tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
-    drop_share: float = 0.25  # finished rows are dropped from the batch once they make up this share of it
-    with_entropy: bool = False  # record the entropy of the distribution of each token
+    drop_share: float = 0.25  # finished rows leave the batch once they make up this share of it
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
     to_text: Callable[[list[int]], str] | None = None  # the tokenizer's decode; `stop` needs it
 
 
 @dataclass
 class Completion:
-    """The turns of the model after a prompt, and the replies between them. Each list has one entry per token. The
-    tokens of replies have log-prob 0, entropy 0 and no kept set. `= CompactList(...)` says how a field is stored: you
-    may assign a list, an array or a tensor, it is kept as an array, and reading it gives a list. An optional field may
-    be None."""
+    """The turns of the model after a prompt, and the replies between them. The arrays and the list `kept` have an entry
+    for each token. The tokens of replies have log-prob 0 and no kept set."""
 
-    ids: list[int] = CompactList(np.int32)  # with the end-of-sequence token of each turn
-    logp: list[float] = CompactList(np.float32)  # under the sampler, at its temperature, normalized over `kept`
+    ids: np.ndarray  # int32, with the end token of each turn
+    logp: np.ndarray  # float32, under the sampler, at its temperature, normalized over `kept`
     truncated: bool  # the limit of tokens, replies included, was reached before the completion was over
-    entropy: list[float] | None = CompactList(np.float32, optional=True)  # of the uncut distribution, if requested
-    kept: KeptSets | None = None  # for each token, the ids it was sampled from; None if nothing was cut
-    written: list[bool] | None = CompactList(np.bool_, optional=True)  # False in replies; None if there are none
+    kept: list[np.ndarray | None] | None = (
+        None  # int32, the ids that each token was sampled from; None: nothing was cut
+    )
+    written: np.ndarray | None = None  # bool, False in replies; None if there are none
     replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
 
     @property
     def length(self) -> int:
         """The number of tokens that the model wrote, which is |o| in every equation."""
-        return len(self.ids) if self.written is None else sum(self.written)
+        return len(self.ids) if self.written is None else int(np.sum(self.written))
 
     @property
     def turns(self) -> list[list[int]]:
         """The ids of each turn of the model."""
-        written = self.written or [True] * self.length
-        pieces = groupby(zip(written, self.ids, strict=True), key=lambda pair: pair[0])
-        return [[token for _, token in piece] for by_model, piece in pieces if by_model]
+        turns: list[list[int]] = []
+        before = False  # whether the model wrote the token before this one
+        for token, written in zip(self.ids, [True] * len(self.ids) if self.written is None else self.written):
+            if written and not before:
+                turns.append([])
+            if written:
+                turns[-1].append(int(token))
+            before = written
+        return turns
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
@@ -105,20 +108,40 @@ def rollout(
     uniform: np.ndarray | None,
     sampling: Sampling,
     *,
-    replies: list[Reply] | None = None,
+    replies: Sequence[Reply] | None = None,
     progress: Progress | None = None,
 ) -> list[Completion]:
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
     i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
-    of completion i has ended. Without replies, every completion has one turn."""
+    of completion i has ended. Without replies, every completion has one turn.
+
+    If memory runs out, sampling.tokens_at_once is halved, and the completions that were lost are sampled again. They
+    do not depend on how many are sampled at once. replies[i] is looked up again for each attempt, so `replies` can give
+    a fresh game to an attempt that starts from the beginning.
+    """
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
-    rows_at_once = max(1, sampling.tokens_at_once // length)
-    completions = []
-    for start in range(0, len(prompts), rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        own_uniform = None if uniform is None else uniform[rows]
-        own_replies = None if replies is None else replies[rows]
-        completions += _generate(model, prompts[rows], own_uniform, own_replies, sampling, progress)
+    completions: list[Completion] = []
+    while len(completions) < len(prompts):
+        start, rows_at_once = len(completions), max(1, sampling.tokens_at_once // length)
+        rows = range(start, min(start + rows_at_once, len(prompts)))
+        sampled = None
+        # If memory runs out, the lines below this block run. The tensors of the failed attempt are free by then, which
+        # they would not be in an `except` block.
+        with suppress(torch.OutOfMemoryError):
+            own_prompts = [prompts[i] for i in rows]
+            own_uniform = None if uniform is None else uniform[rows.start : rows.stop]
+            own_replies = None if replies is None else [replies[i] for i in rows]
+            sampled = _generate(model, own_prompts, own_uniform, own_replies, sampling, progress)
+        if sampled is not None:
+            completions += sampled
+        elif len(rows) > 1:
+            torch.cuda.empty_cache()
+            sampling.tokens_at_once = len(rows) // 2 * length
+            logger.warning(f"out of memory: from now on at most {len(rows) // 2} completions are sampled at once")
+        else:
+            raise UserError(
+                "out of memory in a rollout of one completion: lower --max_completion_length, or see --shard"
+            )
     return completions
 
 
@@ -135,8 +158,8 @@ def _generate(
     width = max(map(len, distinct))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=model.device)
-    decode = partial(
-        _decode,
+    token_loop = partial(
+        _token_loop,
         rows=torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device),
         uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
         replies=replies,
@@ -146,33 +169,19 @@ def _generate(
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
-    saved_config, was_training = model.generation_config, model.training
+    saved_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
     # What `config` leaves unset, `generate` takes from the model's own configuration. So give the model an empty one.
     model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
-        sampled = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decode)
+        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=token_loop)
     finally:
         model.generation_config = saved_config
-        model.train(was_training)
-    tokens, logp, entropies, kept, written, lengths, truncated = sampled
-    if not logp.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
-    tokens, logp, entropies = tokens.cpu(), logp.cpu(), entropies.cpu()
-    return [
-        Completion(
-            ids=tokens[i, :n],
-            logp=logp[i, :n],
-            truncated=cut_off,
-            entropy=entropies[i, :n] if sampling.with_entropy else None,
-            kept=KeptSets(kept[i].words, kept[i].offsets[: n + 1]) if kept[i] else None,  # n sets have n + 1 offsets
-            written=None if written is None else written[i, :n].cpu(),
-        )
-        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
-    ]
+        for module in in_train_mode:
+            module.training = True
 
 
-def _decode(
+def _token_loop(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: object = None,
@@ -185,17 +194,15 @@ def _decode(
     sampling: Sampling,
     progress: Progress | None,
     **kwargs,
-) -> tuple[Tensor, Tensor, Tensor, list[KeptSets], Tensor | None, Tensor, Tensor]:
-    """Run the loop over tokens that `generate` calls in place of its own. input_ids (P, T) are the distinct prompts,
-    padded on the left, and rows (N,) gives the prompt of each completion. Return seven values: tokens, log-probs and
-    entropies, each (N, L); the kept sets of each completion; a mask (N, L) of the tokens that the model wrote, or None
-    if there are no replies; the length of each completion, and whether it was truncated, each (N,). Values after the
-    end of a completion have no meaning."""
+) -> list[Completion]:
+    """Sample the completions. `generate` calls this in place of its own loop over tokens. input_ids (P, T) are the
+    distinct prompts, padded on the left, and rows (N,) gives the prompt of each completion."""
     N, L = len(rows), sampling.max_completion_length
     tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
     reply_ids = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
-    starts = [0] * N  # the position where the current turn of each completion starts
-    kept = SetsOfBatch(N)
+    turn_starts = [0] * N  # the position where the current turn of each completion starts
+    kept: list[list[np.ndarray]] = [[] for _ in range(N)]
+    kept_ids = 0  # in all these sets
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -210,8 +217,7 @@ def _decode(
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     logits = out.logits[:, -1][rows]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logps, entropies = (torch.zeros(N, L, dtype=dtype, device=rows.device) for _ in range(2))
+    logps = torch.zeros(N, L, dtype=torch.promote_types(logits.dtype, torch.float32), device=rows.device)
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
@@ -222,29 +228,31 @@ def _decode(
         in_reply = reply_ids[live, t] >= 0
         token = torch.where(in_reply, reply_ids[live, t], token)
         tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
+        lengths[live] += ~done
         if in_set is not None:
-            kept.append(in_set & ~(done | in_reply)[:, None], live)
-        if sampling.with_entropy:
-            entropies[live, t] = entropy_of(logits, sampling.temperature).masked_fill(in_reply, 0.0)
+            kept_ids += _append_sets(kept, live, in_set & ~(done | in_reply)[:, None])
+            if kept_ids > MOST_KEPT_IDS:
+                mean = kept_ids // int(lengths.sum())
+                raise UserError(f"kept sets of {mean:,} ids are too large: lower --top_p, or give --keep_set false")
+
         ended = torch.isin(token, eos_ids)
         if sampling.stop:
-            turns = [ids[starts[n] :] for n, ids in zip(live.tolist(), tokens[live, : t + 1].tolist(), strict=True)]
+            turns = [ids[turn_starts[n] :] for n, ids in zip(live.tolist(), tokens[live, : t + 1].tolist())]
             ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
+        # The completion ends with the turn. The loop below takes this back where a reply follows.
         ended = ended & ~in_reply & ~done
-        # Now `ended` is True where a turn of the model has ended. The loop over `turn_ends` sets it to False where
-        # a reply follows, so that only the completions that have ended remain.
         turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
         for b in turn_ends:
             n = int(live[b])  # the number of the completion
-            reply = replies[n](tokens[n, starts[n] : t + 1].tolist())
-            if reply:
-                next_start = t + 1 + len(reply)
-                # If the reply leaves no room for another turn, it is dropped, and the completion ends here.
-                truncated[n] = next_start >= L
-                if not truncated[n]:
-                    reply_ids[n, t + 1 : next_start] = torch.tensor(reply)
-                    starts[n], ended[b] = next_start, False
-        lengths[live] += ~done
+            reply = replies[n](tokens[n, turn_starts[n] : t + 1].tolist())
+            next_turn = t + 1 + len(reply or [])
+            if reply and next_turn >= L:
+                truncated[n] = True  # the reply leaves no room for another turn, so it is dropped
+            elif reply:
+                reply_ids[n, t + 1 : next_turn] = torch.tensor(reply)
+                turn_starts[n] = next_turn
+                ended[b] = False
+
         done = done | ended
         count = int(done.sum())
         if progress is not None:
@@ -252,7 +260,6 @@ def _decode(
         if count == len(live) or t + 1 == L:
             break
         if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-            kept.to_host(live)  # `live` says whose sets these are, so do this before it changes
             keep = (~done).nonzero().squeeze(1)
             live, done, token = live[keep], done[keep], token[keep]
             _select_rows(kwargs, keep)
@@ -261,9 +268,29 @@ def _decode(
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)
         logits = out.logits[:, -1]
     truncated[live] |= ~done
-    kept.to_host(live)
-    written = None if replies is None else reply_ids < 0
-    return tokens, logps, entropies, kept.sets, written, lengths, truncated
+
+    if not logps.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
+    ids, logp, written = tokens.int().cpu().numpy(), logps.float().cpu().numpy(), (reply_ids < 0).cpu().numpy()
+    return [
+        Completion(
+            ids=ids[i, :n].copy(),  # a view would keep all N x L ids in memory
+            logp=logp[i, :n].copy(),
+            truncated=cut_off,
+            kept=[kept_ids if len(kept_ids) else None for kept_ids in kept[i][:n]] or None,
+            written=None if replies is None else written[i, :n].copy(),
+        )
+        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
+    ]
+
+
+def _append_sets(kept: list[list[np.ndarray]], live: Tensor, in_set: Tensor) -> int:
+    """Add the kept set of the next token to the list of each completion in the batch. in_set (B, V) is True for the ids
+    in a set. A set without ids stands for no set, in a reply for instance. Return the number of ids."""
+    ids, counts = in_set.nonzero()[:, 1].int().cpu().numpy(), in_set.sum(1).cpu().numpy()
+    for n, own in zip(live.tolist(), np.split(ids, counts.cumsum()[:-1])):
+        kept[n].append(own)
+    return len(ids)
 
 
 def has_stop(ids: list[int], sampling: Sampling) -> bool:
@@ -285,7 +312,7 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
     else:
         whole = (logits if sampling.temperature == 1.0 else logits / sampling.temperature).softmax(-1)
         p = _cut(whole, sampling)
-        token = (_pick_in_blocks if logits.is_cuda else _pick)(p, u[:, None])
+        token = _pick(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
     if p is whole or not sampling.keep_set:  # `_cut` returns its argument if it cuts nothing
         return token.squeeze(1), logp, None
@@ -294,37 +321,13 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
 
 def _pick(p: Tensor, u: Tensor) -> Tensor:
     """Return the first token (B, 1) whose cumulative probability exceeds u (B, 1), for p (B, V)."""
-    cdf = p.cumsum(-1)
-    # The sum of p is not 1 if p was cut, or because of rounding. So scale u by the sum.
-    return _first_above(cdf, u.to(cdf.dtype) * cdf[:, -1:])
-
-
-def _pick_in_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """Do the same as `_pick`, for a GPU. On a GPU, cumulative sums are computed in parallel and may not be monotonic in
-    fp32, so sum in float64. A search along whole rows would keep only a small part of the GPU busy, so find the block
-    first, and then the token in it."""
-    blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).view(len(p), -1, BLOCK)
-    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (B, V / BLOCK)
-    target = u.double() * cdf[:, -1:]
-    block = _first_above(cdf, target)
-    inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)  # (B, BLOCK)
-    before = F.pad(cdf, (1, 0)).gather(1, block)  # (B, 1), the mass of all earlier blocks
-    return block * BLOCK + _first_above(inside, target - before)
-
-
-def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
-    total = cdf[:, -1:]
+    # A GPU computes a cumulative sum in parallel. In fp32 it may then not be monotonic.
+    cdf = p.cumsum(-1, dtype=torch.float64 if p.is_cuda else p.dtype)
+    total = cdf[:, -1:]  # not 1 if p was cut, or because of rounding, so u is scaled by it
     # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
     # not pick a first token that has probability 0.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
-
-
-def entropy_of(logits: Tensor, temperature: float) -> Tensor:
-    """Return the entropy (B,) of the distribution before top-k, top-p and min-p cut it, for logits (B, V). For greedy
-    tokens, it is taken at temperature 1, like their log-probs."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.special.entr((logits / (temperature or 1.0)).softmax(-1)).sum(-1)
+    target = torch.minimum(u.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)
 
 
 def _cut(p: Tensor, sampling: Sampling) -> Tensor:

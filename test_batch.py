@@ -13,22 +13,13 @@ import torch
 from torch import Tensor
 
 import train
-from advantage import group_advantages
-from batch import (
-    Batch,
-    Group,
-    Limits,
-    collate,
-    has_signal,
-    micro_batches,
-    minibatches,
-    trained_lengths,
-)
+from advantage import Group, group_advantages, has_signal, trained_tokens
+from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import ALGORITHMS, GRPO, Config
-from conftest import EOS, VOCAB, distance, flat_gradient, tiny_model
+from conftest import EOS, distance, flat_gradient, tiny_model
 from infra import ranks
 from loss import token_weights
-from rollout import Completion, KeptSets, Sampling, rollout, uniforms
+from rollout import Completion, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
 WHOLE = Limits(rows=None, tokens=None)
@@ -42,12 +33,10 @@ TOGETHER = partial(Limits, hidden_size=1000)
 def test_collate():
     """The first completion has kept sets: for each of its tokens, the ids from which it was sampled. The second one is
     truncated, and the last one has no reward."""
-    long = Completion([7, 8, EOS], [-0.1, -0.2, -0.3], truncated=False, entropy=[3.5, 4.0, 1.0], kept=KeptSets())
-    for ids in ([7, 9], [8], [1, EOS]):
-        long.kept.append(np.array(ids, dtype=np.int32), VOCAB)
-    cut = Completion([9, 9], [-0.4, -0.5], truncated=True, entropy=[4.5, 4.5])
-    short = Completion([EOS], [-0.6], truncated=False, entropy=[1.0])
-    unscored = Completion([5, EOS], [-0.7, -0.8], truncated=False)  # without entropies
+    long = Completion([7, 8, EOS], [-0.1, -0.2, -0.3], truncated=False, kept=[[7, 9], [8], [1, EOS]])
+    cut = Completion(np.array([9, 9], np.int32), np.float32([-0.4, -0.5]), truncated=True)
+    short = Completion([EOS], [-0.6], truncated=False)
+    unscored = Completion([5, EOS], [-0.7, -0.8], truncated=False)
     groups = [
         Group([3, 4], completions=[long, cut], rewards=torch.tensor([1.0, 0.0]), advantages=torch.tensor([1.5, -1.5])),
         Group([EOS, 0, 6], completions=[short, unscored], rewards=[1.0, math.nan], advantages=[3.0, -3.0]),
@@ -56,20 +45,17 @@ def test_collate():
     assert batch.ids.tolist() == [[3, 4, 7, 8, EOS], [3, 4, 9, 9, 0], [EOS, 0, 6, EOS, 0], [EOS, 0, 6, 5, EOS]]
     assert batch.attention.tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
     assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0] * 5]
-    assert batch.advantages.tolist() == [1.5, -1.5, 3.0, -3.0] and batch.prompts.tolist() == [0, 0, 1, 1]
-    assert trained_lengths(groups, mask_truncated=False).tolist() == [[3, 2], [1, 0]]
+    assert (batch.advantages * batch.mask).sum(1).tolist() == [3 * 1.5, 2 * -1.5, 3.0, 0]
+    assert batch.prompts.tolist() == [0, 0, 1, 1] and batch.prompt_lengths.tolist() == [2, 2, 3, 3]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
-    assert batch.sampler_entropy.tolist() == [[0, 0, 3.5, 4, 1], [0, 0, 4.5, 4.5, 0], [0, 0, 0, 1, 0], [0] * 5]
-    kept = [[None if ids is None else ids.tolist() for ids in row] for row in batch.kept]
-    assert kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
+    assert batch.kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
     assert batch[[2, 0]].kept == [batch.kept[2], batch.kept[0]]
     assert collate(groups[1:], mask_truncated=False, device=CPU).kept is None, "no completion has kept sets"
 
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
     assert torch.equal(masked.attention, batch.attention)
-    assert trained_lengths(groups, mask_truncated=True).tolist() == [[3, 0], [1, 0]]
 
 
 def test_tokens_that_the_model_did_not_write_are_not_trained_on():
@@ -84,7 +70,7 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert batch.mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
     assert batch.advantages.tolist() == [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
     assert batch.has_gradient.tolist() == [True, False]
-    assert trained_lengths([group], mask_truncated=False).tolist() == [[turns.length, reply.length]] == [[2, 0]]
+    assert [sum(mask) for mask in trained_tokens(group, False)] == [turns.length, reply.length] == [2, 0]
     # A group needs two completions that can be trained on.
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
 
@@ -115,14 +101,14 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     attention = (torch.arange(42) < (starts + lengths)[:, None]).long()
     zeros = torch.zeros(attention.shape)
     # The attention also serves as ids and, in a copy, as mask.
-    batch = Batch(attention, attention, attention.clone(), torch.ones(n), prompts, starts, zeros, zeros)
+    batch = Batch(attention, attention, attention.clone(), zeros + 1, prompts, starts, zeros)
     limits = Limits(rows, tokens, hidden_size)
     by_rank = [list(micro_batches(batch, limits, rank, world)) for rank in range(world)]
     # The model reads a prompt and the completions that share it as one row. Here, such a row is described by a tensor
     # with the indices of its completions, and called a sequence. sequences_by_rank[rank] has a list of sequences for
-    # each micro-batch. part.together lists how many completions each sequence
+    # each micro-batch. part.per_row lists how many completions each sequence
     # of a micro-batch has.
-    sequences_by_rank = [[torch.tensor(index).split(part.together) for index, part in pieces] for pieces in by_rank]
+    sequences_by_rank = [[torch.tensor(index).split(part.per_row) for index, part in pieces] for pieces in by_rank]
 
     def tokens_in(sequence: Tensor) -> int:
         return int(starts[sequence[0]] + lengths[sequence].sum())  # the prompt once, and the completions
@@ -133,17 +119,17 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
 
     sequences = [sequence for pieces in sequences_by_rank for piece in pieces for sequence in piece]
     assert sorted(torch.cat(sequences).tolist()) == list(range(n)), "every completion once"
-    # `most` is the number of completions in the largest sequence. `fair_share` is how many completions a rank gets if
-    # they are divided equally.
-    most, fair_share = max(map(len, sequences)), math.ceil(n / world)
+    # `most` is the number of completions in the largest sequence.
+    most = max(map(len, sequences))
     if hidden_size is None or rows == 1 or tokens == 1:
         assert most == 1, "no row is shared"
-    elif hidden_size == 1000 and limits.rows is None and limits.tokens is None:
-        assert most == min(6, fair_share), "all six completions of a prompt share a row if one rank may have them"
-    assert most <= fair_share
+    elif hidden_size == 1000 and limits.rows is None and limits.tokens is None and world == 1:
+        assert most == min(6, n), "all six completions of a prompt share a row"
     sizes = [[*map(tokens_in, chain(*pieces))] for pieces in sequences_by_rank]
-    largest = max((starts + lengths)[prompts == prompt].sum() for prompt in prompts)
-    assert max(map(sum, sizes)) - min(map(sum, sizes)) <= largest, "every rank has about the same work"
+    # Each rank has the share of the work, with prompts, that it would have if completions could be divided, but for a
+    # completion at each end.
+    work = [sum(int((starts + lengths)[rows].sum()) for rows, _ in pieces) for pieces in by_rank]
+    assert max(abs(x - sum(work) / world) for x in work) <= (starts + lengths).max(), "about the same work"
     for pieces, sizes_of_rank in zip(sequences_by_rank, sizes):
         assert sizes_of_rank == sorted(sizes_of_rank, reverse=True)
         assert all(sum(map(len, piece)) == 1 or fits(piece) for piece in pieces), "no limit is exceeded"
@@ -161,15 +147,15 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     assert torch.equal(batch.mask, batch.attention), "the masks of the batch are as they were"
 
 
-@pytest.mark.parametrize("length, together", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
-def test_as_many_completions_share_a_row_as_is_cheapest(length: int, together: list[int]):
+@pytest.mark.parametrize("length, per_row", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
+def test_as_many_completions_share_a_row_as_is_cheapest(length: int, per_row: list[int]):
     """A layer needs 12 h² L + 2 h L² multiplications for a row of L tokens. Eight completions of one prompt share a row
     if they are short. The longer they are, the fewer share one."""
     prompt, h, N = 150, 576, 8
     ones, zeros = torch.ones(N, prompt + length), torch.zeros(N, prompt + length)
-    batch = Batch(ones, ones, ones, torch.ones(N), torch.zeros(N), torch.full((N,), prompt), zeros, zeros)
+    batch = Batch(ones, ones, ones, ones, torch.zeros(N), torch.full((N,), prompt), zeros)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=h))
-    assert part.together == together
+    assert part.per_row == per_row
 
 
 # ---- The same step however it is split ----
@@ -186,7 +172,7 @@ def sampled_groups() -> list[Group]:
     prompts = [[5, 9, 7], [4, 2, 6, 6, 11], [3], [8, 8]]
     rewards = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 1.0, math.nan]])
     samples = [(p, i) for p in range(4) for i in range(3)]
-    sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9, with_entropy=True)
+    sampling = Sampling(8, eos_ids=list(range(2, 12)), temperature=0.8, top_p=0.9)
     model = tiny_model("gpt2", spread=1.0).float()
     completions = rollout(model, [prompts[p] for p, _ in samples], uniforms(0, 1, samples, 8), sampling)
     judged = zip(prompts, rewards, group_advantages(rewards))
@@ -198,6 +184,7 @@ def make_batch() -> Batch:
     batch = collate(sampled_groups(), mask_truncated=False, device=CPU)
     noise = torch.randn(2, *batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch.old_logp, batch.ref_logp = (batch.sampler_logp + 0.3 * x for x in noise)
+    batch.entropy = noise[0].abs()
     return batch
 
 
@@ -247,7 +234,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     if by_token:
-        batch.advantages = batch.advantages[:, None] * torch.arange(batch.mask.shape[1])
+        batch.advantages = batch.advantages * torch.arange(batch.mask.shape[1])
         batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
     ran_backward, logprobs = [], train.logprobs
 

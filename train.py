@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from advantage import combine_rewards, group_advantages, on_high_entropy
-from batch import Batch, Group, Limits, collate, has_signal, micro_batches, minibatches, trained_lengths
+from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
+from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config, UserError
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Completion, Progress, Sampling, rollout, uniforms
-from tasks import Task, load_task, score, task_module
+from rollout import Progress, Sampling, rollout, uniforms
+from tasks import Task, call_rewards, load_task, task_module
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
@@ -52,17 +52,17 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # for the KL term; None with LoRA, which uses the model without its adapters
+    reference: PreTrainedModel | None  # for the KL term; with LoRA, the model itself, whose adapters are switched off
     optimizer: torch.optim.Optimizer
     sampling: Sampling
-    limits: Limits  # the size of a micro-batch; `memory.until_it_fits` lowers it when memory runs out
+    limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
-    logged: list[tuple[str, float]] = field(default_factory=list)  # values logged in this step; the means are reported
+    logged: list[tuple[str, float]] = field(default_factory=list)  # by this rank in this step; the means are reported
 
     def log(self, name: str, value: float) -> None:
-        self.logged.append((f"logged/{name}", float(value)))
+        self.logged.append((name, float(value)))
 
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
@@ -71,37 +71,26 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     seeds.seed_everything(cfg.seed, step)
     start, run.logged = time.perf_counter(), []
 
-    # Prompts -> completions -> rewards -> advantages.
+    # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    combined = torch.stack([group.combined for group in groups])  # (P, G)
-    lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
-    advantages = group_advantages(combined, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
-    if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
-        # No group has a signal. A baseline or scale of the whole batch could still make some advantages differ from 0.
-        advantages = torch.zeros_like(advantages)
-    for group, row in zip(groups, advantages, strict=True):
-        group.advantages = row
+    set_advantages(
+        groups,
+        run.task.weights,
+        combination=cfg.combine_rewards,
+        scale=cfg.scale_rewards,
+        baseline=cfg.baseline,
+        mask_truncated=cfg.mask_truncated,
+        only_with_signal=cfg.dynamic_sampling > 0,
+    )
     batch = collate(groups, cfg.mask_truncated, run.device)
-    ranks.check_same(report.checksums(step, batch.ids, combined, batch.advantages))
-    run.logged = ranks.gather(run.logged)
-    if cfg.old_policy == "policy" and bool((batch.steps != step).any()):  # your own `draw_groups` may replay groups
+    ranks.check_same(report.checksums(step, groups, batch))
+    if cfg.old_policy == "policy" and any(
+        group.step != step for group in groups
+    ):  # your own `draw_groups` replays some
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
-    # Compute log-probs in eval mode, as when sampling, so that dropout is off. Layers with gradient checkpointing stay
-    # in train mode, because in eval mode they would not checkpoint.
-    for module in run.model.modules():
-        module.training = getattr(module, "gradient_checkpointing", False)
-
-    # These log-probs stay fixed during the updates. `old_logp` stays None if it is not needed: with a single update it
-    # equals the log-probs in `accumulate`, and with --old_policy sampler `policy_loss` uses those of the sampler.
-    if cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1:
-        batch.old_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, run.model)
-    if run.reference is not None or cfg.beta:  # your own code may use a reference even if beta is 0
-        reference = run.reference or run.model  # with LoRA, the reference is the model without its adapters
-        with lora.without_adapters(reference):
-            batch.ref_logp = memory.until_it_fits(memory.smaller_micro_batches, fixed_logprobs, run, batch, reference)
-
+    score_fixed_policies(run, batch)
     for params in run.optimizer.param_groups:
         params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
         params["lr"] = learning_rate(cfg, step, params["initial_lr"])
@@ -110,10 +99,108 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
 
-    metrics = {"step": step} | report.of_groups(drawn, run.task.reward_names) | report.of_logged(run.logged)
-    metrics |= report.of_updates(updates, run.optimizer)
+    metrics = {"step": step} | report.of_groups(groups, drawn, run.task.reward_names)
+    metrics |= report.of_logged(ranks.gather(run.logged)) | report.of_updates(updates, run.optimizer)
     metrics |= report.of_machine(metrics["tokens"], sampled - start, time.perf_counter() - sampled)
     return metrics, groups
+
+
+def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
+    """Return the groups to train on, and all that were sampled. With dynamic sampling (DAPO), groups without a signal
+    are replaced, in at most cfg.dynamic_sampling further rounds. Every rank has all rewards, so all ranks decide
+    alike."""
+    cfg = run.config
+    groups, drawn = [], []
+    for _ in range(1 + cfg.dynamic_sampling):
+        rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
+        new = sample_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+        add_rewards(run, new, steps_done=step - 1)
+        drawn += new
+        groups += [group for group in new if group.has_signal or not cfg.dynamic_sampling]
+        if len(groups) == cfg.prompts_per_step:
+            break
+    if not groups:  # no group has a signal, so this step has nothing to learn from
+        return drawn[: cfg.prompts_per_step], drawn
+    return groups, drawn  # fewer groups than cfg.prompts_per_step if the rounds were not enough
+
+
+def pick_rows(run: Run, n: int, step: int) -> list[dict]:
+    """Choose the next n rows of the task. For a curriculum, change this function, and store its state in run.state.
+    After the step, group.index tells where in run.task.train the row of a group is."""
+    run.cursor += n
+    return run.task.rows_from(run.cursor - n, n, run.config.seed)
+
+
+def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0, greedy: bool = False) -> list[Group]:
+    """Sample n completions of each row's prompt. Each rank samples its share of them, and every rank gets all groups.
+    The random numbers depend on the prompt's number in the step, which is `first` for the first row."""
+    cfg = run.config
+    encode_prompts(run.tokenizer, [row for row in rows if "prompt_ids" not in row])  # rows that your own code has added
+    samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
+    mine = [samples[k] for k in ranks.share(len(samples))]
+    own_rows = [rows[p] for p, _ in mine]
+    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
+    sampling = replace(run.sampling, temperature=0.0) if greedy else run.sampling
+    limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
+    replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
+    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
+        prompts = [row["prompt_ids"] for row in own_rows]
+        own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        own = with_replies(own, replies)
+    completions = ranks.gather(own)
+    of_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
+    return [
+        Group(row["prompt_ids"], row, of_prompt[p], index=row.get("_index"), step=step) for p, row in enumerate(rows)
+    ]
+
+
+def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
+    """Set the rewards of every group, and what follows from them. Each rank calls the rewards for its share."""
+    cfg, own = run.config, ranks.share(len(groups))
+    with ranks.fail_together():
+        limit = partial(faults.time_limit, cfg.reward_timeout)
+        judged, logged = call_rewards(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
+    run.logged += logged
+    for group, (reward_parts, extras) in zip(groups, ranks.gather(judged), strict=True):
+        group.reward_parts, group.extras = reward_parts, extras  # (G, K)
+        group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
+        group.right = run.task.right(reward_parts)  # (G,)
+        group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
+
+
+def score_fixed_policies(run: Run, batch: Batch) -> None:
+    """Compute what stays fixed during the updates of a step, where it is needed: the log-probs of the old policy and of
+    the reference, and the entropies that choose the tokens for --top_entropy."""
+    cfg = run.config
+    # With a single update, the old log-probs are those that `accumulate` computes. With --old_policy sampler,
+    # `policy_loss` uses those of the sampler.
+    needs_old = cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1
+    needs_entropy = cfg.top_entropy < 1.0
+    if needs_old or needs_entropy:
+        logp, entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
+        batch.old_logp = logp if needs_old else None
+        batch.entropy = entropy
+    if run.reference is not None:
+        with lora.without_adapters(run.reference):
+            batch.ref_logp, _ = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.reference)
+
+
+@torch.no_grad()
+def fixed_logprobs(
+    run: Run, batch: Batch, model: PreTrainedModel, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs (N, T) of all completions, and their entropies (N, T) or None. Each rank computes a part,
+    and every rank gets all of them."""
+    logp, entropy = torch.zeros_like(batch.sampler_logp), torch.zeros_like(batch.sampler_logp)
+    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
+        part_logp, part_entropy = logprobs(run, part, model, with_entropy)
+        # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
+        logp[rows] += part_logp
+        if with_entropy:
+            entropy[rows] += part_entropy
+    ranks.sum_(logp)
+    ranks.sum_(entropy)
+    return logp, entropy if with_entropy else None
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -124,13 +211,13 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     # update. Their gradients, which are summed over all ranks and not averaged, add up to the gradient of the update.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
-        batch.advantages = on_high_entropy(batch.advantages, batch.sampler_entropy, batch.mask, cfg.top_entropy)
-    loss, totals = memory.until_it_fits(memory.smaller_micro_batches, accumulate, run, batch)
+        batch.advantages = on_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
+    loss, totals = memory.in_parts_that_fit(accumulate, run, batch)
     ranks.sum_gradients(run.model)
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.stop_not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))  # raises
+        report.stop_not_finite(step, loss, grad_norm)
     if batch.mask.any():  # otherwise only momentum and weight decay would change the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -172,17 +259,6 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, totals
 
 
-@torch.no_grad()
-def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel) -> Tensor:
-    """Return the log-probs (N, T) of all completions. Each rank computes a part, and every rank gets all of them."""
-    logp = torch.zeros_like(batch.sampler_logp)
-    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
-        logp[rows] += logprobs(run, part, model)[0]
-    ranks.sum_(logp)
-    return logp
-
-
 def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob (B, T) and the entropy (B, T) of each token, with the settings of the run."""
     cfg = run.config
@@ -194,7 +270,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
             part.mask,
             temperature=cfg.temperature,
             kept=part.kept,
-            together=part.together,
+            per_row=part.per_row,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and cfg.entropy_coef != 0.0,
         )
@@ -209,78 +285,17 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
     return highest * factor[cfg.lr_schedule]
 
 
-def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Return the groups to train on, and all that were drawn. With dynamic sampling (DAPO), groups without a signal are
-    replaced, in at most cfg.dynamic_sampling further rounds. Every rank has all rewards, so all ranks decide alike."""
-    cfg = run.config
-    drawn, alive = [], []
-    for _ in range(1 + cfg.dynamic_sampling):
-        picked = pick_rows(run, cfg.prompts_per_step - len(alive), step)
-        groups = generate_groups(run, run.task.train, picked, cfg.num_generations, step, offset=len(drawn))
-        drawn += judge(run, groups, steps_done=step - 1)
-        alive = [group for group in drawn if not cfg.dynamic_sampling or group.has_signal]
-        if len(alive) == cfg.prompts_per_step:
-            break
-    return (alive or drawn[: cfg.prompts_per_step]), drawn  # the first groups, if none has a signal
-
-
-def pick_rows(run: Run, n: int, step: int) -> list[int]:
-    """Choose the next n rows of the task, as positions in run.task.train. For a curriculum, change this function, and
-    store its state in run.state. After the step, group.index tells which row a group came from."""
-    run.cursor += n
-    return run.task.draw(run.cursor - n, n, run.config.seed)
-
-
-def generate_groups(
-    run: Run, rows: list[dict], picked: list[int], n: int, step: int, offset: int = 0, greedy: bool = False
-) -> list[Group]:
-    """Sample n completions for each picked row. Each rank samples a part, and every rank gets all groups. `offset` is
-    the number of prompts already drawn in this step. Random numbers depend on it, so that no two prompts share them."""
-    new = [rows[i] for i in picked if "prompt_ids" not in rows[i]]
-    encode_prompts(run.tokenizer, new)  # rows that your own code has added during the run
-    cfg, prompts = run.config, [rows[i]["prompt_ids"] for i in picked]
-    mine = [divmod(i, n) for i in ranks.share(len(picked) * n)]  # (position p in `picked`, number of the sample)
-    uniform = uniforms(cfg.seed, step, [(offset + p, sample) for p, sample in mine], cfg.max_completion_length)
-
-    # Called by `until_it_fits`, which calls it again, with a lower run.sampling.tokens_at_once, if memory runs out.
-    def complete(run: Run, own_prompts: list[list[int]]) -> list[Completion]:
-        sampling = replace(run.sampling, temperature=0.0, with_entropy=False) if greedy else run.sampling
-        limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
-        own_rows = [rows[picked[p]] for p, _ in mine]
-        replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
-        completions = rollout(run.model, own_prompts, uniform, sampling, replies=replies, progress=run.progress)
-        return with_replies(completions, replies)
-
-    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
-        completions = memory.until_it_fits(memory.smaller_rollout, complete, run, [prompts[p] for p, _ in mine])
-    completions = ranks.gather(completions)
-    by_prompt = [completions[start : start + n] for start in range(0, len(completions), n)]
-    return [Group(prompts[p], rows[index], by_prompt[p], index=index, step=step) for p, index in enumerate(picked)]
-
-
-def judge(run: Run, groups: list[Group], steps_done: int) -> list[Group]:
-    """Set the rewards of every group. Each rank scores a part of them. `steps_done` counts finished steps."""
-    cfg, own, weights = run.config, ranks.share(len(groups)), run.task.weights
-    with ranks.fail_together():
-        limit = partial(faults.time_limit, cfg.reward_timeout)
-        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
-    for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
-        group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,), for reports
-        group.combined = combine_rewards(group.reward_parts[None], weights, cfg.combine_rewards)[0]  # for advantages
-        group.right, group.extras = run.task.right(group.reward_parts), extras
-        group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
-    run.logged += logged  # of this rank only; `training_step` gathers it
-    return groups
-
-
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
-    rows, picked = run.task.eval, [*range(min(len(run.task.eval), run.config.eval_prompts))]
-    sampled = judge(run, generate_groups(run, rows, picked, run.config.eval_k, step=0), step)
-    greedy = judge(run, generate_groups(run, rows, picked, 1, step=0, greedy=True), step)
-    return report.of_evaluation(greedy, sampled, run.task.reward_names), sampled
+    cfg, run.logged = run.config, []
+    rows = run.task.eval[: cfg.eval_prompts]
+    sampled = sample_groups(run, rows, cfg.eval_k, step=0)
+    add_rewards(run, sampled, steps_done=step)
+    greedy = sample_groups(run, rows, 1, step=0, greedy=True)
+    add_rewards(run, greedy, steps_done=step)
+    metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
+    return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged"), sampled
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
@@ -300,13 +315,17 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
     sampling = Sampling(
+        max_completion_length=cfg.max_completion_length,
         eos_ids=eos_ids,
-        tokens_at_once=cfg.rollout_tokens,
-        with_entropy=cfg.top_entropy < 1.0,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        keep_set=cfg.keep_set,
+        stop=cfg.stop,
         to_text=opened.tokenizer.decode,
+        tokens_at_once=cfg.rollout_tokens,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
-        # The settings that have the same name as a field of Sampling:
-        **{name: getattr(cfg, name) for name in vars(cfg).keys() & Sampling.__dataclass_fields__.keys()},
     )
     limits = memory.limits(cfg, model, longest_prompt)
     run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
@@ -322,7 +341,9 @@ def train(cfg: Config) -> int:
     if done is None:
         return report.finished(out, ranks.on_first(run_folder.notes_on_changes, cfg))
     run, log, noted = set_up(cfg, device)
-    models = {"model": run.model} | ({"reference": run.reference} if run.reference is not None else {})
+    models = {"model": run.model}
+    if run.reference not in (None, run.model):
+        models["reference"] = run.reference
     if done:
         run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
     # Nothing is written to the run's folder before this line, so a run that cannot start leaves it as it was.

@@ -25,17 +25,43 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
-# For each position of a row, the ids of its kept set, or None for the whole vocabulary.
-SetsOfRow = Sequence[Sequence[int] | None]
+
+
+@dataclass
+class KeptSets:
+    """The kept sets of n targets, of any sizes, one after another."""
+
+    ids: Tensor  # (m,), int32
+    sizes: Tensor  # (n,)
+    starts: list[int]  # n + 1 numbers: where each set starts in `ids`, and where the last one ends
+
+    def __getitem__(self, part: slice) -> "KeptSets":
+        starts = self.starts[part.start : part.stop + 1]
+        return KeptSets(self.ids[starts[0] : starts[-1]], self.sizes[part], [x - starts[0] for x in starts])
+
+    def for_each_id(self, values: Tensor) -> Tensor:
+        """Repeat the value (n,) of each target for each id of its set, (m,)."""
+        return values.repeat_interleave(self.sizes, output_size=len(self.ids))
+
+
+def kept_sets(sets: Sequence[Sequence[int] | None], vocabulary: int, device: torch.device) -> KeptSets:
+    """Copy the sets to the device. None stands for the whole vocabulary."""
+    whole = np.arange(vocabulary)
+    arrays = [whole if ids is None else np.asarray(ids) for ids in sets]
+    sizes = [len(ids) for ids in arrays]
+    ids = torch.as_tensor(np.concatenate(arrays).astype(np.int32)).to(device)
+    return KeptSets(ids, torch.tensor(sizes, device=device), [*accumulate(sizes, initial=0)])
 
 
 def score_tokens(
@@ -43,7 +69,7 @@ def score_tokens(
     inputs: dict[str, Tensor],
     predictors: Tensor,
     targets: Tensor,
-    sets: list[tuple[SetsOfRow, int]] | None = None,
+    sets: Sequence[Sequence[int] | None] | None = None,
     *,
     temperature: float,
     chunk: int,
@@ -53,16 +79,15 @@ def score_tokens(
     """Return the log-prob and the entropy of each target, (n, 2).
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
-    of these R * L tokens. sets[i] says where the kept set of target i is: (sets_of_row, position) stands for
-    sets_of_row[position]. It is looked up only when the chunk of target i is computed, because the ids of all sets may
-    take more memory than the logits of a chunk.
+    of these R * L tokens, and sets[i] are the ids of its kept set.
     """
+    kept = kept_sets(sets, len(model.get_output_embeddings().weight), targets.device) if sets else None
 
-    def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice = slice(None)):
+    def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice | None = None):
         """Score this part of the targets. x are their states, or their logits if there is no weight."""
-        part_sets = None if sets is None else sets[part]
+        part = part or slice(0, len(targets))
         how = temperature, chunk, with_entropy, entropy_grad
-        return _ScoreTokens.apply(x, weight, bias, targets[part], part_sets, *how)
+        return _ScoreTokens.apply(x, weight, bias, targets[part], None if kept is None else kept[part], *how)
 
     path = _from_head if returns_head_output(model, inputs["input_ids"]) else _from_logits
     return path(model, inputs, predictors, score)
@@ -161,11 +186,11 @@ class _ScoreTokens(torch.autograd.Function):
         weight, bias = (None if x is None else x.to(states.dtype) for x in (weight, bias))
         values = torch.zeros(len(states), 2, dtype=at_least_fp32(states.dtype), device=states.device)
         for start in range(0, len(states), chunk):
-            rows = slice(start, start + chunk)
+            rows = slice(start, min(start + chunk, len(states)))
             log_p = _log_softmax(states[rows], weight, bias, temperature)  # (chunk, V)
             values[rows, 0] = log_p.gather(1, targets[rows, None]).squeeze(1)
             if sets is not None:
-                values[rows, 0] -= _log_p_of_sets(log_p, sets[rows])[1].logsumexp(1)
+                values[rows, 0] -= _log_mass(log_p, sets[rows])[1]
             if with_entropy:
                 values[rows, 1] = _entropy(log_p.exp(), log_p)
             del log_p  # free it before the next chunk makes its own
@@ -182,26 +207,25 @@ class _ScoreTokens(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
 
         for start in range(0, len(states), chunk):
-            rows = slice(start, start + chunk)
+            rows = slice(start, min(start + chunk, len(states)))
             h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
             log_p = _log_softmax(h, weight, bias, temperature)
-            # d_z has three terms: g_logp * onehot, -g_logp * q, and the gradient of the entropy. Without sets, q is p,
-            # so the second term is -p_factor * p with p_factor = g_logp. With sets, q is 0 outside of the set, so the
-            # term is computed for the ids of the set only, as d_set, and p_factor is 0.
-            p_factor = g_logp
+            # d_z = g_logp * onehot(target)  -  g_logp * q  -  g_entropy * p * (log_p + entropy)
+            # Without kept sets, q is p. With kept sets, q is 0 outside of a set, so g_logp * q is computed for the ids
+            # in the sets only, as d_sets, before the memory of log_p is used for d_z.
             if sets is not None:
-                ids, log_p_of_set = _log_p_of_sets(log_p, sets[rows])
-                d_set, p_factor = log_p_of_set.softmax(1).mul_(-g_logp), torch.zeros_like(g_logp)
-            if entropy_grad:  # d_z = -p * (g_entropy * (log_p + entropy) + p_factor), in the memory of log_p
-                p = log_p.exp()
-                entropy = _entropy(p, log_p)[:, None]
-                d_z = log_p.add_(entropy).mul_(-g_entropy).sub_(p_factor).mul_(p)
-                del p
+                of_rows = sets[rows]
+                places, log_mass = _log_mass(log_p, of_rows)
+                log_q = log_p.view(-1)[places].sub_(of_rows.for_each_id(log_mass))  # (m,)
+                d_sets = log_q.exp_().mul_(of_rows.for_each_id(-g_logp[:, 0]))
+            g_p = g_logp if sets is None else torch.zeros_like(g_logp)  # what is multiplied by p
+            if entropy_grad:
+                d_z = _times_p_in_place(log_p, g_p, g_entropy)
             else:
-                d_z = log_p.exp_().mul_(-p_factor)
+                d_z = log_p.exp_().mul_(-g_p)
             if sets is not None:
-                d_z.scatter_add_(1, ids, d_set)
-                del ids, log_p_of_set, d_set
+                d_z.view(-1).scatter_add_(0, places, d_sets)  # no place occurs twice
+                del of_rows, places, log_q, d_sets
             d_z.scatter_add_(1, targets[rows, None], g_logp)
             if temperature != 1.0:
                 d_z.div_(temperature)
@@ -227,15 +251,24 @@ def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, tem
     return torch.log_softmax(z, dim=-1)
 
 
-def _log_p_of_sets(log_p: Tensor, sets: list[tuple[SetsOfRow, int]]) -> tuple[Tensor, Tensor]:
-    """Return the ids of each set and their log_p, both (n, K), for log_p (n, V). K is the size of the largest set.
-    Smaller sets are padded with id 0 and a log_p of -inf."""
-    found = [sets_of_row[position] for sets_of_row, position in sets]
-    all_ids = torch.arange(log_p.shape[1])  # for targets without a set
-    ids = [torch.as_tensor(all_ids if kept is None else kept, dtype=torch.int32) for kept in found]
-    padded = pad_sequence(ids, batch_first=True, padding_value=-1).to(log_p.device)
-    ids = padded.clamp(min=0).long()
-    return ids, log_p.gather(1, ids).masked_fill_(padded < 0, -torch.inf)
+def _log_mass(log_p: Tensor, sets: KeptSets) -> tuple[Tensor, Tensor]:
+    """Return where the ids of all sets are in the flat log_p (n, V), as indices (m,), and the logarithm of the
+    probability of each set, (n,)."""
+    n, V = log_p.shape
+    places = sets.for_each_id(V * torch.arange(n, device=log_p.device)).add_(sets.ids)
+    inside = log_p.view(-1)[places]
+    # `index_add` would be shorter, but on a GPU it adds in another order in each run. `unsafe` leaves out a check of
+    # the sizes, for which the host would wait.
+    top = torch.segment_reduce(inside, "max", lengths=sets.sizes, unsafe=True)
+    ratios = inside.sub_(sets.for_each_id(top)).exp_()
+    return places, top + torch.segment_reduce(ratios, "sum", lengths=sets.sizes, unsafe=True).log()
+
+
+def _times_p_in_place(log_p: Tensor, g_p: Tensor, g_entropy: Tensor) -> Tensor:
+    """Return -p * (g_p + g_entropy * (log_p + entropy)), in the memory of log_p."""
+    p = log_p.exp()
+    entropy = _entropy(p, log_p)[:, None]
+    return log_p.add_(entropy).mul_(g_entropy).add_(g_p).mul_(p).neg_()
 
 
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:

@@ -13,18 +13,18 @@ rows. For them, the caller passes hidden_size=None to `shared_rows`, which then 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, takewhile
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
-class Facts(NamedTuple):
-    """The facts about a completion that decide which row it goes into."""
+class Sample(NamedTuple):
+    """What decides which row a completion goes into."""
 
+    index: int  # of the completion in its batch
     has_gradient: bool
     prompt: int  # the number of its prompt
     prompt_length: int
@@ -32,81 +32,100 @@ class Facts(NamedTuple):
 
 
 class SharedRow(NamedTuple):
+    """A row of the model's input: a prompt and some of its completions."""
+
     has_gradient: bool
     length: int  # tokens that the model reads
-    members: list[int]  # the completions in this row, by their index in the batch
+    completions: list[int]  # by their index in the batch
 
 
 def shared_rows(
-    facts: Sequence[Facts], members: Iterable[int], hidden_size: int | None, allow: Callable[[int, int], bool]
+    samples: Iterable[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]
 ) -> list[SharedRow]:
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
-    Rows with a gradient come first, sorted by length, the longest first.
+    Rows with a gradient come first, and within each kind the longest first."""
+    by_prompt = sorted(samples, key=lambda one: (one.has_gradient, one.prompt, -one.length))
+    rows: list[SharedRow] = []
+    for _, same_prompt in groupby(by_prompt, key=lambda one: (one.has_gradient, one.prompt)):
+        rows += _rows_of_prompt(list(same_prompt), hidden_size, allow)
+    return sorted(rows, key=lambda row: (row.has_gradient, row.length), reverse=True)
 
-    The number k of completions in a row minimises the multiplications. With completions of c tokens after a prompt of p
-    tokens, the model reads p/k + c tokens for each completion. With hidden size h, each of these tokens costs 12 h^2
-    multiplications per layer, plus 2 h for each of the p + k c tokens in its row. So the cost of a completion is
+
+def _rows_of_prompt(
+    samples: list[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]
+) -> list[SharedRow]:
+    """Divide completions of one prompt, the longest first, among as many rows as are best, or more until every row is
+    allowed. A single completion gets its row even if that is not allowed."""
+    rows_wanted = math.ceil(len(samples) / _best_number(samples, hidden_size))
+    for n in range(rows_wanted, len(samples) + 1):
+        # The completions are dealt to the n rows in turn, so that the rows have about the same length.
+        rows = [_shared_row(samples[i::n]) for i in range(n)]
+        if n == len(samples) or all(allow(len(row.completions), row.length) for row in rows):
+            return rows
+
+
+def _best_number(samples: list[Sample], hidden_size: int | None) -> int:
+    """Return how many of these completions should share a row.
+
+    That number k minimises the multiplications. With completions of c tokens after a prompt of p tokens, the model
+    reads p/k + c tokens for each completion. With hidden size h, each of these tokens costs 12 h^2 multiplications per
+    layer, plus 2 h for each of the p + k c tokens in its row. So the cost of a completion is
     (p/k + c) (12 h^2 + 2 h (p + k c)), which is lowest at k = sqrt(p (p + 6 h)) / c.
     """
-    rows = []
-    order = sorted(members, key=lambda i: (facts[i].has_gradient, facts[i].prompt, -facts[i].length))
-    for (has_gradient, _, p), same_prompt in groupby(order, key=lambda i: facts[i][:3]):  # the first 3 fields of Facts
-        same_prompt = list(same_prompt)
-        lengths = [facts[i].length for i in same_prompt]
-        k = 1.0
-        if hidden_size is not None:
-            k = math.sqrt(p * (p + 6 * hidden_size)) * len(lengths) / max(1, sum(lengths))
-        fewest_rows = math.ceil(len(same_prompt) / max(1, int(k)))
-        # Try n = fewest_rows and larger n until every row is allowed. If no n is, n ends at one row for each
-        # completion, and these rows are used although they are not allowed. The completions, the longest first, are
-        # dealt to the n rows in turn, so that the rows have about the same length.
-        for n in range(fewest_rows, len(same_prompt) + 1):
-            candidates = [SharedRow(has_gradient, p + sum(lengths[i::n]), same_prompt[i::n]) for i in range(n)]
-            if all(allow(len(row.members), row.length) for row in candidates):
-                break
-        rows += candidates
-    return sorted(rows, reverse=True)  # by the fields of SharedRow, in their order
+    if hidden_size is None:
+        return 1
+    p, c = samples[0].prompt_length, sum(one.length for one in samples) / len(samples)
+    return max(1, int(math.sqrt(p * (p + 6 * hidden_size)) / c))
 
 
-def model_inputs(ids: Tensor, lengths: Tensor, together: Sequence[int] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Build the inputs of the model. ids (B, T) has a row for each completion with its prompt, left-aligned, and
+def _shared_row(samples: list[Sample]) -> SharedRow:
+    length = samples[0].prompt_length + sum(one.length for one in samples)
+    return SharedRow(samples[0].has_gradient, length, [one.index for one in samples])
+
+
+def model_inputs(ids: Tensor, lengths: Tensor, per_row: list[int] | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Build the inputs of the model. ids (B, T) has a row for each completion with its prompt, padded on the right, and
     `lengths` (B,) are the lengths of these rows without padding.
 
-    `together` lists how many consecutive completions share each row of the model. If it is None, each completion has
-    its own row. Return two things: the keyword arguments of the model, for R rows of L tokens, and a tensor (B, T) with
-    the index of every token of `ids` among those R * L tokens.
+    per_row[r] is how many consecutive completions are in row r of the model. If it is None, each completion has its own
+    row. Return two things: the keyword arguments of the model, for R rows of L tokens, and a tensor (B, T) with the
+    place of every token of `ids` among those R * L tokens.
     """
     B, T = ids.shape
-    if together is None or max(together) == 1:
+    if per_row is None or max(per_row) == 1:
         return {"input_ids": ids}, torch.arange(B * T, device=ids.device).view(B, T)
-    completions = iter([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
-    tokens, positions, segments = [], [], []  # one list for each row of the model
-    all_places = []  # one list for each completion: the place of each of its tokens in the shared row
-    for count in together:
-        members = [next(completions) for _ in range(count)]
-        # The prompt, and the first tokens of these completions, as long as they are the same in all of them. The zip
-        # gives the first token of every member, then the second of every member, and so on.
-        shared = [same[0] for same in takewhile(lambda x: len(set(x)) == 1, zip(*members))]
-        row, position, segment = [*shared], [*range(len(shared))], [0] * len(shared)  # segment 0 is shared
-        for number, member in enumerate(members, start=1):
-            own = member[len(shared) :]
-            places = [*range(len(shared)), *range(len(row), len(row) + len(own))]
-            all_places.append(places + [0] * (T - len(places)))
-            row += own
-            position += range(len(shared), len(member))
-            segment += [number] * len(own)
-        tokens.append(row)
-        positions.append(position)
-        segments.append(segment)
+    row = torch.arange(len(per_row)).repeat_interleave(torch.tensor(per_row)).to(ids.device)  # (B,), of each completion
+    number = torch.tensor([i for count in per_row for i in range(count)], device=ids.device)  # (B,), in its row
+    first = torch.arange(B, device=ids.device) - number  # (B,), the first completion in the same row
 
-    def padded(rows: list[list[int]]) -> Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(ids.device)
+    # The completions of a row share their prompt, and their first tokens for as long as these are the same in all.
+    t = torch.arange(T, device=ids.device)
+    is_same = (ids == ids[first]) & (t < torch.minimum(lengths, lengths[first])[:, None])
+    same = is_same.long().cumprod(1).sum(1)  # (B,), how many tokens are those of the row's first completion
+    shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many tokens all have in common
 
-    input_ids, segment = padded(tokens), padded(segments)
+    # Behind the shared tokens, each completion has its own ones, one completion after another.
+    own = lengths - shared
+    before = own.cumsum(0) - own  # (B,), own tokens of all earlier completions
+    start = shared + before - before[first]  # (B,), where the own tokens start in the row
+    is_shared = t < shared[:, None]  # (B, T)
+    place_in_row = torch.where(is_shared, t, start[:, None] + t - shared[:, None])
+    L = int((start + own).max())
+    R = len(per_row)
+    places = row[:, None] * L + place_in_row
+    places = torch.where(t < lengths[:, None], places, R * L)  # padding goes to one place behind the last row
+
+    def in_rows(values: Tensor) -> Tensor:
+        """Put values (B, T) to their places in the rows. A shared token gets the same value from each completion."""
+        return values.new_zeros(R * L + 1).scatter(0, places.flatten(), values.flatten())[:-1].view(R, L)
+
+    segment = in_rows(torch.where(is_shared, 0, 1 + number[:, None]))  # (R, L), 0 for shared tokens
     # sees[r, i, j]: token j of row r is shared, or in the same completion as token i. `tril` below then hides all
     # tokens after i, and so the padding too, which comes last.
     sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
-    # For each completion (B,), the index among the R * L tokens at which its row starts.
-    row_start = input_ids.shape[1] * torch.arange(len(together)).repeat_interleave(torch.tensor(together))
-    inputs = {"input_ids": input_ids, "position_ids": padded(positions), "attention_mask": sees.tril()[:, None]}
-    return inputs, (torch.tensor(all_places) + row_start[:, None]).to(ids.device)
+    inputs = {
+        "input_ids": in_rows(ids),
+        "position_ids": in_rows(t.expand(B, T)),
+        "attention_mask": sees.tril()[:, None],
+    }
+    return inputs, places.clamp(max=R * L - 1)

@@ -36,9 +36,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedModel
 
-from batch import Group
+from advantage import Group
 from config import UserError
-from fast.kept_sets import KeptSets
 from infra import ranks
 from infra.lora import adapted_layers, save_adapters, trained_tensors
 from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
@@ -48,7 +47,7 @@ from rollout import Completion
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # PyTorch warns if a single process saves
 FILE_BYTES = 2**28  # about the size of a file of weights; each rank writes its own files
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-RECORDS = {kind.__name__: kind for kind in (Group, Completion, KeptSets)}  # dataclasses that Run.state may contain
+RECORDS = {kind.__name__: kind for kind in (Group, Completion)}  # dataclasses that Run.state may contain
 
 
 def as_array(x: Tensor) -> array:

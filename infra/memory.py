@@ -24,7 +24,7 @@ from infra import faults, ranks
 from infra.lora import linear_layers
 from infra.model import empty_model, reads_together, weights_dtype
 from infra.shard import ranks_per_copy
-from logprob import chunk_tokens
+from logprob import CHUNK
 from rollout import PROMPT_TOKENS
 
 ROOM = 0.8  # the plan may fill this share of the free memory
@@ -126,7 +126,7 @@ def costs(model_config: PretrainedConfig, config: Config, world: int, longest_pr
     # For each token, there are three integers (its id and two masks), four fp32 numbers (the log-probs of the sampler,
     # the old policy and the reference, and the sampler's entropy), and an fp64 weight.
     batch = trained * length * (3 * 8 + 4 * 4 + 8)  # bytes
-    chunk = chunk_tokens(torch.cuda.is_available())
+    chunk = CHUNK["cuda" if torch.cuda.is_available() else "cpu"]
     hidden_bytes = compute_bytes if config.shard else weight_bytes  # bytes of one element of the hidden states
     norms = sum(p.dim() == 1 and name.endswith("weight") for name, p in model.named_parameters()) / layers
     # `mask` is how many entries the attention mask has for a token, which is the number of tokens in its row. If a
@@ -251,7 +251,7 @@ def free_memory() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: Any) -> Any:
+def in_parts_that_fit(compute: Callable, run: Any, *work: Any) -> Any:
     """Return compute(run, *work). Whenever memory runs out, let `make_smaller` halve a budget of the run, and start the
     work again. The result stays the same, because no budget changes what is computed."""
     while True:
@@ -260,17 +260,7 @@ def until_it_fits(make_smaller: Callable, compute: Callable, run: Any, *work: An
         with suppress(torch.OutOfMemoryError):
             return compute(run, *work)
         torch.cuda.empty_cache()
-        make_smaller(run, *work)
-
-
-def smaller_rollout(run: Any, prompts: list[list[int]], *rest: Any) -> None:
-    # `prompts` has an entry for each completion, so equal prompts are listed several times.
-    length = max(map(len, prompts)) + run.config.max_completion_length
-    fewer = min(len(prompts), run.sampling.tokens_at_once // length) // 2
-    if fewer == 0:
-        raise UserError(f"out of memory with one completion at a time: {SMALLER}")
-    run.sampling = replace(run.sampling, tokens_at_once=fewer * length)
-    faults.warn(f"out of memory: from now on at most {fewer} completions are sampled at once")
+        smaller_micro_batches(run, *work)
 
 
 def smaller_micro_batches(run: Any, batch: Batch, *rest: Any) -> None:

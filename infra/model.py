@@ -155,8 +155,14 @@ def load(
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    # Train in eval mode, as when sampling, so that dropout is off. Only layers with gradient checkpointing are in train
+    # mode, because in eval mode they would not checkpoint.
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
     if reference is not None:
         reference.requires_grad_(False).eval()
+    elif config.beta != 0.0:
+        reference = model  # with adapters, which are switched off for the reference
     return model, reference, ends
 
 
@@ -214,10 +220,10 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     if any(type(size) is int and size < length for size in sizes):
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
-    # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and together=[2] puts
+    # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and per_row=[2] puts
     # two completions into one row.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
-    inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), together=[2])
+    inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), per_row=[2])
     try:
         with torch.no_grad():
             separate = model(input_ids=ids, use_cache=False).logits

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batch import Batch, Group
+from advantage import Group
+from batch import Batch
 from config import Config, UserError
 from infra import ranks, run_folder
-from loss import kl_divergence
 from tasks import columns_of
 
 # ---- Metrics ----
 
 
-def of_groups(groups: list[Group], names: list[str]) -> dict:
+def of_groups(trained: list[Group], groups: list[Group], names: list[str]) -> dict:
     """Compute the metrics of all completions of a step. `names` are the names of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
@@ -60,9 +60,10 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     }
 
 
-def of_logged(logged: list[tuple[str, float]]) -> dict[str, float]:
+def of_logged(logged: list[tuple[str, float]], prefix: str = "logged") -> dict[str, float]:
     """Average each metric over the values that reward functions and `run.log` have logged for it in this step."""
-    return {name: mean(x for other, x in logged if other == name) for name in sorted({name for name, _ in logged})}
+    names = sorted({name for name, _ in logged})
+    return {f"{prefix}/{name}": mean(x for other, x in logged if other == name) for name in names}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
@@ -125,11 +126,12 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     return metrics
 
 
-def checksums(step: int, completions: Tensor, rewards: Tensor, advantages: Tensor) -> dict[str, int]:
-    """Compute checksums that `ranks.check_same` compares, because all ranks must train on the same values. They may differ
-    if you add code whose result depends on the rank, for instance because each rank draws its own random numbers, reads
-    its own clock, or has other values in `run.state`."""
-    tensors = {"completions": completions, "rewards": rewards, "advantages": advantages}
+def checksums(step: int, groups: list[Group], batch: Batch) -> dict[str, int]:
+    """Compute checksums of what all ranks must train on alike. They may differ if you add code whose result depends on
+    the rank, for instance because each rank draws its own random numbers, reads its own clock, or has other values in
+    `run.state`."""
+    rewards = torch.stack([group.reward_parts for group in groups])
+    tensors = {"completions": batch.ids, "rewards": rewards, "advantages": batch.advantages}
     return {f"the {name} of step {step}": zlib.crc32(x.cpu().contiguous().numpy()) for name, x in tensors.items()}
 
 
@@ -212,10 +214,9 @@ class RunLog:
         """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
         completion = group.completions[i]
         A = None if group.advantages is None else group.advantages[i]
-        logp, entropy = completion.logp, completion.entropy
+        logp = completion.logp.tolist()
         if completion.written is not None:
             logp = [x if by_model else None for x, by_model in zip(logp, completion.written)]
-            entropy = entropy and [x if by_model else None for x, by_model in zip(entropy, completion.written)]
         return {
             "step": step,
             "kind": kind,
@@ -228,7 +229,7 @@ class RunLog:
             "truncated": completion.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, logp, entropy),
+            "tokens": self.tokens(completion.ids, logp),
         }
 
     def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
@@ -290,22 +291,9 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
 
-def stop_not_finite(cfg: Config, step: int, loss: Tensor, grad_norm: Tensor, batch: Batch, logp: Tensor) -> None:
-    """Stop the run, because the loss or the gradient is not finite. Name the first token with a value that is not
-    finite, or so large that multiplying it could overflow. All ranks call this, and one of them reports it."""
-    old_logp = batch.sampler_logp if cfg.old_policy == "sampler" else batch.old_logp
-    ratio = (logp - (logp if old_logp is None else old_logp)).exp()
-    kl = kl_divergence(logp, logp if batch.ref_logp is None else batch.ref_logp, cfg.kl_estimator)
-    values = torch.stack([batch.advantages.reshape(len(batch), -1).expand_as(logp), logp, ratio, kl])
-    cause = "all advantages, log-probs, ratios and KLs are in range; lower --learning_rate, or try --dtype float32"
-    bad = (~(values.abs() < 1e30) & batch.mask.bool()).nonzero()  # NaN is not below 1e30 either
-    if len(bad):
-        i, n, t = bad[0].tolist()
-        name, token = ("advantage", "log-prob", "ratio", "KL")[i], t - batch.prompt_lengths[n]
-        where = f"prompt {batch.prompts[n]}, step {batch.steps[n]}, sample {batch.samples[n]}"
-        cause = f"the {name} is {values[i, n, t]:g} at token {token} of the completion of {where}"
+def stop_not_finite(step, loss, grad_norm):
     with ranks.fail_together():
-        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made: {cause}")
+        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made")
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:

@@ -32,13 +32,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from batch import Group
+from advantage import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_rewards, load_function
+from tasks._rewards import as_list, call_each, load_function
 
 TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
 REAL_MODEL_DEFAULTS = dict(
@@ -77,13 +78,14 @@ class Task:
             return None
         return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
 
-    def draw(self, drawn: int, n: int, seed: int) -> list[int]:
+    def rows_from(self, drawn: int, n: int, seed: int) -> list[dict]:
         """Return the indices in `train` of the next `n` rows, after the run has drawn `drawn` rows. Every epoch goes
         through all rows in a new random order."""
         size = len(self.train)
         epochs = {i // size for i in range(drawn, drawn + n)}
         orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
-        return [int(orders[i // size][i % size]) for i in range(drawn, drawn + n)]
+        picked = [int(orders[i // size][i % size]) for i in range(drawn, drawn + n)]
+        return [self.train[i] | {"_index": i} for i in picked]
 
 
 def task_names() -> list[str]:
@@ -163,10 +165,10 @@ def text_of(completion: TextOrMessages) -> str:
 
 def columns_of(row: dict) -> dict:
     """Return the columns that are for the rewards: all but the prompt."""
-    return {name: value for name, value in row.items() if name not in ("prompt", "prompt_ids")}
+    return {name: value for name, value in row.items() if name not in ("prompt", "prompt_ids", "_index")}
 
 
-def score(
+def call_rewards(
     task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
 ) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
     """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
@@ -187,7 +189,7 @@ def score(
     metrics, extras = [], [{} for _ in pairs]
 
     def log_metric(name: str, value: Any) -> None:
-        metrics.append((f"logged/{name}", float(value)))
+        metrics.append((name, float(value)))
 
     def log_extra(name: str, values: Any) -> None:
         for extra, value in zip(extras, as_list(values), strict=True):
@@ -195,11 +197,11 @@ def score(
 
     state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: a user's reward may divide by it
     run_arguments = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = call_rewards(task.rewards, columns, run_arguments, time_limit)  # K lists, with a value for each completion
+    values = call_each(task.rewards, columns, run_arguments, time_limit)  # K lists, with a value for each completion
     parts = [list(of_completion) for of_completion in zip(*values, strict=True)]  # for each completion, K values
     scored, start = [], 0
     for group in groups:
         end = start + len(group.completions)
-        scored.append((parts[start:end], extras[start:end]))
+        scored.append((torch.tensor(parts[start:end], dtype=torch.float64), extras[start:end]))
         start = end
     return scored, metrics

@@ -100,7 +100,7 @@ def swap_modules(names: set[str], replacements: dict[str, ModuleType]) -> dict[s
     return unloaded
 
 
-def call_rewards(
+def call_each(
     rewards: list[Callable], columns: dict[str, list], run_arguments: dict[str, Any], time_limit: Callable = nullcontext
 ) -> list[list[float]]:
     """Call every reward function, and return a list for each: one value for each completion, NaN where the function

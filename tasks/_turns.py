@@ -59,16 +59,26 @@ class Replies:
             raise UserError(f"{what}, for prompt {self.row['prompt']!r:.200}: {error}") from error
 
 
+class RepliesTo:
+    def __init__(self, task, rows, settings):
+        self.task, self.rows, self.settings, self.made = task, rows, settings, {}
+
+    def __getitem__(self, i):
+        self.made[i] = Replies(self.task.reply, self.rows[i], *self.settings)
+        return self.made[i]
+
+
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
     """Make a Replies object for each of these rows, for one completion each. Return None if the task does not reply.
     `settings` are the next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
-    return [Replies(task.reply, row, *settings) for row in rows] if task.reply else None
+    return RepliesTo(task, rows, settings) if task.reply else None
 
 
 def with_replies(completions: list[Completion], replies: list[Replies] | None) -> list[Completion]:
     """Record in each completion what was replied to it, for the rewards."""
-    for completion, made in zip(completions, replies or []):
-        completion.replies = made.replies
+    if replies is not None:
+        for i, completion in enumerate(completions):
+            completion.replies = replies.made[i].replies
     return completions
 
 
