@@ -140,7 +140,7 @@ def rollout(
             logger.warning(f"out of memory: from now on at most {len(rows) // 2} completions are sampled at once")
         else:
             raise UserError(
-                "out of memory in a rollout of one completion: lower --max_completion_length, or see --shard"
+                "out of memory with one completion at a time: lower --max_completion_length, or see --shard"
             )
     return completions
 

@@ -10,7 +10,6 @@ import statistics
 import string
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import advantage
 import train
 from advantage import on_high_entropy
-from batch import collate, minibatches
+from batch import minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, gradient_of, lines, metrics, run, samples, save_chat_model
 from infra import faults
@@ -290,8 +290,9 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
     """Compute every metric again, from samples.jsonl and from what the loss returns for each micro-batch. The metrics
     of replies are in infra/test_report.py."""
-    names = "draw_groups", "group_advantages", "minibatches", "update", "logprobs", "policy_loss"
-    draws, advantage_calls, minibatch_calls, update_calls, logprob_calls, loss_calls = (watch(train, x) for x in names)
+    names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
+    draws, minibatch_calls, update_calls, logprob_calls, loss_calls = (watch(train, name) for name in names)
+    advantage_calls = watch(advantage, "group_advantages")
     # On this clock, drawing the groups takes 3 s, an update takes 5 s, and everything else takes no time.
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
@@ -314,9 +315,10 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     for call, rows_of_update in zip(update_calls, rows_by_update, strict=True):
         batch = call.args[1]
         assert batch.mask.sum(1).tolist() == [trained_lengths[i] for i in rows_of_update]
-        assert (batch.sampler_entropy[batch.mask.bool()] > 0).all(), "the rollout recorded entropies"
+        assert (batch.entropy[batch.mask.bool()] > 0).all(), "the policy before the step was scored"
         A = torch.tensor([advantages[i] for i in rows_of_update])
-        assert torch.equal(batch.advantages, on_high_entropy(A, batch.sampler_entropy, batch.mask, 0.5))
+        expected = on_high_entropy(A, batch.entropy, batch.mask, 0.5)
+        assert torch.equal(batch.advantages * batch.mask, expected)
 
     loss, totals = 0.0, np.zeros((len(train.STATS), 2))
     # Keep the calls in which `accumulate` scores the policy. Only they have a keyword argument: it asks for entropies.
@@ -387,8 +389,13 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
 def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
     """Such completions are refused with --old_policy policy. With --old_policy sampler, no old log-probs are computed,
     so sampler_gap compares the sampler with the current policy. Here the two differ only by rounding."""
-    # Add a group that was sampled in an earlier step.
-    monkeypatch.setattr(train, "collate", lambda groups, *how: collate([*groups, replace(groups[0], step=0)], *how))
+
+    def one_is_old(draw_groups, run, step):
+        groups, drawn = draw_groups(run, step)
+        groups[0].step = 0
+        return groups, drawn
+
+    monkeypatch.setattr(train, "draw_groups", functools.partial(one_is_old, train.draw_groups))
     out = go("sampler", old_policy="sampler", top_p=0.9)
     assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
     with pytest.raises(AssertionError):  # `go` asserts that the run ends with exit code 0
@@ -489,10 +496,10 @@ def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
 @pytest.fixture
 def draws(watch):
     """Return a function that lists the prompts drawn so far, and the streams (step, prompt, sample) used so far."""
-    drawn, sampled = watch(Task, "draw"), watch(train, "uniforms")
+    drawn, sampled = watch(Task, "rows_from"), watch(train, "uniforms")
 
     def so_far() -> tuple[list[int], list[tuple]]:
-        # Task.draw(self, first, n, seed) draws n rows after `first` earlier ones, so their numbers start at `first`.
+        # Task.rows_from(self, first, n, seed)
         indices = [i for _, first, n, _ in (call.args for call in drawn) for i in range(first, first + n)]
         return indices, [(step, p, i) for _, step, pairs, _ in (call.args for call in sampled) for p, i in pairs]
 

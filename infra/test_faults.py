@@ -75,7 +75,7 @@ OUT_OF_MEMORY = {  # number of ranks, what happens on the last one, settings, me
 @pytest.mark.parametrize("world, before, settings, message", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
 def test_out_of_memory_is_answered_with_smaller_parts(small, whole, tmp_path, world, before, settings, message):
     shown = run(small | settings, tmp_path / "out", before, world=world)
-    sizes = [int(size) for size in re.findall(f"note: rank {world - 1}: out of memory.*{message}", shown)]
+    sizes = [int(size) for size in re.findall(f"out of memory.*{message}", shown)]
     assert sizes and sizes == sorted(set(sizes), reverse=True), "a size was tried twice"
     assert len(sizes) == shown.count("out of memory"), shown
     assert_same_run(tmp_path / "out", whole)
@@ -93,7 +93,7 @@ TOO_LITTLE = "error: out of memory with one completion at a time: "
 FAULTS = [
     (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
     (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
-    (mistake, "train.score", 4, 1, 2, 2, "error: what went wrong"),
+    (mistake, "train.call_rewards", 4, 1, 2, 2, "error: what went wrong"),
     (oom, OPTIMIZER, 2, 1, 2, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB"),
     (oom, LOSS, 2, 1, 2, 2, "error: out of memory in an update: with --shard one rank cannot start again"),
     (even_one_row, "train.training_step", 1, 1, 2, 2, TOO_LITTLE),
@@ -150,7 +150,7 @@ def test_a_run_does_not_need_a_screen(small, whole, tmp_path):
 
 def other_rows(pick_rows):
     """Return a function that picks the usual rows in step 1, and in step 2 the row after each of them."""
-    return lambda run, n, step: [i + step - 1 for i in pick_rows(run, n, step)]
+    return lambda run, n, step: [run.task.train[row["_index"] + step - 1] for row in pick_rows(run, n, step)]
 
 
 def other_advantages(advantages):
@@ -165,7 +165,7 @@ UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
     "the rows": ("train.load_task", lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[1:])),
     "the weights": ("tasks.sorting.model", lambda model: lambda cfg: model(dataclasses.replace(cfg, seed=7))),
     "the completions of step 2": ("train.pick_rows", other_rows),
-    "the advantages of step 2": ("train.group_advantages", other_advantages),
+    "the advantages of step 2": ("advantage.group_advantages", other_advantages),
 }
 
 
