@@ -204,7 +204,7 @@ def trained_tokens(group: Group, mask_truncated: bool) -> list[np.ndarray]:
     masks = []
     for completion, reward in zip(group.completions, group.rewards, strict=True):
         left_out = math.isnan(reward) or (mask_truncated and completion.truncated)
-        written = np.ones(len(completion.ids), bool) if completion.written is None else np.asarray(completion.written)
+        written = np.ones(len(completion.ids), bool) if completion.written is None else completion.written
         masks.append(np.zeros_like(written) if left_out else written)
     return masks
 

@@ -64,8 +64,8 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """The turns of the model after a prompt, and the replies between them. The arrays and the list `kept` have an entry
-    for each token. The tokens of replies have log-prob 0 and no kept set."""
+    """The turns of the model after a prompt, and the replies between them. The arrays, which may be given as lists, and
+    the list `kept` have an entry for each token. The tokens of replies have log-prob 0 and no kept set."""
 
     ids: np.ndarray  # int32, with the end token of each turn
     logp: np.ndarray  # float32, under the sampler, at its temperature, normalized over `kept`
@@ -76,22 +76,28 @@ class Completion:
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
     replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
 
+    def __post_init__(self) -> None:
+        self.ids, self.logp = np.asarray(self.ids, np.int32), np.asarray(self.logp, np.float32)
+        self.written = None if self.written is None else np.asarray(self.written, np.bool_)
+
     @property
     def length(self) -> int:
         """The number of tokens that the model wrote, which is |o| in every equation."""
-        return len(self.ids) if self.written is None else int(np.sum(self.written))
+        return len(self.ids) if self.written is None else int(self.written.sum())
 
     @property
     def turns(self) -> list[list[int]]:
         """The ids of each turn of the model."""
+        if self.written is None:
+            return [self.ids.tolist()]
         turns: list[list[int]] = []
-        before = False  # whether the model wrote the token before this one
-        for token, written in zip(self.ids, [True] * len(self.ids) if self.written is None else self.written):
-            if written and not before:
+        was_written = False  # whether the model wrote the token before this one
+        for token, is_written in zip(self.ids.tolist(), self.written.tolist(), strict=True):
+            if is_written and not was_written:
                 turns.append([])
-            if written:
-                turns[-1].append(int(token))
-            before = written
+            if is_written:
+                turns[-1].append(token)
+            was_written = is_written
         return turns
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import conftest
 import train
@@ -37,6 +37,7 @@ from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, parse, ready
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout
+from tasks import addition
 from tools import ablate, evidence
 
 HERE = Path(__file__).parent.parent
@@ -277,8 +278,8 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and add the files and diffs of docs/extending.md. The diffs of each section in PROGRAMS are
     applied to a copy of train.py with the section's name."""
-    # Each diff applies to the code as it is, without the others. It changes one file or two.
-    assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2}
+    # Each diff applies to the code as it is, without the others. It changes one to three files.
+    assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2, 3}
     folder = tmp_path_factory.mktemp("copy") / "fork"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("docs", "results", "runs", "smollm2", ".*", "__py*"))
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
@@ -486,21 +487,25 @@ def test_the_functions_of_the_page(fork):
 
 def test_the_token_baseline_of_the_page(fork):
     """Let W_it be the sum of 1 − 2 π(o_is) + Σ_v π(v)² over the tokens s ≤ t of completion i. The baseline of token t
-    is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. In samples.jsonl, each token comes
-    with its log-prob and Σ_v π(v)². On-policy, the loss is minus the mean advantage of all tokens. The tolerance is
-    large because samples.jsonl rounds log-probs and sums of squares to two decimals."""
+    is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. On-policy, the loss is minus the
+    mean advantage of all tokens, up to rounding in float32."""
     (words,) = commands(PROGRAMS["token_baseline"], "python train.py")
     words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
     out = make(fork, "token_baseline", words, "token_baseline")
-    rows, expected = conftest.samples(out), []
-    W = [np.cumsum([1 - 2 * math.exp(logp) + squares for _, logp, squares in row["tokens"]]) for row in rows]
+    rows, expected, W = conftest.samples(out), [], []
+    model = AutoModelForCausalLM.from_pretrained(addition.model(None))
+    tokenizer = AutoTokenizer.from_pretrained(addition.model(None))
+    for row in rows:
+        prompt, ids = (tokenizer(row[name]).input_ids for name in ("prompt", "completion"))
+        p = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1).detach()  # (T, V)
+        W.append(np.cumsum([1 - 2 * p[t, y].item() + (p[t] ** 2).sum().item() for t, y in enumerate(ids)]))
     for i, row in enumerate(rows):
         for t in range(row["length"]):
             # Completions of the same prompt that have a token t. 8 is the default of --num_generations.
             there = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if rows[j]["length"] > t]
             weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
             expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
-    assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=2e-3)
+    assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=1e-5)
 
 
 def answering(urlopen: Callable) -> Callable:
@@ -515,7 +520,8 @@ def answering(urlopen: Callable) -> Callable:
         else:
             sampling = Sampling(asked["max_tokens"], asked["stop_token_ids"], asked["temperature"])
             made = rollout(server.model, asked["prompts"], np.array(asked["uniform"]), sampling)
-        return StringIO(json.dumps([dict(ids=each.ids, logp=each.logp, truncated=each.truncated) for each in made]))
+        answers = [dict(ids=x.ids.tolist(), logp=x.logp.tolist(), truncated=x.truncated) for x in made]
+        return StringIO(json.dumps(answers))
 
     return answer
 

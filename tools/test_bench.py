@@ -55,7 +55,7 @@ def test_our_steps_have_the_planned_completions(planned):
     bench.force_ours(tokens)
     for step in (1, 2):
         _, groups = train.training_step(run, step)
-        assert [made.ids for group in groups for made in group.completions] == ids
+        assert [made.ids.tolist() for group in groups for made in group.completions] == ids
         assert [len(group.row["prompt_ids"]) for group in groups] == [17] * 3
 
 

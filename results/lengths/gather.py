@@ -13,8 +13,7 @@ import time
 
 import numpy as np
 
-from batch import Group
-from fast.kept_sets import KeptSets
+from advantage import Group
 from infra import ranks, run_folder
 from rollout import Completion
 from tools import ablate, bench
@@ -23,11 +22,10 @@ VOCABULARY, KEPT, ROWS = 152_000, 20, 64
 
 
 def group_of(length: int, rng: np.random.Generator) -> Group:
-    kept = KeptSets()
-    ids = rng.integers(0, VOCABULARY, length * KEPT).astype(np.int32)
-    kept.extend(ids, np.full(length, KEPT), VOCABULARY)
+    kept = np.split(rng.integers(0, VOCABULARY, length * KEPT).astype(np.int32), length)
     ids, logp = rng.integers(0, VOCABULARY, length), -rng.random(length)
-    return Group([1, 2, 3], {"prompt": "p"}, [Completion(ids, logp, truncated=False, kept=kept)])
+    completion = Completion(ids.astype(np.int32), logp.astype(np.float32), truncated=False, kept=kept)
+    return Group([1, 2, 3], {"prompt": "p"}, [completion])
 
 
 def main() -> None:
