@@ -118,14 +118,18 @@ def micro_batches(
     take part whenever sharded weights are gathered. All ranks must then have the same limits.
     """
     shares = _shares(batch, world)
-    mine = _pieces(shared_rows(shares[rank], limits.hidden_size, limits.allow), limits)
+
+    def pieces_of(rank: int) -> list[list[SharedRow]]:
+        return _pieces(shared_rows(shares[rank], limits.hidden_size, limits.allow), limits)
+
+    mine = pieces_of(rank)
     for piece in mine:
         rows = [i for shared in piece for i in shared.completions]
         yield rows, replace(batch[rows], per_row=[len(shared.completions) for shared in piece])
     if same_count:
-        of_ranks = [_pieces(shared_rows(share, limits.hidden_size, limits.allow), limits) for share in shares]
+        most = max(len(pieces_of(other)) for other in range(world))
         filler = replace(batch[[0]], mask=torch.zeros_like(batch.mask[:1]))  # any completion would do: it is masked
-        for _ in range(max(map(len, of_ranks)) - len(mine)):
+        for _ in range(most - len(mine)):
             yield [0], filler
 
 
@@ -141,11 +145,11 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     samples.sort(key=lambda one: (one.prompt, -one.length))
     # A forward pass counts once, and a backward pass twice.
     work = [(3 if one.has_gradient else 1) * (one.prompt_length + one.length) for one in samples]
+    total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
-    before = 0
     for one, its_work in zip(samples, work, strict=True):
-        middle = before + its_work / 2  # of this completion's work, on a line of the work of all
-        shares[int(world * middle / sum(work))].append(one)
+        middle = before + its_work / 2  # where the middle of its work is, between 0 and the work of all
+        shares[int(world * middle / total)].append(one)
         before += its_work
     return shares
 

@@ -34,7 +34,7 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
 from tasks import Task, call_rewards, load_task, task_module
-from tasks._prompts import check_prompts, encode_prompts, notes
+from tasks._prompts import check_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
@@ -126,7 +126,8 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     """Choose the next n rows of the task. For a curriculum, change this function, and store its state in run.state.
-    After the step, group.index tells where in run.task.train the row of a group is."""
+    After the step, group.index tells where in run.task.train the row of a group is. A row that is not from there needs
+    `encode_prompts` first."""
     run.cursor += n
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
@@ -135,7 +136,6 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     """Sample n completions of each row's prompt. Each rank samples its share of them, and every rank gets all groups.
     The random numbers depend on the prompt's number in the step, which is `first` for the first row."""
     cfg = run.config
-    encode_prompts(run.tokenizer, [row for row in rows if "prompt_ids" not in row])  # rows that your own code has added
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
     own_rows = [rows[p] for p, _ in mine]

@@ -28,7 +28,7 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
     """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
         is_graph = decode == "graph" and graph_decoding_works(model, dtype)
-        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
+        with by_graph(model, max_tokens) if is_graph else nullcontext():
             yield
 
 
@@ -53,6 +53,16 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for p, weight in weights.items():
             p.data = weight
+
+
+@contextmanager
+def by_graph(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
+    """Let the model compute tokens with a CUDA graph."""
+    model.forward = GraphForward(model.forward, max_tokens)
+    try:
+        yield
+    finally:
+        del model.forward
 
 
 class GraphForward:
@@ -122,7 +132,7 @@ def graph_decoding_works(model: PreTrainedModel, dtype: torch.dtype) -> bool:
         sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
         try:
             plain = [completion.logp for completion in sample()]
-            with forward_replaced(model, GraphForward(model.forward, 3)):
+            with by_graph(model, 3):
                 graph = [completion.logp for completion in sample()]
             torch.testing.assert_close(graph, plain, rtol=0, atol=torch.finfo(dtype).eps ** 0.5, msg="log-probs differ")
             model.graph_decoding_works = True
