@@ -13,6 +13,7 @@ read only once, fast/shared_prompts.py puts it into one row with several of its 
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,6 +21,13 @@ from fast.output_head import score_tokens
 from fast.shared_prompts import model_inputs
 
 CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens go through the output head at once
+
+
+def computed_in(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the computation."""
+    weight = next(model.parameters())
+    on = weight.device.type
+    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else weight.dtype
 
 
 def token_logprobs(
@@ -50,7 +58,7 @@ def token_logprobs(
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row)  # places (B, T - 1) in the model's output
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, computed_in(model))  # places (B, T - 1)
     with_entropy = with_entropy or entropy_grad
     values = score_tokens(
         model,

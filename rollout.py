@@ -23,6 +23,7 @@ for all its samples, finished rows leave the batch, and sampling takes one pass 
 caches, continuous batching, beams, speculative decoding.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -227,6 +228,7 @@ def _token_loop(
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
+    may_end = functools.cache(partial(may_end_stop, sampling=sampling))
     live = torch.arange(N, device=rows.device)  # for each row of the batch, the number of its completion
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
@@ -243,8 +245,11 @@ def _token_loop(
 
         ended = torch.isin(token, eos_ids)
         if sampling.stop:
-            turns = [ids[turn_starts[n] :] for n, ids in zip(live.tolist(), tokens[live, : t + 1].tolist())]
-            ended = ended | torch.tensor([has_stop(ids, sampling) for ids in turns], device=rows.device)
+            first = max(0, t + 1 - stop_window(sampling))
+            recent = tokens[live, first : t + 1].tolist()
+            turns = [ids[max(0, turn_starts[n] - first) :] for n, ids in zip(live.tolist(), recent)]
+            stopped = [may_end(ids[-1]) and has_stop(ids, sampling) if ids else False for ids in turns]
+            ended = ended | torch.tensor(stopped, device=rows.device)
         # The completion ends with the turn. The loop below takes this back where a reply follows.
         ended = ended & ~in_reply & ~done
         turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
@@ -301,10 +306,22 @@ def _append_sets(kept: list[list[np.ndarray]], live: Tensor, in_set: Tensor) -> 
 
 def has_stop(ids: list[int], sampling: Sampling) -> bool:
     """Return whether the text of a turn contains a stop string. Earlier tokens were already checked, so a stop string
-    must end in the last token, and only the end of the turn is decoded. A stop string of n characters has at most 4 n
-    bytes, and so at most 4 n tokens. Four more tokens are decoded, in case the piece begins inside a character."""
-    text = sampling.to_text(ids[-4 * (1 + max(map(len, sampling.stop))) :])
+    must end in the last token. `ids` are the last tokens of the turn, as many as `stop_window` says."""
+    text = sampling.to_text(ids)
     return any(stop in text for stop in sampling.stop)
+
+
+def stop_window(sampling: Sampling) -> int:
+    """Return how many tokens a stop string may have. One of n characters has at most 4 n bytes, and so at most 4 n
+    tokens. There are four more, in case the first of them is inside a character."""
+    return 4 * (1 + max(map(len, sampling.stop)))
+
+
+def may_end_stop(token: int, sampling: Sampling) -> bool:
+    """Return whether a stop string may end in this token, which has its last character or a part of a character."""
+    # A tokenizer may drop a space at the start of a text, but not before the second token.
+    text = sampling.to_text([token]) + sampling.to_text([token, token])
+    return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)
 
 
 def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:

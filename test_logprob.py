@@ -22,8 +22,8 @@ from infra.model import reads_together
 from logprob import token_logprobs
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # they cap or scale what the head returns
-# Completions cannot share a row if the model has a sliding window, no position ids, capped attention scores or a state.
-NOT_SHARED = ("mistral", "gemma2", "gemma3", "gptj", "gpt_oss", "bloom", "mpt", "mamba", "falcon_h1")
+# Completions cannot share a row if the model has a short sliding window, no position ids or a state.
+NOT_SHARED = ("mistral", "gemma3", "gpt_oss", "bloom", "mpt", "mamba", "falcon_h1")
 ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # the others compute some parts in float32
 
 ROWS = ["pppcccccc...", "pc..........", "ppppccc.....", "ppppp.......", "ppppcccc...."]  # prompt, completion, padding

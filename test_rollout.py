@@ -267,6 +267,17 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_fewer_rows_and_fresh_rep
         rollout(model, PROMPTS, streams(), sampling)
 
 
+def test_a_stop_string_of_many_tokens_a_character_is_found_where_it_ends():
+    """Each token is a byte, and each emoji has four. The string ends in the last of its eight bytes, and in no other
+    token. Before it comes a part of another character."""
+    sampling = Sampling(99, [], stop=["🙂🙃"], to_text=lambda ids: bytes(ids).decode(errors="replace"))
+    ids = list("é🙂🙂🙃🙂".encode()[1:])
+    window = rollout_module.stop_window(sampling)
+    ends = [t for t in range(len(ids)) if rollout_module.has_stop(ids[: t + 1][-window:], sampling)]
+    assert min(ends) == 12 and ids[12] == "🙃".encode()[-1]
+    assert rollout_module.may_end_stop(ids[12], sampling) and not rollout_module.may_end_stop(ord("a"), sampling)
+
+
 def test_logits_in_bfloat16_are_sampled_from_in_float32():
     logits = torch.randn(100, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     u = torch.as_tensor(np.random.default_rng(0).random(100))

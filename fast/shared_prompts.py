@@ -83,13 +83,15 @@ def _shared_row(samples: list[Sample]) -> SharedRow:
     return SharedRow(samples[0].has_gradient, length, [one.index for one in samples])
 
 
-def model_inputs(ids: Tensor, lengths: Tensor, per_row: list[int] | None) -> tuple[dict[str, Tensor], Tensor]:
+def model_inputs(
+    ids: Tensor, lengths: Tensor, per_row: list[int] | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
     """Build the inputs of the model. ids (B, T) has a row for each completion with its prompt, padded on the right, and
     `lengths` (B,) are the lengths of these rows without padding.
 
     per_row[r] is how many consecutive completions are in row r of the model. If it is None, each completion has its own
     row. Return two things: the keyword arguments of the model, for R rows of L tokens, and a tensor (B, T) with the
-    place of every token of `ids` among those R * L tokens.
+    place of every token of `ids` among those R * L tokens. dtype is that of the computation.
     """
     B, T = ids.shape
     if per_row is None or max(per_row) == 1:
@@ -111,6 +113,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, per_row: list[int] | None) -> tup
     is_shared = t < shared[:, None]  # (B, T)
     place_in_row = torch.where(is_shared, t, start[:, None] + t - shared[:, None])
     L = int((start + own).max())
+    L += -L % 8 if ids.is_cuda else 0  # for other widths, attention would copy the mask in every layer
     R = len(per_row)
     places = row[:, None] * L + place_in_row
     places = torch.where(t < lengths[:, None], places, R * L)  # padding goes to one place behind the last row
@@ -123,9 +126,7 @@ def model_inputs(ids: Tensor, lengths: Tensor, per_row: list[int] | None) -> tup
     # sees[r, i, j]: token j of row r is shared, or in the same completion as token i. `tril` below then hides all
     # tokens after i, and so the padding too, which comes last.
     sees = (segment[:, None] == 0) | (segment[:, None] == segment[..., None])  # (R, L, L)
-    inputs = {
-        "input_ids": in_rows(ids),
-        "position_ids": in_rows(t.expand(B, T)),
-        "attention_mask": sees.tril()[:, None],
-    }
+    # As numbers, in the dtype of the computation. From truth values, every layer would make such a mask of its own.
+    mask = torch.zeros(R, 1, L, L, dtype=dtype, device=ids.device).masked_fill_(~sees.tril()[:, None], -torch.inf)
+    inputs = {"input_ids": in_rows(ids), "position_ids": in_rows(t.expand(B, T)), "attention_mask": mask}
     return inputs, places.clamp(max=R * L - 1)

@@ -223,7 +223,7 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and per_row=[2] puts
     # two completions into one row.
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=model.device)
-    inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), per_row=[2])
+    inputs, places = model_inputs(ids, torch.tensor([5, 5], device=model.device), [2], model.dtype)
     try:
         with torch.no_grad():
             separate = model(input_ids=ids, use_cache=False).logits

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from config import UserError
 from infra import faults
 
+BUCKET_BYTES = 2**26  # how many bytes of gradients are summed at once: a small call costs as much as a large one
 TIMEOUT = timedelta(hours=2)  # the longest that a rank waits for the rollout or the rewards of another
 
 
@@ -140,10 +141,30 @@ def sum_(tensor: torch.Tensor) -> None:
 def sum_gradients(model: torch.nn.Module) -> None:
     """Sum the gradients over the ranks. A missing gradient counts as zero: this rank may have had no micro-batch, or
     the loss does not depend on the parameter."""
+    gradients = []
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
-            sum_(p.grad)
+            gradients.append(p.grad)
+    if not dist.is_initialized():
+        return
+    for bucket in in_buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        sum_(flat)
+        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def in_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide the tensors into lists of one dtype and at most BUCKET_BYTES each, or of a single larger tensor."""
+    buckets: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        last = buckets[-1] if buckets else []
+        if last and last[0].dtype == tensor.dtype and sum(x.nbytes for x in [*last, tensor]) <= BUCKET_BYTES:
+            last.append(tensor)
+        else:
+            buckets.append([tensor])
+    return buckets
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
