@@ -130,7 +130,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.stop_not_finite(cfg, step, loss, grad_norm, batch, fixed_logprobs(run, batch, run.model))  # raises
+        report.stop_not_finite(step, loss, grad_norm)  # raises
     if batch.mask.any():  # otherwise only momentum and weight decay would change the weights
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
