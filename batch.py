@@ -30,7 +30,6 @@ class Group:
     completions: list[Completion] = field(default_factory=list)
     # Set by `judge` in train.py:
     rewards: Tensor | None = None  # (G,), the weighted sum of the reward functions; NaN where none gave a value
-    combined: Tensor | None = None  # (G,), what advantages are computed from; differs from `rewards` for GDPO only
     reward_parts: Tensor | None = None  # (G, K), the value of each reward function
     right: Tensor | None = None  # (G,), bool; None if the task does not say which answers are right
     has_signal: bool = True  # whether dynamic sampling keeps this group

@@ -73,7 +73,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    combined = torch.stack([group.combined for group in groups])  # (P, G)
+    parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
+    combined = combine_rewards(parts, run.task.weights, cfg.combine_rewards)  # (P, G)
     lengths = trained_lengths(groups, cfg.mask_truncated)  # (P, G)
     advantages = group_advantages(combined, cfg.scale_rewards, cfg.baseline, lengths=lengths)  # (P, G)
     if cfg.dynamic_sampling and not any(group.has_signal for group in groups):
@@ -266,8 +267,7 @@ def judge(run: Run, groups: list[Group], steps_done: int) -> list[Group]:
         scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
     for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
         group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
-        group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,), for reports
-        group.combined = combine_rewards(group.reward_parts[None], weights, cfg.combine_rewards)[0]  # for advantages
+        group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,)
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
     run.logged += logged  # of this rank only; `training_step` gathers it

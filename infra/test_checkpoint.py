@@ -53,9 +53,14 @@ def without_noise(sorting) -> dict:
     )  # fmt: skip
 
 
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
 @pytest.fixture(scope="module")
 def small(without_noise) -> dict:
-    return without_noise | dict(reward=f"{__name__}:noisy", correct="noisy")
+    rewards = [f"{__name__}:noisy", f"{__name__}:length"]
+    return without_noise | dict(reward=rewards, reward_weights=[1.0, 0.5], correct="noisy", combine_rewards="gdpo")
 
 
 @pytest.fixture
@@ -72,6 +77,8 @@ def whole(small, tmp_path_factory) -> Path:
     assert torch.load(out / "checkpoint/000007/state.pt", weights_only=True)["cursor"] > 7 * 2
     steps = [line for line in metrics(out) if line["step"] > 0]
     assert all(line["kl"] > 0 for line in steps), steps
+    weighted = [line["reward/noisy"] + 0.5 * line["reward/length"] for line in steps]
+    assert [line["reward"] for line in steps] == pytest.approx(weighted), "rewards are reported as they were given"
     assert sum(line["grad_norm"] > 0 for line in steps) > 4 and sum(line["turns"] > 1.1 for line in steps) > 4, steps
     return out
 
