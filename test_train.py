@@ -562,6 +562,9 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     trained_on = {prompt for call, kind in zip(calls, kinds) if kind == "step" for prompt in call["prompts"]}
     for figures, i in zip(evaluated, (0, 4, 7)):  # the first call of each evaluation
         sampled, greedy = calls[i], calls[i + 1]
+        shown = [row["completion"] for row in samples(out, "eval") if row["step"] == figures["step"]]
+        shown = [text.replace("<pad>", "").replace(EOS, "") for text in shown]
+        assert shown == sampled["completions"][:4:3], "the first samples of two prompts"
         assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
         assert {x["trainer_state"].global_step for x in (sampled, greedy)} == {figures["step"]}
         assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]
