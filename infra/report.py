@@ -30,8 +30,8 @@ from tasks import columns_of
 
 
 def of_groups(groups: list[Group], names: list[str]) -> dict:
-    """Compute the metrics of all completions of a step. `names` are the names of the reward functions. Groups that
-    dynamic sampling has replaced count as well, except in `groups`. They have no advantages."""
+    """Compute the metrics of all completions of a step, including those of groups that dynamic sampling has replaced.
+    `names` are the names of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
@@ -52,10 +52,10 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "truncated": mean(completion.truncated for completion in completions),
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
-        "groups": sum(group.advantages is not None for group in groups),  # those that were trained on
+        "groups": sum(group.advantages is not None for group in groups),  # those that the updates used
         "groups_replaced": sum(group.advantages is None for group in groups),
         "equal_rewards": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        "without_signal": mean(not group.has_signal for group in groups),  # replaced or not
+        "without_signal": mean(not group.has_signal for group in groups),
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
@@ -264,17 +264,17 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
 
 
 def hints(metrics: dict, groups: list[Group], prompts_per_step: int) -> Iterator[str]:
-    """Yield what may keep the run from learning. A group is trained on if any of its advantages is not 0. An advantage
-    is a number, or a tensor with a number for each token."""
-    trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
-    if 2 * len(trained_on) < prompts_per_step:
-        yield "fewer than half of this step's groups are trained on; see without_signal"
+    """Yield each sign that the run may not be learning."""
+    # An advantage is a number, or a tensor with a number for each token.
+    useful = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
+    if 2 * len(useful) < prompts_per_step:
+        yield "fewer than half of this step's groups have advantages other than 0; see without_signal"
+    if useful and metrics["grad_norm"] == 0.0:
+        yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
     if metrics["truncated"] >= 0.9:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
         yield "in every group of this step, all rewards are equal"
-    if metrics["grad_norm"] == 0.0 and trained_on:
-        yield "the gradient of this step is 0 although its advantages are not: a gate or a mask drops every completion"
 
 
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
