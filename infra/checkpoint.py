@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from transformers import GenerationConfig, PreTrainedModel
 
 from batch import Group
@@ -50,11 +50,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # PyTorch wa
 FILE_BYTES = 2**28  # about the size of a file of weights; each rank writes its own files
 FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
-# What Run.state may contain, beside tensors and Python's numbers, texts, lists, tuples, sets and dictionaries.
-add_safe_globals([Group, Completion, KeptSets, array])
-# For arrays and numbers of numpy: their classes, and the functions with which numpy rebuilds them.
-add_safe_globals([np.ndarray, np.dtype, bytes, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)])
-add_safe_globals([x.__reduce__()[0] for x in (np.ones(1), np.float64(1))])
+# What Run.state may contain, beside tensors and Python's numbers, texts, lists, tuples, sets and dictionaries. NumPy's
+# arrays and numbers need classes of their own, and the functions that `__reduce__` names, which make them again.
+CLASSES = [Group, Completion, KeptSets, array, np.ndarray, np.dtype, bytes]
+CLASSES += [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+CLASSES += [x.__reduce__()[0] for x in (np.ones(1), np.float64(1))]
 
 
 # ---- Checkpoints ----
@@ -106,7 +106,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
         # This makes PyTorch create the optimizer's state, by an update at a learning rate of 0.
         optimizer_state = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
         parts["optimizer"] = as_tensors(optimizer_state)
-    with ranks.fail_together():
+    with ranks.fail_together(), safe_globals(CLASSES):
         # The first rank saved the state. What was on its GPU goes to the GPU of each rank that loads it.
         about = torch.load(folder / "state.pt", lambda x, place: x if place == "cpu" else x.cuda(), weights_only=True)
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
@@ -170,9 +170,10 @@ def write_state(file: Path, cursor: int, state: dict) -> None:
         torch.save({"cursor": cursor, "state": state}, file)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise UserError(f"run.state cannot be saved: {error}") from error
-    if unknown := get_unsafe_globals_in_checkpoint(file):
-        raise UserError(f"run.state contains {', '.join(sorted(unknown))}: infra/checkpoint.py lists what can be saved")
-    torch.load(file, "cpu", weights_only=True)
+    with safe_globals(CLASSES):
+        if unknown := get_unsafe_globals_in_checkpoint(file):
+            raise UserError(f"run.state contains {', '.join(sorted(unknown))}: see CLASSES in infra/checkpoint.py")
+        torch.load(file, "cpu", weights_only=True)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:

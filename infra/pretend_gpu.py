@@ -304,7 +304,7 @@ _kept_alive: list = []
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
     """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
-    torch.serialization.add_safe_globals([Pretended])
+    torch.serialization.add_safe_globals([Pretended])  # for tensors in Run.state
     # Autograd asks an object, the device guard, for the number of devices and for their streams. This guard inherits
     # its answers: one device, and no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()
