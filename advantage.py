@@ -58,11 +58,11 @@ class Group:
 def set_advantages(
     groups: list[Group],
     weights: Sequence[float],
-    *,
     combination: str = "sum",
     scale: str = "group",
     baseline: str = "mean",
     mask_truncated: bool = False,
+    *,
     only_with_signal: bool = False,
 ) -> None:
     """Set the advantages of all groups of a step, from the values of the reward functions and their weights."""

@@ -352,8 +352,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
         "truncated": mean(truncated),
-        "dead_groups": mean(len({*values}) < 2 for values in given),
-        "rejected_groups": mean(len(verdicts[i]) < 2 or sum(trained_on[3 * i : 3 * i + 3]) < 2 for i in range(16)),
+        "groups": 16,
+        "equal_rewards": mean(len({*values}) < 2 for values in given),
+        "without_signal": mean(len(verdicts[i]) < 2 or sum(trained_on[3 * i : 3 * i + 3]) < 2 for i in range(16)),
         "groups_replaced": 0,
         "tokens": sum(lengths),
         "logged/tokens": mean(lengths),
@@ -447,7 +448,7 @@ def test_momentum_changes_no_weights_in_a_step_that_trains_on_no_token(go):
 def test_nothing_is_learned_if_every_group_was_rejected(go):
     out = go(reward=paths("letters", "never"), correct="never", dynamic_sampling=1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
-    assert all(line["rejected_groups"] == 1.0 and line["dead_groups"] < 1.0 for line in metrics(out))
+    assert all(line["without_signal"] == 1.0 and line["equal_rewards"] < 1.0 for line in metrics(out))
     assert torch.equal(trained(out), untrained())
 
 
@@ -527,9 +528,10 @@ def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws)
     assert all(line["prompt"][0] not in "ab" for line in samples(out))
     sizes = [sum(line["step"] == step for line in samples(out)) for step in range(1, 5)]
     assert min(sizes) < max(sizes) == 6 * G, "after the last round, a step trains on the groups that it has"
+    assert [G * line["groups"] for line in metrics(out)] == sizes
     assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
     assert all(line["grad_norm"] > 0.01 for line in metrics(out))
-    assert any(line["dead_groups"] > 0 for line in metrics(out)), "the metrics count all groups that were drawn"
+    assert any(line["equal_rewards"] > 0 for line in metrics(out)), "the metrics count all groups that were drawn"
 
 
 def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
@@ -537,7 +539,7 @@ def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
     drawn = (1 + 3) * 3  # the first draw and three more rounds, of 3 prompts each
     assert draws()[0] == list(range(2 * drawn)) and len(samples(out)) == 2 * 3 * G
     expected = {"grad_norm": 0.0, "reward": None, "reward/never": None}
-    expected |= {"dead_groups": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
+    expected |= {"equal_rewards": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
     assert all(expected.items() <= line.items() for line in metrics(out))
     assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
@@ -547,7 +549,7 @@ def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
     its row in task.train."""
     steps = watch(train, "training_step")
     out = go(algorithm="dapo")
-    assert all(line["rejected_groups"] == line["dead_groups"] < 0.5 for line in metrics(out))
+    assert all(line["without_signal"] == line["equal_rewards"] < 0.5 for line in metrics(out))
     assert all(call.args[0].task.train[group.index] is group.row for call in steps for group in call.result[1])
 
 
@@ -567,6 +569,9 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     trained_on = {prompt for call, kind in zip(calls, kinds) if kind == "step" for prompt in call["prompts"]}
     for figures, i in zip(evaluated, (0, 4, 7)):  # the first call of each evaluation
         sampled, greedy = calls[i], calls[i + 1]
+        shown = [row["completion"] for row in samples(out, "eval") if row["step"] == figures["step"]]
+        shown = [text.replace("<pad>", "").replace(EOS, "") for text in shown]
+        assert shown == sampled["completions"][:4:3], "the first samples of two prompts"
         assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
         assert {x["trainer_state"].global_step for x in (sampled, greedy)} == {figures["step"]}
         assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]

@@ -73,20 +73,11 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    set_advantages(
-        groups,
-        run.task.weights,
-        combination=cfg.combine_rewards,
-        scale=cfg.scale_rewards,
-        baseline=cfg.baseline,
-        mask_truncated=cfg.mask_truncated,
-        only_with_signal=cfg.dynamic_sampling > 0,
-    )
+    how = cfg.combine_rewards, cfg.scale_rewards, cfg.baseline
+    set_advantages(groups, run.task.weights, *how, cfg.mask_truncated, only_with_signal=cfg.dynamic_sampling > 0)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
-    if cfg.old_policy == "policy" and any(
-        group.step != step for group in groups
-    ):  # your own `draw_groups` replays some
+    if cfg.old_policy == "policy" and any(group.step != step for group in groups):  # you have added replayed ones
         raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
@@ -99,10 +90,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
 
-    metrics = {"step": step} | report.of_groups(groups, drawn, run.task.reward_names)
-    metrics |= report.of_logged(ranks.gather(run.logged)) | report.of_updates(updates, run.optimizer)
-    metrics |= report.of_machine(metrics["tokens"], sampled - start, time.perf_counter() - sampled)
-    return metrics, groups
+    seconds = sampled - start, time.perf_counter() - sampled
+    return report.of_step(run, step, drawn, updates, seconds), groups
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
@@ -295,7 +284,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     greedy = sample_groups(run, rows, 1, step=0, greedy=True)
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
-    return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged"), sampled
+    return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged/"), sampled
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:

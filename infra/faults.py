@@ -32,6 +32,7 @@ class FailedElsewhere(UserError):
 
 def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """Train, report any error, and return the exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # it is None if the shell has closed it (`>&-`)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         code = train(config)
@@ -41,24 +42,20 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         return code
     except FailedElsewhere:
         return stand_by(2)
-    except (UserError, torch.OutOfMemoryError) as error:
-        error.__traceback__ = error.__cause__ = None  # otherwise torchrun would show where in this code it was raised
-        return report_failure(error, 2, f"error: {error}")
     except BaseException as error:
         if is_lost_contact(error):
             say(f"lost contact with another rank: {str(error).splitlines()[0]}")
             return stand_by(1)
-        return report_failure(error, 1, traceback.format_exc())
+        code, message = 1, traceback.format_exc()
+        if isinstance(error, UserError | torch.OutOfMemoryError):
+            code, message = 2, f"error: {error}"
+            error.__traceback__ = error.__cause__ = None  # torchrun would show where in this code it was raised
+        say(message.rstrip())
+        get_error_handler().record_exception(error)  # for the report that torchrun prints at the end
+        return code
     finally:
         for number, handler in handlers.items():  # in a notebook, the process continues after the run
             signal.signal(number, handler)
-
-
-def report_failure(error: BaseException, code: int, message: str) -> int:
-    """Print the message, record the error for the report that torchrun prints at the end, and return the exit code."""
-    say(message.rstrip())
-    get_error_handler().record_exception(error)
-    return code
 
 
 def stand_by(code: int) -> int:

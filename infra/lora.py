@@ -7,7 +7,8 @@ adapters are in fp32. Adapters are never merged into the weights, because bf16 w
 reference of the KL term is the same model with its adapters switched off. Adapters are saved in the format of the PEFT
 library, which transformers and vLLM read.
 
-Left out: adapters of embeddings and of experts that are stored as one tensor, dropout, training from saved adapters.
+Left out: adapters of embeddings and of experts that are stored as one tensor, dropout, training from saved adapters. An
+adapter learns nothing if the model uses the weight of its layer without calling the layer, as Mamba does with dt_proj.
 """
 
 import json
@@ -90,21 +91,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.lora_on = True
 
 
-def notes(model: PreTrainedModel) -> Iterator[str]:
-    """Yield a note on what is not trained: weights with more than two dimensions, which get no adapters, and layers
-    that the model does not call, because it uses their weights directly. All ranks must call this."""
-    if not (layers := adapted_layers(model)):
-        return
-    linear = sum(layer.weight.numel() for layer in layers.values())
-    if others := sum(p.numel() for p in model.parameters() if p.dim() > 2):
-        reached = linear / (linear + others)
-        yield f"adapters reach {reached:.0%} of the weights; convolutions, and experts stored as one tensor, get none"
-    # Run the model once, forward and backward. Where an adapter gets no gradient, its layer was not called.
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    model(input_ids=ids, use_cache=False).logits.sum().backward()
-    if idle := [name for name, layer in layers.items() if layer.lora_B.grad is None]:
-        yield f"{len(idle)} layers were not called in a trial: their adapters might not learn: {', '.join(idle[:3])}"
-    model.zero_grad()
+def notes(model: PreTrainedModel) -> list[str]:
+    """Return a note if there are weights with more than two dimensions, which get no adapters."""
+    linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
+    others = sum(p.numel() for p in model.parameters() if p.dim() > 2)
+    if not linear or not others:
+        return []
+    share = linear / (linear + others)
+    return [f"adapters reach {share:.0%} of the weights; convolutions, and experts stored as one tensor, get none"]
 
 
 # ---- Adapters on disk, in the format of PEFT ----

@@ -56,7 +56,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return Opened(model.config, tokenizer, load=lambda: model.eval())  # its weights are already loaded
     if source.count("/") > 1 and not Path(source).exists():  # names on the hub have one slash at most
         raise UserError(f"--model {source}: there is no such folder")
-    if (Path(source) / "state.json").is_file():
+    if (Path(source) / "state.pt").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
         return _open_adapters(Path(source), config)

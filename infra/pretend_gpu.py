@@ -114,9 +114,8 @@ class Pretended(torch.Tensor):
     device = property(lambda self: DEVICE)
     is_cuda, is_cpu, is_xla, is_meta = True, False, False, False
 
-    # checkpoint.save compares tensors by their repr, so the repr must show the numbers and the device.
-    def __repr__(self, **_: Any) -> str:
-        return f"{self.inner!r} on {DEVICE}"
+    def __reduce_ex__(self, protocol: int) -> tuple:  # so that torch.load makes a pretended tensor again
+        return Pretended, (self.inner, self.requires_grad)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
@@ -305,6 +304,7 @@ _kept_alive: list = []
 def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) -> SimpleNamespace:
     """Give this process a GPU, which cannot be removed again. Return `gpu`."""
     gpu.capacity, gpu.shapes_only = capacity, shapes_only
+    torch.serialization.add_safe_globals([Pretended])  # for tensors in Run.state
     # Autograd asks an object, the device guard, for the number of devices and for their streams. This guard inherits
     # its answers: one device, and no streams.
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda self: torch._C._autograd.DeviceType.XLA})()

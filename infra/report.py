@@ -13,7 +13,7 @@ import resource
 import statistics
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,16 @@ from tasks import columns_of
 # ---- Metrics ----
 
 
-def of_groups(trained: list[Group], groups: list[Group], names: list[str]) -> dict:
-    """Compute the metrics of all completions of a step. `names` are the names of the reward functions."""
+def of_step(run: Any, step: int, drawn: list[Group], updates: list, seconds: tuple[float, float]) -> dict:
+    """Compute all metrics of a step. `drawn` are all groups that were sampled, `updates` is what each call of `update`
+    returned, and `seconds` are those of the rollout and of the updates. All ranks must call this."""
+    metrics = {"step": step} | of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
+    return metrics | of_logged(ranks.gather(run.logged), "logged/") | of_machine(metrics["tokens"], *seconds)
+
+
+def of_groups(groups: list[Group], names: list[str]) -> dict:
+    """Compute the metrics of all completions of a step, including those of groups that dynamic sampling has replaced.
+    `names` are the names of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
     parts = torch.cat([group.reward_parts for group in groups])
     completions = [completion for group in groups for completion in group.completions]
@@ -52,18 +60,19 @@ def of_groups(trained: list[Group], groups: list[Group], names: list[str]) -> di
         "truncated": mean(completion.truncated for completion in completions),
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
-        "dead_groups": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
-        "rejected_groups": mean(not group.has_signal for group in groups),  # without a signal, replaced or not
-        "groups_replaced": sum(group.advantages is None for group in groups),  # a replaced group has none
+        "groups": sum(group.advantages is not None for group in groups),  # those that the updates used
+        "groups_replaced": sum(group.advantages is None for group in groups),
+        "equal_rewards": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
+        "without_signal": mean(not group.has_signal for group in groups),
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
 
 
-def of_logged(logged: list[tuple[str, float]], prefix: str = "logged") -> dict[str, float]:
-    """Average each metric over the values that reward functions and `run.log` have logged for it in this step."""
+def of_logged(logged: list[tuple[str, float]], prefix: str = "") -> dict[str, float]:
+    """Average each metric over the values that reward functions and `run.log` have logged for it."""
     names = sorted({name for name, _ in logged})
-    return {f"{prefix}/{name}": mean(x for other, x in logged if other == name) for name in names}
+    return {prefix + name: mean(x for other, x in logged if other == name) for name in names}
 
 
 def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
@@ -184,74 +193,45 @@ class RunLog:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
         if self.quiet:
             return
-        shown = [("train", group, i) for group in groups for i in range(len(group.rewards))]
-        count = self.config.samples_per_step
-        if 0 <= count < len(shown):  # spread evenly over the step
-            shown = [shown[i * len(shown) // count] for i in range(count)]
-        shown += [("eval", group, 0) for group in evaluated[:2]]
-        append(self.out / "samples.jsonl", [self.sample_line(metrics["step"], *one) for one in shown])
+        step, most = metrics["step"], self.config.samples_per_step
+        chosen = [(group, i) for group in groups for i in range(len(group.completions))]
+        if 0 <= most < len(chosen):  # spread evenly over the step
+            chosen = [chosen[n * len(chosen) // most] for n in range(most)]
+        lines = [self.sample_line(step, "train", group, i) for group, i in chosen]
+        lines += [self.sample_line(step, "eval", group, 0) for group in evaluated[:2]]
+        append(self.out / "samples.jsonl", lines)
         append(self.out / "metrics.jsonl", [metrics])
         if self.track:
-            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, metrics["step"])
+            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, step)
         if groups:
-            names = "reward", "rejected_groups", "truncated", "completion_length", "entropy", "tokens_per_second"
-            values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
-            self.say(f"step {metrics['step']}/{self.config.steps}  {values}")
-            # For each sign that the run may not be learning, print a note once. A group is trained on if any of its
-            # advantages is not 0. An advantage is a number, or a tensor with a number for each token.
-            # `group.advantages` is never None here, because `groups` has no replaced groups.
-            trained_on = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
-            if 2 * len(trained_on) < self.config.prompts_per_step:
-                self.say_once("note: fewer than half of this step's groups are trained on; see rejected_groups")
-            if metrics["truncated"] >= 0.9:
-                self.say_once("note: nine of ten completions are cut off at the limit; see --max_completion_length")
-            if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
-                self.say_once("note: in every group of this step, all rewards are equal")
+            names = "reward", "without_signal", "truncated", "completion_length", "entropy", "tokens_per_second"
+            self.say(f"step {step}/{self.config.steps}  {'  '.join(f'{name} {show(metrics[name])}' for name in names)}")
+            for hint in hints(metrics, groups, self.config.prompts_per_step):
+                self.say_once(f"note: {hint}")
         if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
-            self.say(f"step {metrics['step']}, held out: {'  '.join(values)}")
+            self.say(f"step {step}, held out: {'  '.join(values)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
-        """Describe completion i of a group as a line of samples.jsonl. Tokens of a reply have no log-prob."""
-        completion = group.completions[i]
+        """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob, which
+        is null in a reply. Where several tokens make up a character, the texts are U+FFFD."""
+        one = group.completions[i]
+        written = [True] * len(one.ids) if one.written is None else one.written
+        tokens = zip(one.ids, one.logp, written, strict=True)
         A = None if group.advantages is None else group.advantages[i]
-        logp = completion.logp.tolist()
-        if completion.written is not None:
-            logp = [x if by_model else None for x, by_model in zip(logp, completion.written)]
         return {
             "step": step,
             "kind": kind,
             "prompt": group.row["prompt"],
-            "completion": self.decode(completion.ids),
+            "completion": self.decode(one.ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
             "advantage": A.tolist() if isinstance(A, Tensor) else A,
-            "length": completion.length,
-            "truncated": completion.truncated,
+            "length": one.length,
+            "truncated": one.truncated,
             "columns": columns_of(group.row),
             "extras": group.extras[i],
-            "tokens": self.tokens(completion.ids, logp),
+            "tokens": [[self.decode([id]), round(float(x), 2) if by_model else None] for id, x, by_model in tokens],
         }
-
-    def tokens(self, ids: list[int], *values: list[float | None] | None) -> list[list]:
-        """Return the text of each token with its values, rounded. A character may take several tokens: the last of them
-        gets the character, and the others get an empty text."""
-        ends = [0]  # where the text of each token ends
-        # The text is decoded in pieces that end at whole characters. ids[before:done] is the piece that was finished
-        # last, and ids[done:t] is the next one.
-        before, done = 0, 0
-        for t in range(1, len(ids) + 1):
-            # `new` is the text of ids[done:t]. A tokenizer may drop a space at the start of a text. So decode the
-            # previous piece as well, and then cut off its text.
-            new = self.decode(ids[before:t])[len(self.decode(ids[before:done])) :]
-            # Wait for the last token of a character, but not for ever if the bytes are invalid.
-            is_complete = not new.endswith("\ufffd") or t - done == 8
-            ends.append(ends[-1] + len(new) if is_complete else ends[-1])
-            if is_complete:
-                before, done = done, t
-        text = self.decode(ids)
-        ends[-1] = len(text)  # text of invalid bytes at the end belongs to the last token
-        columns = [[None if x is None else round(x, 2) for x in column] for column in values if column is not None]
-        return [[text[start:end], *numbers] for start, end, *numbers in zip(ends, ends[1:], *columns)]
 
     def generating(self, tokens: int, rows: int) -> None:
         """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
@@ -291,9 +271,25 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
 
-def stop_not_finite(step, loss, grad_norm):
+def hints(metrics: dict, groups: list[Group], prompts_per_step: int) -> Iterator[str]:
+    """Yield each sign that the run may not be learning."""
+    # An advantage is a number, or a tensor with a number for each token.
+    useful = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
+    if 2 * len(useful) < prompts_per_step:
+        yield "fewer than half of this step's groups have advantages other than 0; see without_signal"
+    if useful and metrics["grad_norm"] == 0.0:
+        yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
+    if metrics["truncated"] >= 0.9:
+        yield "nine of ten completions are cut off at the limit; see --max_completion_length"
+    if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
+        yield "in every group of this step, all rewards are equal"
+
+
+def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
+    """Stop the run, because the loss or the gradient is not finite. All ranks call this, and one of them reports it."""
+    what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
     with ranks.fail_together():
-        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made")
+        raise UserError(f"{what}; the update was not made, and the last checkpoint is as it was")
 
 
 def finished(out: Path, notes: Iterable[str] | None = None) -> int:

@@ -4,10 +4,13 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
+import threading
 import time
 from array import array
+from collections import deque
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -50,9 +53,14 @@ def without_noise(sorting) -> dict:
     )  # fmt: skip
 
 
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
 @pytest.fixture(scope="module")
 def small(without_noise) -> dict:
-    return without_noise | dict(reward=f"{__name__}:noisy", correct="noisy")
+    rewards = [f"{__name__}:noisy", f"{__name__}:length"]
+    return without_noise | dict(reward=rewards, reward_weights=[1.0, 0.5], correct="noisy", combine_rewards="gdpo")
 
 
 @pytest.fixture
@@ -66,9 +74,11 @@ def whole(small, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "out"
     run(small, out)
     # Without dynamic sampling, the seven steps would draw two prompts each.
-    assert json.loads((out / "checkpoint/000007/state.json").read_text())["cursor"] > 7 * 2
+    assert torch.load(out / "checkpoint/000007/state.pt", weights_only=True)["cursor"] > 7 * 2
     steps = [line for line in metrics(out) if line["step"] > 0]
     assert all(line["kl"] > 0 for line in steps), steps
+    weighted = [line["reward/noisy"] + 0.5 * line["reward/length"] for line in steps]
+    assert [line["reward"] for line in steps] == pytest.approx(weighted), "rewards are reported as they were given"
     assert sum(line["grad_norm"] > 0 for line in steps) > 4 and sum(line["turns"] > 1.1 for line in steps) > 4, steps
     return out
 
@@ -122,13 +132,10 @@ def update(model: nn.Module, optimizer: Optimizer) -> None:
 COMPLETION = Completion([3], [-0.1], True, kept=KeptSets(array("i", [3, 5]), array("q", [0, 2])), written=[True])
 COMPLETION.replies = [[{"role": "tool", "content": "7"}]]
 GROUP = Group([1, 2], {"prompt": "a"}, [COMPLETION], torch.tensor([math.nan]), advantages=[torch.ones(1)], index=7)
-# NaN and -0.0 must come back as they are. With only every second column, the tensor of the rates is not contiguous.
-STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "mean": 0.1 + 0.2, "buffer": [GROUP, GROUP]}
-STATE["nested"] = {"": [[], {}, None, True, 2**70, math.inf, "\u4f60\n", {"step": torch.tensor(3)}, np.ones(2)]}
-CYCLE = []
-CYCLE.append(CYCLE)
-# Values in run.state that would be loaded differently, and are refused.
-UNSUITABLE = [(1, 2), {1: 2}, {1}, np.float64(1), torch.ones(1, requires_grad=True), torch.eye(2).to_sparse(), CYCLE]
+# With only every second column, the tensor of the rates is not contiguous. NaN and -0.0 must come back as they are.
+STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "buffer": [GROUP, GROUP]}
+STATE["nested"] = {"": ({1, 2}, None, True, 2**70, math.inf, "\u4f60\n", {7: torch.tensor(3)})}
+STATE["numpy"] = np.float64(0.1), np.arange(4)[::2]
 
 
 # SGD has no state. The state of Adafactor has other shapes than the weights, and plain numbers.
@@ -143,12 +150,23 @@ def test_a_loaded_checkpoint_restores_everything(tmp_path, monkeypatch, kind, ho
     model, other_model = models["model"], other_models["model"]
     checkpoint.save(tmp_path, 7, models, optimizer, 5, STATE)
     assert len([*tmp_path.glob("checkpoint/*/model/*.safetensors")]) == 2, "24 bytes of weights, and 8 of biases"
-    assert repr(checkpoint.load(tmp_path, 7, other_models, other_optimizer)) == repr((5, STATE))
+    cursor, state = checkpoint.load(tmp_path, 7, other_models, other_optimizer)
+    assert repr((cursor, state)) == repr((5, STATE)) and state["buffer"][0] is state["buffer"][1]
     assert all(map(torch.equal, other_models["reference"].parameters(), models["reference"].parameters()))
     for _ in range(3):
         assert all(map(torch.equal, other_model.parameters(), model.parameters()))
         update(model, optimizer)
         update(other_model, other_optimizer)
+
+
+def test_each_rank_loads_the_state_to_its_own_gpu(tmp_path, monkeypatch):
+    """The state was saved on the first GPU. Here, a call of `cuda` stands for the GPU of the rank that loads it."""
+    models, optimizer = a_model()
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0" if len(storage) == 12 else "cpu")
+    checkpoint.save(tmp_path, 7, models, optimizer, 5, {"on GPU": torch.ones(3), "on CPU": torch.ones(5)})
+    monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: storage.fill_(0))
+    _, state = checkpoint.load(tmp_path, 7, models, optimizer)
+    assert state["on GPU"].tolist() == [0.0] * 3 and state["on CPU"].tolist() == [1.0] * 5
 
 
 def test_the_error_names_what_in_a_checkpoint_does_not_fit_the_model(tmp_path):
@@ -157,8 +175,9 @@ def test_the_error_names_what_in_a_checkpoint_does_not_fit_the_model(tmp_path):
     optimizer.state[models["model"].bias]["ema"] = torch.zeros(2)
     checkpoint.save(tmp_path, 7, models | {"critic": nn.Linear(1, 1)}, optimizer, 5, {})
     models["model"] = nn.Linear(4, 2)
-    named = r"'bias of the critic \[1\]', 'state.bias.ema of the optimizer \[2\]', 'state.weight.exp_avg of "
-    with pytest.raises(UserError, match=rf"000007 does not fit the model or code: \[{named}"):
+    named = ["bias of the critic is [1] there, None here", "state.bias.ema of the optimizer is [2] there, None here"]
+    named = "; ".join([*named, "state.weight.exp_avg of the optimizer is [2, 3] there, [2, 4] here"])
+    with pytest.raises(UserError, match=re.escape(f"000007 does not fit the model or code: {named}")):
         checkpoint.load(tmp_path, 7, models, torch.optim.AdamW(models["model"].parameters()))
 
 
@@ -171,36 +190,40 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
     folder, partial_folder = (tmp_path / "checkpoint" / name for name in ("000007", "000007.partial"))
     before = happened[: happened.index((partial_folder, folder))]
     inside = {partial_folder / path.relative_to(folder) for path in folder.rglob("*")}
-    # Nine: state.json, state.safetensors, SHA256SUMS, three folders, and a file of weights in each of these folders.
-    assert {partial_folder, tmp_path / "metrics.jsonl", *inside} <= set(before) and len(inside) == 9
+    # Eight: state.pt, SHA256SUMS, three folders, and a file of weights in each of these folders.
+    assert {partial_folder, tmp_path / "metrics.jsonl", *inside} <= set(before) and len(inside) == 8
     assert folder.parent in happened[len(before) + 1 :], "the new name itself is not flushed"
 
 
-@pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer", *UNSUITABLE])
-def test_what_is_not_finite_or_would_be_loaded_differently_is_never_saved(tmp_path, spoiled):
-    """`spoiled` is the part of the checkpoint that gets an infinite number, or an unsuitable value in run.state."""
+@pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer", deque(), threading.Lock()])
+def test_what_is_not_finite_or_could_not_be_loaded_is_never_saved(tmp_path, spoiled):
+    """`spoiled` is the part of the checkpoint that gets an infinite number, or a value in run.state."""
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 1, models, optimizer, 0, {})
-    before, state = contents(tmp_path), {}
+    before, state = contents(tmp_path / "checkpoint" / "000001"), {}
     if isinstance(spoiled, str):
         message = rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
         tensor = optimizer.state[models["model"].weight]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
         tensor.data[0] = math.inf
     else:
-        state, message = {"mine": {"of it": [0, spoiled]}}, "run.state would be loaded differently"
+        state, message = {"mine": [spoiled]}, "run.state .*(collections.deque|_thread.lock)"
     with pytest.raises(UserError, match=message):
         checkpoint.save(tmp_path, 2, models, optimizer, 0, state)
-    assert contents(tmp_path) == before
+    assert saved_steps(tmp_path) == [1] and contents(tmp_path / "checkpoint" / "000001") == before
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    """Each file in turn is empty, longer, or has another byte."""
+def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not_matter(tmp_path):
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 4, models, optimizer, 0, {})
     folder = tmp_path / "checkpoint" / "000004"
-    for file in [path for path in folder.rglob("*") if path.is_file()]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for name in (".DS_Store", "model/.DS_Store", "mine/notes.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    checkpoint.load(tmp_path, 4, models, optimizer)
+    for file in files:
         whole = file.read_bytes()
-        for damaged in (b"", whole + b" ", whole[:-1] + bytes([whole[-1] ^ 1])):
+        for damaged in (b"", whole[:-1] + bytes([whole[-1] ^ 1])):
             file.write_bytes(damaged)
             with pytest.raises(UserError, match=f"the checkpoint {folder} is damaged"):
                 checkpoint.load(tmp_path, 4, models, optimizer)

@@ -159,11 +159,12 @@ def test_models_that_must_work(files, tmp_path):
         assert metrics(tmp_path / model) == metrics(tmp_path / "model")
 
 
-# Code that may execute data. Allowed are pickle.dumps, pickle.loads of what was just dumped, and trust_remote_code if
-# it is False or the user's setting.
+# Code that may execute data. Allowed are pickle.dumps, pickle.loads of what was just dumped, torch.load with
+# weights_only, and trust_remote_code if it is False or the user's setting.
 EXECUTES = r"""(?mx) ^\s*(import|from)\s+(cPickle|dill|cloudpickle|joblib|marshal|shelve|yaml)\b
-    | ^\s*from\s+pickle\b | \bpickle\.(?!dumps\(|loads\(pickle\.dumps\()
-    | (?<![\w.])(eval|exec|compile|__import__)\( | \b(torch|numpy|np)\.load\( | os\.system | allow_pickle
+    | ^\s*from\s+pickle\b | \bpickle\.(?!PicklingError|dumps\(|loads\(pickle\.dumps\()
+    | (?<![\w.])(eval|exec|compile|__import__)\( | \b(numpy|np)\.load\( | os\.system | allow_pickle
+    | \btorch\.load\((?!.*weights_only=True)
     | shell=True | trust_remote_code=(?!config\.trust_remote_code|False)"""
 
 

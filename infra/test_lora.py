@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Conv1D
+from transformers import AutoModelForCausalLM, Conv1D, GenerationConfig
 
 import train
 from config import Config, UserError
@@ -24,6 +24,7 @@ from infra.decoding import decoding
 from infra.model import load, open_model
 from infra.test_shard import save_model
 from logprob import token_logprobs
+from tasks._characters import EOS_ID
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 CPU = torch.device("cpu")
@@ -78,22 +79,33 @@ def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the
     whole = tiny_model(name)
     model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
     before, weights = backward(whole), dict(whole.named_parameters())
-    noted = str([*lora.notes(copy.deepcopy(model))])
-    # Mamba uses the weight of dt_proj without calling the layer, so only Mamba gets this note.
-    for words in ("were not called", "layers.0.mixer.dt_proj"):
-        assert (words in noted) == (name == "mamba")
     assert torch.equal(backward(model), before)
     for name, layer in lora.adapted_layers(model).items():
-        if "dt_proj" not in name:
+        if "dt_proj" not in name:  # Mamba uses this weight without calling the layer
             dW = weights[f"{name}.weight"].grad
             expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
             assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
-            assert not layer.lora_A.grad.any() and layer.lora_A.abs().max() <= layer.lora_A.shape[1] ** -0.5
+            assert not layer.lora_A.grad.any()
     assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained_tensors(model))
     disturb(model)
     assert not torch.equal(score(model), before)
     with lora.without_adapters(model):
         assert torch.equal(score(model), before)
+
+
+def test_new_adapters_are_uniform_and_follow_from_the_seed():
+    """A is uniform in +-1 / sqrt(in). Times sqrt(3 in), its mean is 0 and its standard deviation 1."""
+
+    def all_A(seed: int) -> Tensor:
+        layers = lora.adapted_layers(lora.add_adapters(tiny_model("llama"), rank=64, alpha=8, seed=seed)).values()
+        return torch.cat([layer.lora_A.flatten() * (3 * layer.lora_A.shape[1]) ** 0.5 for layer in layers]).detach()
+
+    first, again, other = all_A(seed=1), all_A(seed=1), all_A(seed=2)
+    assert torch.equal(first, again) and len(first) > 10_000
+    for A in (first, other, (first + other) / 2**0.5):  # the sum, because two seeds must be independent
+        # Of n independent numbers, the error of the mean is 1 / sqrt(n), and that of the spread is less.
+        assert abs(A.mean()) < 4 * len(A) ** -0.5 and abs(A.std() - 1) < 4 * len(A) ** -0.5
+    assert first.abs().max() <= 3**0.5
 
 
 def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_are_refused():
@@ -117,6 +129,8 @@ def small(sorting, tmp_path_factory) -> dict:
     """Return the settings of a run with a reference, kept sets and several completions of each prompt. It saves a
     checkpoint after each step."""
     base = save_model(tmp_path_factory.mktemp("base"), "llama", spread=2.0)
+    # The model has an end token of its own, beside that of its configuration and tokenizer.
+    GenerationConfig(eos_token_id=[EOS_ID, 5]).save_pretrained(base)
     return sorting | dict(
         model=base, lora_rank=3, lora_alpha=6, steps=3, num_iterations=2, minibatches=2, beta=0.1, top_p=0.9,
         learning_rate=1e-2, max_completion_length=6, save_every=1, eval_every=3, eval_prompts=5, eval_k=2,
@@ -145,7 +159,7 @@ WAYS = {  # number of processes, settings
 @pytest.mark.parametrize("world, given", WAYS.values(), ids=WAYS)
 def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, world, given):
     run(small | given, tmp_path / "out", world=world)
-    assert_same_run(tmp_path / "out", whole, tolerance=1e-6)
+    assert_same_run(tmp_path / "out", whole, tolerance=1e-5)  # a gradient is a sum of many numbers in float32
 
 
 def test_the_reference_is_the_model_without_its_adapters(small, whole, tmp_path):
@@ -195,7 +209,8 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 # ---- What is refused ----
 
-MORE_THAN_PLAIN = dict(use_dora=True, rank_pattern={"q_proj": 2}, bias="all", modules_to_save=["head"], peft_type="IA3")
+MORE_THAN_PLAIN = dict(use_dora=True, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2})
+MORE_THAN_PLAIN |= dict(bias="all", modules_to_save=["head"], peft_type="IA3")
 REFUSED = [  # what changes in adapter_config.json -> the error
     *[({name: x}, f"sets {name} to {re.escape(str(x))}, but only plain") for name, x in MORE_THAN_PLAIN.items()],
     (dict(r=None), "its adapters cannot be loaded: TypeError"),

@@ -3,15 +3,12 @@
 import io
 import json
 import math
-import random
 import sys
 from datetime import date
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from batch import Group
 from config import Config
@@ -52,19 +49,27 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     assert metrics["eval/accuracy"] is metrics["eval/pass@1"] is metrics["eval/accuracy_ci"] is None
 
 
+def test_values_that_rewards_log_are_averaged_by_name():
+    logged = [("logged/b", 1.0), ("logged/a", 5.0), ("logged/b", 2.0), ("logged/b", math.nan)]
+    assert report.of_logged(logged) == {"logged/a": 5.0, "logged/b": 1.5}
+    assert report.of_logged(logged, "eval/") == {"eval/logged/a": 5.0, "eval/logged/b": 1.5}
+
+
 def test_the_standard_deviation_is_zero_only_if_all_rewards_are_equal():
     assert report.std([0.5, 0.5]) == 0.0 and report.std([0.5, math.nan]) is None
     assert report.std([0.5, 0.55]) == pytest.approx(0.05 / 2**0.5)
 
 
-STEP = dict(step=1, reward=0.5, reward_std=0.5, rejected_groups=0.25, truncated=0.1, completion_length=7.0)
-STEP |= dict(entropy=None, tokens_per_second=1234.4)
+STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0.1, completion_length=7.0)
+STEP |= dict(entropy=None, tokens_per_second=1234.4, grad_norm=0.1)
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     ({}, [0, 0, 1, 1], ""),
-    ({}, [0, 0, 0, 1], "fewer than half of this step's groups are trained on"),
+    ({}, [0, 0, 0, 1], "fewer than half of this step's groups have advantages"),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(reward_std=None), [1] * 4, ""),  # there is one completion for each prompt
+    (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
+    (dict(grad_norm=0.0), [0] * 4, "fewer than half of this step's groups have advantages"),
 ]
 
 
@@ -84,14 +89,13 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
 def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     """A reply is what the task answers between two turns of the model. One completion has two turns, with a reply of
     two tokens between them. The other one has one turn."""
-    several = Completion([1, 2, 3, 4, 5], [-0.5] * 5, False, [0.25] * 5, written=[True, True, False, False, True])
+    several = Completion([1, 2, 3, 4, 5], [-0.126] * 5, False, written=[True, True, False, False, True])
     made = group([1.0, 0.0], 3)
-    made.completions = [several, Completion([6], [-0.5], True, [0.25], written=[True])]
+    made.completions = [several, Completion([6], [-0.5], True, written=[True])]
     made.advantages, made.extras = [torch.tensor([0.5, 0.5, 0.0, 0.0, -1.0]), torch.tensor([2.0])], [{}, {}]
     log = RunLog(Config(out="run"), lambda ids: "".join(map(str, ids)), NAMES)
     line = log.sample_line(3, "train", made, 0)
-    own, other = [-0.5, 0.25], [None, None]
-    assert line["tokens"] == [["1", *own], ["2", *own], ["3", *other], ["4", *other], ["5", *own]]
+    assert line["tokens"] == [["1", -0.13], ["2", -0.13], ["3", None], ["4", None], ["5", -0.13]]
     assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
     step = report.of_groups([made], NAMES)
     assert (step["turns"], step["reply_length"], step["completion_length"], step["tokens"]) == (1.5, 1.0, 2.0, 4)
@@ -114,31 +118,6 @@ def test_every_line_that_is_written_is_json():
     (line,) = report.as_json([{"step": 1, "loss": math.nan, "kl": 0.5, "columns": columns}]).splitlines()
     written = {"x": [None, {"y": None}], "day": "2026-01-02", "3": [4]}
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": 0.5, "columns": written}
-
-
-def test_the_texts_of_tokens_add_up_to_the_completion_and_a_character_is_in_its_last_token():
-    """Ids up to 255 are bytes, and the others are words, in which "_" is a space. As in many tokenizers, the first
-    space of a text is dropped. Bytes in a row are decoded together, so that an invalid one spoils its neighbours."""
-    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"_a": 256, "b_": 257, "_": 258}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    steps = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    log = RunLog(Config(out="run"), PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, NAMES)
-    # Each piece is a list of ids and the text that the last of them gets. The ids before it get no text.
-    pieces = [([256], "a"), ([256], " a"), ("中".encode(), "中"), ("é".encode(), "é"), ("😀".encode(), "😀")]
-    pieces += [("中".encode(), "中"), ([257], "b "), ("é".encode(), "é"), ([258], " "), ([256], " a")]
-    # 0xE4 begins a character of three bytes. That it is invalid is known only when the next id is decoded.
-    pieces += [([0xE4, 256], "\ufffd a")]
-    ids, texts = [], []
-    for piece, text in pieces:
-        ids += piece
-        texts += [""] * (len(piece) - 1) + [text]
-    assert log.tokens(ids, [-0.126] * len(ids), None) == [[text, -0.13] for text in texts]
-    assert log.tokens([256, 0xE4], [-1.0, -2.0], [0.123, 0.456]) == [["a", -1.0, 0.12], ["\ufffd", -2.0, 0.46]]
-    rng = random.Random(0)
-    for length in range(100):
-        ids = rng.choices([*range(220, 259), *"中".encode()], k=length)
-        assert "".join(text for text, _ in log.tokens(ids, [0.0] * length, None)) == log.decode(ids)
 
 
 def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path):
@@ -166,6 +145,6 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
     progress, _, line = screen.getvalue().rpartition("\r")
     # Progress is shown after every 16 tokens, and there were 32.
     assert progress.count("unfinished") == (2 if is_terminal else 0)
-    assert line.startswith("step 1/2  reward 0.500  rejected_groups 0.250  truncated 0.100  ")
+    assert line.startswith("step 1/2  reward 0.500  without_signal 0.250  truncated 0.100  ")
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
     assert tracked == [(1, STEP.keys() - {"step", "entropy"})], "a metric without a value is not sent to the tracker"

@@ -30,6 +30,7 @@ import numpy as np
 
 from config import Config
 from infra import command_line, run_folder
+from tools import reading
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
@@ -63,10 +64,11 @@ def check_settings(run: Run, made: Config) -> None:
 
 def log_if_finished(run: Run) -> Lines:
     """Return the log of the run if it is finished, otherwise an empty list. Exit if it was made with other settings."""
-    if made := run_folder.settings_of(run.folder):
-        check_settings(run, made)
-    lines = run_folder.read_lines(run.folder / "metrics.jsonl")
-    return lines if lines and lines[-1]["step"] >= run.config.steps else []
+    with reading(run.folder):
+        if made := run_folder.settings_of(run.folder):
+            check_settings(run, made)
+        lines = run_folder.read_lines(run.folder / "metrics.jsonl")
+        return lines if lines and lines[-1]["step"] >= run.config.steps else []
 
 
 def finished(run: Run) -> Lines:
@@ -184,6 +186,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
             parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
     grid = {name: values.split(",") for name, _, values in (switch.partition("=") for switch in args.vary)}
+    if len(grid) < len(args.vary):
+        parser.error("--vary names a setting twice")
     args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
 

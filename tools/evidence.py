@@ -91,12 +91,14 @@ def keep(folders: list[Path]) -> None:
     """Copy the logs of these runs to results/. In the copies, absolute paths are shortened to runs/NAME, which is the
     path in the command on the page."""
     for folder in folders:
-        for log in folder.glob("*/*"):
-            # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
-            if log.name in ("config.json", "metrics.jsonl") and ".replaced-" not in log.parent.name:
-                to = ROOT / "results" / log.relative_to(folder.parent)
-                to.parent.mkdir(parents=True, exist_ok=True)
-                to.write_text(log.read_text().replace(f"{folder.parent.resolve()}/", "runs/"))
+        # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
+        runs = [file.parent for file in folder.glob("*/metrics.jsonl") if ".replaced-" not in file.parent.name]
+        if not runs:
+            sys.exit(f"error: {folder} has no folders of runs")
+        for log in [run / name for run in runs for name in ("config.json", "metrics.jsonl")]:
+            to = ROOT / "results" / log.relative_to(folder.parent)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_text(log.read_text().replace(f"{folder.parent.resolve()}/", "runs/"))
 
 
 def main(words: list[str]) -> None:

@@ -23,20 +23,22 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from infra import run_folder
+from tools import reading
 
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for the colour-blind
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 # As 7 and 5 have no common divisor, the 35 styles are all pairs of a colour and a dash.
 STYLES = [{"color": COLOURS[i % 7], "linestyle": DASHES[i % 5], "linewidth": 1.3} for i in range(35)]
-PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm dead_groups"
+PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm equal_rewards"
 METRICS = {"accuracy": "eval/accuracy", "length": "completion_length"}  # any other panel is a metric by its own name
 Log = namedtuple("Log", "settings lines")
 
 
 def read_log(folder: Path) -> Log:
-    settings = json.loads((folder / "config.json").read_text())["settings"]
-    return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
+    with reading(folder):
+        settings = json.loads((folder / "config.json").read_text())["settings"]
+        return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:

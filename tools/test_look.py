@@ -37,11 +37,11 @@ def sample(step: int, i: int, kind: str = "train") -> dict:
     """Return the line of completion i. Completions 0 and 1 belong to the first prompt, which is a text, and 2 and 3 to
     the second, which is a chat."""
     line = {"step": step, "kind": kind, "prompt": EVIL if i < 2 else [{"role": "user", "content": EVIL}]}
-    line |= {"tokens": [[text, -1.0, 2.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
+    line |= {"tokens": [[text, -1.0] for text in TEXTS[i]], "truncated": i == 1, "length": [12, 9, 10, 11][i]}
     line |= {"advantage": [0.2, 0.0, -2.0, 1.0][i] if kind == "train" else None, "rewards": {EVIL: 0.25}}
     line |= {"columns": {"answer": EVIL, "n": [1]}, "extras": {"why": EVIL}}
     if i == 3:  # its last token is from a reply, and its tokens have different advantages
-        line["tokens"][-1][1:] = [None, None]
+        line["tokens"][-1][1] = None
         line["advantage"] = [0.5, 1.5, 0.0] if kind == "train" else None
     return line | {"reward": [0.5, None, 1.0, -1.0][i]}
 
@@ -80,6 +80,14 @@ def test_a_page_leaves_out_steps_when_there_are_too_many(run):
     # Every third point is shown, counted from the last one.
     assert [line["step"] for line in part["metrics"]] == [*range(1, 25_001, 3)]
     assert (part["trained"], part["held_out"]) == ([], [])
+
+
+@pytest.mark.parametrize("files", [{}, {"metrics.jsonl": ""}, {"metrics.jsonl": "a\n"}, {"samples.jsonl": "{}\n"}])
+def test_a_folder_without_a_run_is_named(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"error: {tmp_path} "):
+        look.main([str(tmp_path)])
 
 
 def seen_in_a_browser(run: Path, reader: str) -> str:

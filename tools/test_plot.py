@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tools import plot
@@ -24,14 +23,32 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
 
 
-def test_null_leaves_a_gap_and_smoothing_is_a_centred_mean():
+def drawn(logs: list[list[dict]], panel: str, width: int) -> list[list[list[float]]]:
+    """Draw the runs with these logs, which differ in their seed. Return what the axes have for each step: [step, the
+    line, the lower and the upper edge of the band]."""
+    axes = plot.Figure().add_subplot()
+    plot.draw_panel(axes, {"runs": [plot.Log({}, lines) for lines in logs]}, panel, width)
+    (line,), (band,) = axes.lines, axes.collections
+    edges = {}
+    for step, y in band.get_paths()[0].vertices:
+        edges.setdefault(step, []).append(y)
+    return [[step, y, min(edges[step]), max(edges[step])] for step, y in line.get_xydata().tolist()]
+
+
+def test_a_line_is_the_mean_over_seeds_and_a_band_reaches_from_the_lowest_to_the_highest():
+    runs = [1, 2, 6, 4], [3, 4, 5, 12]
+    logs = [[{"step": t, "kl": x, "eval/accuracy": x} for t, x in enumerate(values)] for values in runs]
+    assert drawn(logs, "kl", width=1) == [[0, 2, 1, 3], [1, 3, 2, 4], [2, 5.5, 5, 6], [3, 8, 4, 12]]
+    # Smoothing takes the mean over a step and its neighbours, for each run: [1.5, 3, 4, 5] and [3.5, 4, 7, 8.5].
+    smooth = [[0, 2.5, 1.5, 3.5], [1, 3.5, 3, 4], [2, 5.5, 4, 7], [3, 6.75, 5, 8.5]]
+    assert drawn(logs, "kl", width=3) == smooth
+    assert drawn(logs, "accuracy", width=3) == drawn(logs, "kl", width=1), "evaluations are not smoothed"
+
+
+def test_a_missing_value_does_not_count():
     logs = [[{"step": 1, "kl": 1.0}, {"step": 2, "kl": None}], [{"step": 1, "kl": 3.0}, {"step": 2, "kl": 5.0}]]
-    steps, values = plot.series([plot.Log({}, lines) for lines in logs], "kl")
-    assert steps == [1, 2] and values.tolist() == [[1.0, None], [3.0, 5.0]]
-    # The mean over three steps leaves null out. Here it includes the other step, so no gap remains.
-    assert plot.smooth(values, 3).tolist() == [[1.0, 1.0], [4.0, 4.0]]
-    squares = np.ma.array([np.arange(20.0) ** 2])
-    assert [plot.smooth(squares, 5)[0, t] for t in (0, 10)] == [squares[0, :3].mean(), squares[0, 8:13].mean()]
+    assert drawn(logs, "kl", width=1) == [[1, 2, 1, 3], [2, 5, 5, 5]]
+    assert drawn(logs, "kl", width=3) == [[1, 2.5, 1, 4], [2, 2.5, 1, 4]]
 
 
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path, capsys):
@@ -54,3 +71,11 @@ def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(t
         plot.main([str(run), "--panels", "rewardx"])
     plot.main([str(run), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
     assert capsys.readouterr().err.endswith("skipped, because no run has it: rewardx\n")
+
+
+@pytest.mark.parametrize("config", ['{"settings": ', "[]", '{"model_type": "gpt2"}'])
+def test_a_folder_that_is_half_written_or_not_of_a_run_is_named(tmp_path, config):
+    good, other = (folder(tmp_path / name, [{"step": 1, "reward": 0.5}]) for name in ("good", "other"))
+    (other / "config.json").write_text(config)
+    with pytest.raises(SystemExit, match=f"error: {other} does not have the files of a run: "):
+        plot.main([str(good), str(other)])
