@@ -62,7 +62,6 @@ def set_advantages(
     scale: str = "group",
     baseline: str = "mean",
     mask_truncated: bool = False,
-    *,
     only_with_signal: bool = False,
 ) -> None:
     """Set the advantages of all groups of a step, from the values of the reward functions and their weights."""

@@ -155,7 +155,9 @@ class Config:
     micro_batch_tokens: int | None = setting(None, "tokens in a micro-batch, with padding", at_least=1, may_change=True)
     rollout_tokens: int | None = setting(None, "limit of tokens in the cache of a rollout", at_least=1, may_change=True)
     dtype: str = setting("auto", "of the computation; auto: bfloat16 on a GPU", names=("auto", "float32", "bfloat16"))
-    decode: str = setting("plain", "graph: each token as one CUDA graph", names=("plain", "graph"), may_change=True)
+    decode: str = setting(
+        "auto", "graph: each token as one CUDA graph; auto: on a GPU", names=("auto", "plain", "graph"), may_change=True
+    )
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
@@ -195,6 +197,8 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if config.dtype == "auto":
         left_open["dtype"] = "bfloat16" if on_gpu else "float32"
+    if config.decode == "auto":
+        left_open["decode"] = "graph" if on_gpu else "plain"
     config = dataclasses.replace(config, **left_open)
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
 

@@ -73,8 +73,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    how = cfg.combine_rewards, cfg.scale_rewards, cfg.baseline
-    set_advantages(groups, run.task.weights, *how, cfg.mask_truncated, only_with_signal=cfg.dynamic_sampling > 0)
+    replaces = cfg.dynamic_sampling > 0
+    set_advantages(
+        groups, run.task.weights, cfg.combine_rewards, cfg.scale_rewards, cfg.baseline, cfg.mask_truncated, replaces
+    )
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
     if cfg.old_policy == "policy" and any(group.step != step for group in groups):  # you have added replayed ones

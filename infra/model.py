@@ -62,6 +62,9 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return _open_adapters(Path(source), config)
     with _explain_errors(source, "configuration"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    if quantized := getattr(model_config, "quantization_config", None):
+        method = quantized["quant_method"] if isinstance(quantized, dict) else quantized.quant_method
+        raise UserError(f"--model {source}: its weights are quantized ({method}); give a folder of bfloat16 weights")
     with _explain_errors(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if config.chat_template_kwargs:
@@ -218,6 +221,8 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
     if any(type(size) is int and size < length for size in sizes):
+        return False
+    if model.config._attn_implementation not in ("sdpa", "eager"):  # others may take the mask for one of padding
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
     # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and per_row=[2] puts

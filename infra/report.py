@@ -69,7 +69,7 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     }
 
 
-def of_logged(logged: list[tuple[str, float]], prefix: str = "") -> dict[str, float]:
+def of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
     """Average each metric over the values that reward functions and `run.log` have logged for it."""
     names = sorted({name for name, _ in logged})
     return {prefix + name: mean(x for other, x in logged if other == name) for name in names}

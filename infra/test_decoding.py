@@ -8,6 +8,7 @@ from torch import nn
 
 from conftest import VOCAB, as_lists, tiny_model
 from infra import decoding, pretend_gpu
+from infra.model import reads_together
 from infra.pretend_gpu import gpu, needs_pretended_gpu, on_pretended_gpu
 from rollout import Completion, Sampling, rollout, uniforms
 
@@ -72,7 +73,7 @@ def test_steps_of_fixed_shapes_sample_the_same(monkeypatch, kind, capsys):
     # With so low a limit, plain steps would read the prompts in pieces. Steps of fixed shapes must read them whole.
     monkeypatch.setattr("rollout.PROMPT_TOKENS", 4)
     assert_same(all_sampled(model_of(kind), "graph", dtype), plain, dtype)
-    assert "--decode" not in capsys.readouterr().err
+    assert "CUDA graph" not in capsys.readouterr().err
 
 
 def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
@@ -152,7 +153,7 @@ def test_a_model_without_graphs_is_reported_once_and_decoded_plainly(kind, capsy
     model, sampling = model_of(kind), SAMPLINGS[-1]
     once, again, plain = (as_lists(sampled(model, sampling, decode)) for decode in ("graph", "graph", "plain"))
     assert once == again == plain
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--decode graph" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no CUDA graph" in line]
     assert REFUSED[kind] in line
 
 
@@ -168,5 +169,15 @@ def test_a_model_for_which_the_host_waits_is_not_captured(monkeypatch, capsys):
 
     model.model.register_forward_pre_hook(wait)
     sampled(model, SAMPLINGS[-1], "graph")
-    assert "--decode graph: does not work with Qwen2ForCausalLM: called a sync" in capsys.readouterr().err
+    assert "no CUDA graph, tokens are slower: Qwen2ForCausalLM: called a sync" in capsys.readouterr().err
     assert modes == [0, 2, 0]
+
+
+def test_flash_attention_is_replaced_while_decoding(monkeypatch):
+    model, chosen = model_of("qwen2"), []
+    monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    with decoding.without_flash(model):
+        assert chosen == ["sdpa"]
+    assert chosen == ["sdpa", "flash_attention_2"]
+    assert not reads_together(model, 12), "it would take the mask of a shared row for one of padding"

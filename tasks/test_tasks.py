@@ -148,7 +148,7 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
     values = [[seen_step, seen_max], [math.nan, seen_max], [3.0, seen_max]]
     extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
     np.testing.assert_equal(scores, [(values[:2], extras[:2]), (values[2:], extras[2:])])
-    assert metrics == [("logged/i", 0.0), ("logged/i", 1.0), ("logged/i", 2.0), ("logged/n", 1.0)]
+    assert metrics == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
     assert all(type(value) is float for _, value in metrics) and limited == ["first", "second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
