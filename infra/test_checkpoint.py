@@ -9,7 +9,6 @@ import resource
 import signal
 import threading
 import time
-from array import array
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
@@ -23,13 +22,13 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from batch import Group
+from advantage import Group
 from config import Config, UserError
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
 from infra import checkpoint, run_folder
 from infra.command_line import ready
 from infra.run_folder import saved_steps
-from rollout import Completion, KeptSets
+from rollout import Completion
 
 UPDATE, RENAME = "torch.optim.AdamW.step", "pathlib.Path.rename"
 WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
@@ -129,7 +128,7 @@ def update(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-COMPLETION = Completion([3], [-0.1], True, kept=KeptSets(array("i", [3, 5]), array("q", [0, 2])), written=[True])
+COMPLETION = Completion([3], [-0.1], True, kept=[np.array([3, 5], np.int32)], written=[True])
 COMPLETION.replies = [[{"role": "tool", "content": "7"}]]
 GROUP = Group([1, 2], {"prompt": "a"}, [COMPLETION], torch.tensor([math.nan]), advantages=[torch.ones(1)], index=7)
 # With only every second column, the tensor of the rates is not contiguous. NaN and -0.0 must come back as they are.
