@@ -3,7 +3,8 @@
     out/checkpoint/000040/    all that is needed to resume after step 40:
         model/, reference/    the weights of the model and of the reference, if there is one
         optimizer/            the state of the optimizer
-        state.json            how many prompts were drawn, and Run.state, in which user code keeps its own values
+        state.json            how many prompts were drawn, Run.state, in which user code keeps its own values, and
+                              the id of the run
         state.safetensors     the tensors of Run.state
         SHA256SUMS            the checksums of all these files
     out/model/                the trained model, an ordinary `from_pretrained` folder
@@ -41,7 +42,7 @@ from config import UserError
 from fast.kept_sets import KeptSets
 from infra import ranks
 from infra.lora import adapted_layers, save_adapters, trained_tensors
-from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
+from infra.run_folder import checkpoint_of, flush, run_id, saved_steps, sha256_of, write_text
 from infra.shard import whole_weights
 from rollout import Completion
 
@@ -75,7 +76,7 @@ def save(
             for name, x in tensors.items():
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
-        about = {"cursor": cursor, "state": state}
+        about = {"run_id": run_id(out), "cursor": cursor, "state": state}
         loaded = None
         # Load what would be written, and compare. If a value cannot be written as JSON, the error is ignored here, and
         # `loaded` stays None, which differs from `about`.
@@ -119,6 +120,8 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
         parts["optimizer"] = as_tensors(flat)
     with ranks.fail_together():
         about = _from_text((folder / "state.json").read_text(), load_file(folder / "state.safetensors"))
+        if about["run_id"] != run_id(out):
+            raise UserError(f"the checkpoint {folder} is of another run: move it away")
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = [(part, reader.read_metadata().state_dict_metadata) for part, reader in readers.items()]
         # Describe each tensor in the checkpoint, and each one that is expected. What is only in one set is an error.

@@ -143,8 +143,15 @@ def unwritable_stdout() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def test_a_run_does_not_need_a_screen(small, whole, tmp_path):
-    assert "Traceback" not in run(small, tmp_path / "out", unwritable_stdout)
+def closed_stdout() -> None:
+    """Do what Python does if stdout is closed when it starts, as by `>&-` in a shell."""
+    os.close(1)
+    sys.stdout = None
+
+
+@pytest.mark.parametrize("prepare", [unwritable_stdout, closed_stdout])
+def test_a_run_does_not_need_a_screen(small, whole, tmp_path, prepare):
+    assert "Traceback" not in run(small, tmp_path / "out", prepare)
     assert metrics(tmp_path / "out") == metrics(whole)
 
 
@@ -265,8 +272,15 @@ def test_the_first_token_that_makes_a_loss_not_finite_is_named(name, value, caus
         report.stop_not_finite(Config(), 6, torch.tensor(math.nan), torch.tensor(1.0), batch, tensors["logp"])
 
 
+def test_a_process_with_a_rank_and_nothing_else_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "MASTER_PORT": "29500"})
+    with pytest.raises(UserError, match=r"^RANK is set, but not MASTER_ADDR, WORLD_SIZE: "):
+        ranks.start()
+
+
 def test_an_unknown_master_is_named_at_once(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda *args: pytest.fail("it would retry for half an hour"))
-    monkeypatch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "nobody.invalid", "RANK": "1"})
+    torchrun = {"MASTER_ADDR": "nobody.invalid", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", os.environ | torchrun)
     with pytest.raises(UserError, match=r"^MASTER_ADDR nobody\.invalid: "):
         ranks.start()
