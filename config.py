@@ -1,17 +1,15 @@
 """The presets of the algorithms, and every setting of a run, one line each: type, default, meaning, and the bounds or
 the names that are allowed.
 
-`resolve` fills in the settings that are None: from the preset of the algorithm, from the defaults of the task, or from
-what the machine has. A value that the user gives always wins.
-
-infra/command_line.py turns each setting into a flag and checks its value, so a new setting needs no code there. A run
-writes its settings to config.json, which --config can read.
+A setting that is None is open: `resolve` fills in its default, or leaves it off. infra/command_line.py turns each
+setting into a flag and checks its value, so a new setting needs no code there. A run writes its settings to
+config.json, which --config can read.
 """
 
-import dataclasses
-from dataclasses import dataclass, field
+import operator
+from dataclasses import Field, dataclass, field, fields, replace
 from math import inf
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from advantage import BASELINES, COMBINATIONS, SCALES
 from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, OLD_POLICIES, RATIOS, TIS_MODES
@@ -187,26 +185,69 @@ def task_of(config: Config) -> str:
 
 
 def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
-    """Where a setting is None, and the preset, the task or the machine has a value for it, fill in this value. The
-    other settings that are None stay so, which means that they are off. Resolving again changes nothing. On a GPU,
-    rollout_tokens and micro_batch_tokens stay None until the free memory is known (infra/memory.py)."""
-    defaults = ALGORITHMS[config.algorithm] | task_defaults
-    defaults["task"] = task_of(config)
-    name = "-".join(task_of(config).split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
-    defaults["out"] = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
-    left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    """Fill in the settings that are still open. The value of a setting comes from the first of these that has one:
+
+    1. the user, on the command line or in the file of --config
+    2. the preset of the algorithm
+    3. the task
+    4. what follows from other settings (the task itself, the folder) or from the machine (dtype, decode, the two budgets)
+
+    What is still None after this is off. Only the two budgets, rollout_tokens and micro_batch_tokens, may stay open: on
+    a GPU, they come from the run that is continued, or else from a measurement after the model is loaded
+    (infra/memory.py)."""
+    task = task_of(config)
+    name = "-".join(task.split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
+    out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
+    defaults = dict(task=task, out=out) | task_defaults | ALGORITHMS[config.algorithm]
+    config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
     if config.dtype == "auto":
-        left_open["dtype"] = "bfloat16" if on_gpu else "float32"
+        config = replace(config, dtype="bfloat16" if on_gpu else "float32")
     if config.decode == "auto":
-        left_open["decode"] = "graph" if on_gpu else "plain"
-    config = dataclasses.replace(config, **left_open)
+        config = replace(config, decode="graph" if on_gpu else "plain")
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
 
 
 def with_budgets(config: Config, rollout_tokens: int | None, micro_batch_tokens: int | None) -> Config:
     """Set these limits where they are None. If only micro_batch_size was given, tokens of a micro-batch stay
     unlimited."""
-    budgets = {"rollout_tokens": rollout_tokens}
-    if config.micro_batch_size is None:
-        budgets["micro_batch_tokens"] = micro_batch_tokens
-    return dataclasses.replace(config, **{name: x for name, x in budgets.items() if getattr(config, name) is None})
+    if config.rollout_tokens is None:
+        config = replace(config, rollout_tokens=rollout_tokens)
+    if config.micro_batch_tokens is None and config.micro_batch_size is None:
+        config = replace(config, micro_batch_tokens=micro_batch_tokens)
+    return config
+
+
+# ---- What a setting may be ----
+
+SETTINGS = {each.name: each for each in fields(Config)}
+BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
+
+
+def kind_of(setting: Field) -> type:
+    """Return the type of a setting's value: str, int, float or bool. For a list, it is the type of each element, and
+    for a setting that may be None, the type of any other value."""
+    return (get_args(setting.type) or (setting.type,))[0]
+
+
+def is_list(setting: Field) -> bool:
+    return get_origin(setting.type) is list
+
+
+def is_allowed(setting: Field, value: Any) -> bool:
+    """Return whether the setting may have this value, whatever the other settings are."""
+    if value is None:
+        return setting.default is None
+    values = value if is_list(setting) else [value]
+    return isinstance(values, list) and all(is_in_bounds(setting, x) for x in values)
+
+
+def is_in_bounds(setting: Field, x: Any) -> bool:
+    """Return whether x has the type, the bounds and one of the names of the setting, or of an element of its list."""
+    kind, names, bounds = kind_of(setting), setting.metadata["names"], setting.metadata["bounds"]
+    if type(x) is not kind and (kind, type(x)) != (float, int):
+        return False
+    if kind is str:
+        return x in names if names else x != ""  # an empty text comes from a shell variable that is not set
+    # Infinity is allowed only where it is the upper bound. NaN is never allowed.
+    is_number = abs(x) < inf or x == bounds.get("at_most")
+    return is_number and all(BOUNDS[name](x, bound) for name, bound in bounds.items())

@@ -134,6 +134,8 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
     """Make a run in the folder `here`, with the model and the data from `folder`, and return its results by name."""
     for name in ("model", "data", "eval_data"):
         settings[name] = str(folder / settings[name])
+    if not settings["eval_every"]:
+        del settings["eval_data"]  # it is refused in a run that does not evaluate
     settings["reward"] = [f"{__name__}:{name}" for name in settings["reward"]]
     work: dict[str, list[str]] = {"rollout": [], "update": []}
 

@@ -9,6 +9,7 @@ not what is computed: token weights are fixed before the completions are split, 
 """
 
 import math
+import os
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import Config, UserError
+from config import Config, UserError, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import load, open_model
@@ -323,31 +324,34 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
-def train(cfg: Config) -> int:
-    """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code."""
-    given, cfg = cfg, command_line.ready(cfg, torch.cuda.is_available())
+def train(typed: Config) -> int:
+    """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code.
+    The defaults of the settings are still to be filled in."""
+    cfg = command_line.ready(typed, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    done = ranks.on_first(run_folder.step_to_continue_after, cfg)  # 0 for a new run, None if nothing is left to do
-    if done is None:
-        return report.finished(out, ranks.on_first(run_folder.notes_on_changes, cfg))
+    ranks.on_first(run_folder.claim, cfg)
+    if ranks.on_first(run_folder.is_finished, cfg):
+        return report.finished(out, already=True)
+    steps_made = ranks.on_first(run_folder.step_to_continue_after, cfg)
+    cfg = with_budgets(cfg, *ranks.on_first(run_folder.budgets_to_keep, cfg))
     run, log, noted = set_up(cfg, device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
         models["reference"] = run.reference
-    if done:
-        run.cursor, run.state = checkpoint.load(out, done, models, run.optimizer)
-    # Nothing is written to the run's folder before this line, so a run that cannot start leaves it as it was.
-    noted += ranks.on_first(run_folder.begin, run.config, given, done)
-    ranks.on_first(log.open, done)
-    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, done)
+    if steps_made:
+        run.cursor, run.state = checkpoint.load(out, steps_made, models, run.optimizer)
+    # But for its lock, the folder is unchanged up to this line, so a run that cannot start leaves it as it was.
+    noted += ranks.on_first(run_folder.begin, run.config, typed, steps_made)
+    ranks.on_first(log.open, steps_made)
+    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, steps_made)
 
-    if cfg.eval_every and not done:
+    stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
+    if cfg.eval_every and not steps_made:
         seeds.seed_everything(cfg.seed, 0)
         held_out, evaluated = evaluate(run, 0)
         log.step({"step": 0} | held_out, [], evaluated)
-    stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
-    for step in range(done + 1, cfg.steps + 1):
+    for step in range(steps_made + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
@@ -365,6 +369,7 @@ def train(cfg: Config) -> int:
 
 
 def main(words: list[str]) -> int:
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed when the program started
     return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
 
 

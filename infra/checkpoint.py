@@ -3,7 +3,8 @@
     out/checkpoint/000040/    all that is needed to resume after step 40:
         model/, reference/    the weights of the model and of the reference, if there is one
         optimizer/            the state of the optimizer
-        state.pt              how many prompts were drawn, and Run.state, in which user code keeps its own values
+        state.pt              how many prompts were drawn, Run.state, in which user code keeps its own values, and the
+                              id of the run
         SHA256SUMS            the checksums of all these files
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
@@ -40,7 +41,7 @@ from advantage import Group
 from config import UserError
 from infra import ranks
 from infra.lora import adapted_layers, save_adapters, trained_tensors
-from infra.run_folder import checkpoint_of, flush, saved_steps, sha256_of, write_text
+from infra.run_folder import checkpoint_of, flush, run_id, saved_steps, sha256_of, write_text
 from infra.shard import whole_weights
 from rollout import Completion
 
@@ -74,7 +75,8 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
-        ranks.on_first(write_state, partial_folder / "state.pt", cursor, state)
+        about = {"run_id": run_id(out), "cursor": cursor, "state": state}
+        ranks.on_first(write_state, partial_folder / "state.pt", about)
         for part, tensors in parts.items():
             writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
@@ -107,6 +109,8 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     with ranks.fail_together(), safe_globals(CLASSES):
         # The first rank saved the state. What was on its GPU goes to the GPU of each rank that loads it.
         about = torch.load(folder / "state.pt", lambda x, place: x if place == "cpu" else x.cuda(), weights_only=True)
+        if about["run_id"] != run_id(out):
+            raise UserError(f"the checkpoint {folder} is of another run: move it away")
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = {part: reader.read_metadata().state_dict_metadata for part, reader in readers.items()}
         there = {f"{name} of the {part}": [*x.size] for part, tensors in saved.items() for name, x in tensors.items()}
@@ -162,10 +166,10 @@ def check(folder: Path) -> None:
         raise UserError(f"the checkpoint {folder} is damaged ({min(differing).strip()}): restore it, or move it away")
 
 
-def write_state(file: Path, cursor: int, state: dict) -> None:
+def write_state(file: Path, about: dict) -> None:
     """Write state.pt. A state that could not be loaded is refused now, and not when the run is resumed."""
     try:
-        torch.save({"cursor": cursor, "state": state}, file)
+        torch.save(about, file)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise UserError(f"run.state cannot be saved: {error}") from error
     with safe_globals(CLASSES):

@@ -1,94 +1,77 @@
 """The command line: turn flags into settings, and find the mistakes that can be found before a run starts.
 
-There is a flag for each field of Config. Settings also come from a --config file, and from the run that --out resumes;
-a flag overrides both. Left out: mistakes that only the data, the model or the machine can reveal.
+There is a flag for each field of Config. Settings also come from a --config file, and a flag overrides them. Left out:
+mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
-import dataclasses
+import importlib.util
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterator
+from dataclasses import Field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 from transformers.hf_argparser import string_to_bool
 
 from advantage import compares_in_group
-from config import ALGORITHMS, Config, UserError, resolve, task_of
+from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, kind_of, resolve, task_of
 from infra import run_folder
 from loss import SWITCHES_READ
 from tasks import task_defaults, task_module, task_names
-
-SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
-BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
-
 
 # ---- From the words of a command line to settings ----
 
 
 def parse(words: list[str], on_gpu: bool) -> Config:
-    """Return all settings: those that the user gave, and the others from the run that is resumed, or else from Config,
+    """Return the settings that the user has typed, as flags or in the file of --config. All others are as in Config,
     where many are None. A mistake ends the process with exit code 2."""
-    # A flag may be written with hyphens: --learning-rate=1e-6 becomes --learning_rate=1e-6. What follows "=" stays.
-    words = [re.sub(r"(?<=^--)[^=]+", lambda match: match[0].replace("-", "_"), word) for word in words]
     parser = flags()
+    typed = vars(parser.parse_args([*for_argparse(words)]))
     try:
-        if file := parser.parse_args(words).config:
-            words = [*words_of(run_folder.given_in(Path(file))), *words]
-        given = {name: x for name, x in vars(parser.parse_args(words)).items() if name != "config"}
-        out = Path(given.get("out", "")).expanduser()
-        others = Config()
-        if "out" in given and not given.get("overwrite") and run_folder.kept_steps(out) is not None:
-            others = dataclasses.replace(run_folder.settings_of(out), overwrite=False)  # the saved one may be True
-        config = dataclasses.replace(others, **given)
+        in_file = run_folder.settings_in(Path(typed.pop("config"))) if "config" in typed else Config()
+        config = replace(in_file, **typed)
         ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
-    except (UserError, OSError, ValueError) as error:
+    except UserError as error:
         parser.error(str(error))
     return config
 
 
-def words_of(settings: dict) -> list[str]:
-    """Write the settings of a file as words of a command line. A setting that is null is left out."""
-    words = []
-    for name, x in settings.items():
-        if isinstance(x, list):
-            words += [f"--{name}", *map(str, x)]
-        elif x is not None:
-            words.append(f"--{name}={x}")
-    return words
+def for_argparse(words: list[str]) -> Iterator[str]:
+    """Yield each flag without its value, so that --learning-rate=1e-6 becomes --learning_rate and 1e-6. argparse takes
+    every word that begins with a hyphen for a flag, even -1e-6 or ---. Here, a flag is two hyphens and a name. So put a
+    space before all other words, which `flags` removes again."""
+    for word in words:
+        if re.match("--[a-zA-Z]|-h$", word):
+            flag, *values = word.split("=", 1)
+            yield re.sub(r"(?<=\w)-", "_", flag)
+            yield from (f" {value}" for value in values)
+        else:
+            yield f" {word}"
 
 
 def flags() -> argparse.ArgumentParser:
-    """Return a parser with a flag for each setting."""
+    """Return a parser with a flag for each setting, for the words of `for_argparse`. Its result has no entry for a flag
+    that is not given."""
     about = "GRPO of a language model. Where a default is None, the task, the algorithm or the machine decides."
-    parser = argparse.ArgumentParser("train.py", "train.py [--setting value ...]", about, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="read settings from here, e.g. from a run's config.json")
+    usage = "train.py [--setting value ...]"
+    parser = argparse.ArgumentParser("train.py", usage, about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    kinds = {str: lambda word: word[1:], bool: lambda word: string_to_bool(word[1:])}  # int and float ignore the space
+    about = "read settings from here, e.g. from a run's config.json"
+    parser.add_argument("--config", metavar="FILE", type=kinds[str], help=about)
     for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": kind, "choices": setting.metadata["names"], "nargs": "+" if is_list(setting) else None}
-            if kind is bool:
-                how |= {"type": string_to_bool, "nargs": "?", "const": True}
+            how = {"type": kinds.get(kind, kind), "nargs": "+" if is_list(setting) else None}
+            how |= {"nargs": "?", "const": True} if kind is bool else {"choices": setting.metadata["names"]}
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
-            group.add_argument(f"--{setting.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
+            group.add_argument(f"--{setting.name}", help=text.replace("%", "%%"), **how)
     return parser
 
 
-def kind_of(setting: dataclasses.Field) -> type:
-    """Return the type of a setting's value: str, int, float or bool. For a list, it is the type of each element, and
-    for a setting that may be None, the type of any other value."""
-    return (get_args(setting.type) or (setting.type,))[0]
-
-
-def is_list(setting: dataclasses.Field) -> bool:
-    return get_origin(setting.type) is list
-
-
-def allowed(setting: dataclasses.Field) -> str:
+def allowed(setting: Field) -> str:
     """Describe the values that a setting may have, for instance "float at least 0 and below 1"."""
     # Tasks are files, so config.py does not list their names.
     names = task_names() if setting.name == "task" else setting.metadata["names"]
@@ -113,19 +96,8 @@ def ready(config: Config, on_gpu: bool) -> Config:
 def wrong_values(config: Config) -> Iterator[str]:
     """Yield a line for each value that is wrong whatever the other settings are."""
     for name, setting in SETTINGS.items():
-        value = getattr(config, name)
-        values = value if isinstance(value, list) else [value]
-        if not all(is_allowed(setting, x) for x in values):
+        if not is_allowed(setting, value := getattr(config, name)):
             yield f"--{name} {value}: must be {allowed(setting)}"
-
-
-def is_allowed(setting: dataclasses.Field, value: Any) -> bool:
-    if value is None or kind_of(setting) in (str, bool):
-        return value != ""  # an empty text comes from a shell variable that is not set; None and booleans are allowed
-    bounds = setting.metadata["bounds"]
-    # Infinity is allowed only where it is the upper bound. NaN is never allowed.
-    is_number = abs(value) < math.inf or value == bounds.get("at_most")
-    return is_number and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -176,7 +148,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
         yield f"--kl_importance: can be used with --kl_estimator k1 or k3, but not with {config.kl_estimator}"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
-    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
+    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every", eval_data="eval_every")
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: has no effect without --{other}"
@@ -186,6 +158,20 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
+    if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
+        yield f"--tis_floor {config.tis_floor:g} --tis_cap {config.tis_cap:g}: the floor must not be above the cap"
+    if not (config.gate_low or 1.0) <= 1.0 <= (config.gate_high or 1.0):
+        yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
+    if config.top_entropy < 1 and config.ratio != "token" and config.objective in ("clip", "sapo"):
+        yield f"--top_entropy with --ratio {config.ratio}: all tokens are trained through the ratio; use --ratio token"
+    if config.minibatches > config.prompts_per_step * config.num_generations:
+        yield f"--minibatches {config.minibatches}: a step does not have as many completions"
+
+    # Evaluation and files.
+    if config.steps == 0 and not config.eval_every:
+        yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
+    if config.report_to and importlib.util.find_spec(config.report_to) is None:
+        yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -292,16 +292,15 @@ def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
         raise UserError(f"{what}; the update was not made, and the last checkpoint is as it was")
 
 
-def finished(out: Path, notes: Iterable[str] | None = None) -> int:
+def finished(out: Path, already: bool = False) -> int:
     """Print the result of a run from its files: the metrics of the first and of the last evaluation. Return the exit
-    code. If the run was already finished when this process started, `notes` says what has changed since the run's last
-    start, and is printed first. If this process has finished the run, `notes` is None."""
+    code. `already` says that the run was finished when this process started."""
     lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
     if ranks.rank() > 0:
         return 0
     with suppress(OSError):
-        if notes is not None:
-            print("\nnote: ".join([f"the run in {out}/ is finished; only --overwrite starts it over", *notes]))
+        if already:
+            print(f"the run in {out}/ is finished; only --overwrite starts it over")
         if lines:
             shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
             print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in shown))

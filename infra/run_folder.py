@@ -1,15 +1,19 @@
-"""The folder of a run: what it contains, which runs may be resumed in it, and how its files are written.
+"""The folder of a run: what it contains, what a command does with it, and how its files are written.
 
-    out/config.json           all settings; those given explicitly; a record of each start: commit and versions
+    out/config.json           all settings; those that were typed; a record of each start: commit, versions, hardware
     out/metrics.jsonl         a line for each step
     out/samples.jsonl         completions
-    out/checkpoint/000040/    everything that is needed to resume after step 40 (see checkpoint.py)
+    out/checkpoint/000040/    everything that is needed to go on after step 40 (see checkpoint.py)
     out/model/                the trained model, in fp32
 
-Nothing is written before everything is ready to start. The same command resumes a run. A command with other settings
-is refused, unless only settings in MAY_CHANGE differ. If the commit, the versions or the files that the run reads have
-changed, this is recorded and a note is printed. The results of a finished run are only printed again. --overwrite
-renames the folder and starts over.
+A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run; other settings are refused, but for those that
+may change; if it has made its steps (model/, or an evaluation at --steps 0) its results are printed; else it goes on
+after its newest checkpoint; without one, an unfinished run starts again and a finished one with more steps is refused;
+one with checkpoints but no lines for them is refused.
+
+So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
+with `--out RUN`, to itself. --overwrite renames the folder and starts over. If the code, the hardware or the files that
+the run reads have changed, this is recorded and a note is printed.
 """
 
 import fcntl
@@ -21,79 +25,101 @@ import re
 import shutil
 import subprocess
 import time
+import uuid
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import replace
 from hashlib import file_digest, sha256
 from pathlib import Path
 
 import torch
 import transformers
 
-from config import Config, UserError, resolve
+from config import SETTINGS, Config, UserError, is_allowed
+from infra import ranks
 
-MAY_CHANGE = {each.name for each in fields(Config) if each.metadata["may_change"]}  # when a run is resumed
-
-
-# ---- What is in a folder ----
+MAY_CHANGE = {name for name, setting in SETTINGS.items() if setting.metadata["may_change"]}  # when a run goes on
 
 
-def step_to_continue_after(config: Config) -> int | None:
-    """Return the step after which the run in `config.out` is resumed: 0 if it starts from the beginning, None if it is
-    finished. Raise a UserError if this run must not write there. Nothing is written."""
+# ---- What a command does with a folder ----
+
+
+def claim(config: Config) -> None:
+    """Make the folder `config.out` and lock it. Raise a UserError if this run must not write there."""
     out = Path(config.out)
-    if (out / ".lock").exists():  # otherwise no process has ever written here
-        lock(out)  # waits for a process that is still writing
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    kept = None if starts_over(config) else kept_steps(out)
-    if kept is None:
-        return 0
-    there = settings_of(out)
+    if is_run(config):
+        check_run(config)
+
+
+def check_run(config: Config) -> None:
+    """Raise a UserError if the run in the folder must not go on with these settings."""
+    out, there = Path(config.out), settings_of(Path(config.out))
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    # A run with --steps 0 writes no model. It is finished once it has logged its evaluation. At this line it has:
-    # without an evaluation, kept_steps gives None, and this function has returned above.
-    is_finished = (out / "model").exists() or there.steps == 0
-    if is_finished and config.steps == kept:
-        return None
-    if config.steps < kept:
-        raise UserError(f"--steps {config.steps}: the run in {out} has already made {kept}")
-    if is_finished and not saved_steps(out):
-        raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to resume from")
-    return max(saved_steps(out), default=0)
+    saved, has_model = saved_steps(out), (out / "model").exists()
+    log = out / "metrics.jsonl"
+    if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
+        raise UserError(f"{log} has no line for the checkpoint of step {saved[-1]}: move the checkpoint away")
+    steps_made = there.steps if has_model else max(saved, default=0)
+    if config.steps < steps_made:
+        raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
+    if config.steps > steps_made and has_model and not saved:
+        raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
 
 
-def kept_steps(out: Path) -> int | None:
-    """Return how many steps of the run are kept when it is resumed: all steps of a finished run, and otherwise those up
-    to its newest checkpoint. Return 0 if it has no checkpoint but has results: the log of a step or, with --steps 0, an
-    evaluation. Return None if there is no run or it has no results, so that nothing is lost by starting over."""
-    if (there := settings_of(out)) is None:
-        return None
-    if saved := saved_steps(out):
-        return saved[-1]  # of a finished run, this is the last step
-    if (out / "model").exists():
-        return there.steps
-    # A line with step 0 is the first evaluation. It is worth keeping only if the run was to do nothing else. So return
-    # 0 if there is a line of a later step, or if the run has --steps 0 and there is any line.
-    return 0 if any(line["step"] > 0 or there.steps == 0 for line in read_lines(out / "metrics.jsonl")) else None
+def is_run(config: Config) -> bool:
+    """Return whether there is a run in the folder, unless this command starts over."""
+    out = Path(config.out)
+    if starts_over(config):
+        return False
+    return bool(saved_steps(out) or (out / "model").exists() or read_lines(out / "metrics.jsonl"))
+
+
+def starts_over(config: Config) -> bool:
+    """Return whether --overwrite applies. It applies to the first start only: when torchrun restarts the ranks after a
+    failure, the run goes on."""
+    return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def is_finished(config: Config) -> bool:
+    """Return whether the run in the folder has made its steps, so that only its results are left to print."""
+    out = Path(config.out)
+    return is_run(config) and settings_of(out).steps == config.steps and (config.steps == 0 or (out / "model").exists())
+
+
+def step_to_continue_after(config: Config) -> int:
+    """Return the step of the newest checkpoint of the run in the folder, or 0 if the first step is still to be made."""
+    return max(saved_steps(Path(config.out)), default=0) if is_run(config) else 0
+
+
+def budgets_to_keep(config: Config) -> tuple[int | None, int | None]:
+    """Return rollout_tokens and micro_batch_tokens of the run in the folder if it goes on with the same hardware, since
+    micro-batches of another size round differently. Otherwise return None for both: they are chosen anew."""
+    about = content_of(Path(config.out) / "config.json")
+    if not is_run(config) or about["hardware"] != provenance()["hardware"]:
+        return None, None
+    return about["settings"]["rollout_tokens"], about["settings"]["micro_batch_tokens"]
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
-    """Return the names of the settings that differ although a resumed run must keep them."""
-    # If one of the runs is only an evaluation, its result also depends on settings that a training run may change.
-    both_train = there.steps != 0 and here.steps != 0
-    may_change = MAY_CHANGE if both_train else MAY_CHANGE - {"steps", "eval_prompts", "eval_k"}
+    """Return the names of the settings that differ although a run must keep them."""
+    may_change = MAY_CHANGE
+    if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
+        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k"}
     return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
-def inputs(config: Config) -> list[Path]:
-    """Return the files and folders that the settings name."""
-    named = [config.model, config.data, config.eval_data, *(name.rpartition(":")[0] for name in config.reward)]
-    return [Path(path).resolve() for path in named if path and Path(path).exists()]
+# ---- What is in a folder ----
 
 
 def checkpoint_of(out: Path, step: int) -> Path:
@@ -101,53 +127,78 @@ def checkpoint_of(out: Path, step: int) -> Path:
 
 
 def saved_steps(out: Path) -> list[int]:
-    """Return the steps after which a complete checkpoint was saved, in ascending order."""
-    return sorted(int(path.name) for path in (out / "checkpoint").glob("*") if path.name.isdigit())
+    """Return the steps after which a complete checkpoint was saved, in ascending order. Whatever else is in the folder
+    of the checkpoints is ignored."""
+    folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir() and path.name.isdecimal()]
+    return sorted(int(path.name) for path in folders if path == checkpoint_of(out, int(path.name)))
+
+
+def run_id(out: Path) -> str:
+    """Return a text that no other run has. Each checkpoint contains it, so that one of another run is not mistaken for
+    one of this run."""
+    return content_of(out / "config.json").get("run_id", "")
 
 
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
-    if (settings := content_of(out / "config.json").get("settings")) is None:
-        return None
-    if unknown := settings.keys() - vars(Config()).keys():
-        raise UserError(f"the run in {out} has settings that this code does not know: {', '.join(sorted(unknown))}")
-    settings = {name: float("inf") if x == "inf" else x for name, x in settings.items()}  # JSON has no infinity
-    return resolve(Config(**settings), {}, on_gpu=False)
+    file = out / "config.json"
+    content = content_of(file)
+    return as_config(content["settings"], file) if "settings" in content else None
 
 
-def given_in(file: Path) -> dict:
+def settings_in(file: Path) -> Config:
     """Return the settings in a file of the user. If the file is the config.json of a run, return only the settings that
-    were given explicitly to that run, without those about its folder."""
-    content = json.loads(file.read_text())
-    if "given" not in content:
-        return content
-    return {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
+    were typed, without those about the folder: with another task or algorithm, the others have other defaults."""
+    content = read_json(file)
+    if "given" in content:
+        content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
+    return as_config({name: x for name, x in content.items() if x is not None}, file)
+
+
+def as_config(settings: dict, file: Path) -> Config:
+    """Return the settings that were read from this file. Raise a UserError if one is unknown or has a wrong value."""
+    for name, x in settings.items():
+        if name not in SETTINGS:
+            raise UserError(f"{file}: this code has no setting {name}")
+        if not is_allowed(SETTINGS[name], x):
+            raise UserError(f"{file}: {name} cannot be {x!r}, see --help")
+    return Config(**settings)
 
 
 def content_of(file: Path) -> dict:
     """Return the content of a run's config.json, or an empty dict if there is no such file."""
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json(file) if file.exists() else {}
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return {**json.loads(file.read_text())}  # an error if it is not a dict
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
 
 
 def read_lines(file: Path) -> list[dict]:
     """Return the lines of a .jsonl file, without a last one that was cut off when the run was killed."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    texts = file.read_bytes().split(b"\n") if file.exists() else []
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            if number < len(texts):  # only what follows the last newline may be incomplete
+                raise UserError(f"{file}:{number}: not JSON: {text!r:.50}") from None
+    return lines
 
 
 # ---- The start of a run ----
 
 
-def begin(config: Config, given: Config, done: int) -> list[str]:
-    """Take over the folder and write config.json, once everything is ready to start. Return notes for the user. `given`
-    has the settings before `resolve`, and `config` those after it. The run continues after step
-    `done`."""
-    out, notes, beginnings = Path(config.out), [], []
-    out.mkdir(parents=True, exist_ok=True)
-    lock(out)
-    if step_to_continue_after(config) != done:
-        raise UserError(f"another process has written to {out} since this one started: start again")
-    if starts_over(config) and "settings" in content_of(out / "config.json"):
+def begin(config: Config, typed: Config, after_step: int) -> list[str]:
+    """Write config.json, once everything is ready to start. Return notes for the user. `config` has all settings, and
+    `typed` only those that the user typed. The run goes on after this step."""
+    out, notes = Path(config.out), []
+    file = out / "config.json"
+    if starts_over(config) and file.exists():
         free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
         replaced = next(path for path in free if not path.exists())
         out.rename(replaced)
@@ -156,40 +207,25 @@ def begin(config: Config, given: Config, done: int) -> list[str]:
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
     for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    explicit = {name: x for name, x in vars(given).items() if x != getattr(Config(), name)}
+    before = content_of(file) if is_run(config) else {}
+    if (out / "model").exists():  # the run gets more steps, and is not finished until it has another model
+        (out / "model").rename(out / f"model-{before['settings']['steps']}")
     now = provenance() | {"digests": digests(config)}
-    if kept_steps(out) is not None:
-        notes += notes_on_changes(config, now)
-        about, settings = content_of(out / "config.json"), vars(settings_of(out))
-        beginnings = about["beginnings"]
-        # Keep the settings that earlier commands gave, and add those that this command changes.
-        explicit = about["given"] | {name: x for name, x in explicit.items() if settings[name] != x}
-    beginnings = [*beginnings, {"after_step": done} | now]
-    about = {"given": explicit, "settings": vars(config)} | now | {"beginnings": beginnings}
-    # JSON has no infinity, but Python writes one, as Infinity. Replace it by the string "inf", which
-    # `settings_of` turns back into a number.
-    about = json.loads(json.dumps(about), parse_constant=lambda infinity: "inf")
-    write_text(out / "config.json", json.dumps(about, indent=2) + "\n")
-    return notes
+    about = {"run_id": before.get("run_id", uuid.uuid4().hex)}
+    about["given"] = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
+    about["settings"] = vars(replace(config, overwrite=False))
+    about |= now | {"beginnings": [*before.get("beginnings", []), {"after_step": after_step} | now]}
+    # JSON has no infinity, but a number that is too large for a float is read as one.
+    write_text(file, json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
+    old, new = facts_of(before) if before else {}, facts_of(about)
+    changed = [name for name in old | new if before and old.get(name) != new.get(name)]
+    return notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
 
 
-def starts_over(config: Config) -> bool:
-    """Return whether --overwrite applies. It applies to the first start only: when torchrun restarts the ranks after a
-    failure, the run is resumed."""
-    return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-
-
-def notes_on_changes(config: Config, now: dict | None = None) -> list[str]:
-    """Return a note for each change since the last start of the run. None of these changes keeps the run from being
-    resumed. `now` is what `begin` has found out about this start."""
-    now = now or (provenance() | {"digests": digests(config)})
-    about = content_of(Path(config.out) / "config.json")
-    before, after = ({"commit": x["commit"]} | x["versions"] | x["digests"] for x in (about, now))
-    before |= vars(settings_of(Path(config.out)))
-    # A setting that is still None, such as a budget that depends on the free memory, cannot be compared yet. And
-    # --overwrite is not a setting of the run itself.
-    after |= {name: x for name, x in vars(config).items() if x is not None and name != "overwrite"}
-    return [f"{name} was {before.get(name)}, now {x}" for name, x in after.items() if before.get(name) != x]
+def facts_of(about: dict) -> dict:
+    """Return what a note is printed about if it has changed since the last start, from the content of config.json."""
+    facts = {"commit": about["commit"], "code": about["code"]}
+    return facts | about["versions"] | about["hardware"] | about["digests"] | about["settings"]
 
 
 def fingerprint_of_start(config: Config, rows: list[dict]) -> dict:
@@ -212,14 +248,21 @@ def provenance() -> dict:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    hardware = dict(gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
+    hardware = dict(ranks=ranks.world(), gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
     return {"commit": commit or None, "code": digest_of_code(), "versions": versions, "hardware": hardware}
+
+
+def inputs(config: Config) -> list[Path]:
+    """Return the files and folders that the settings name."""
+    functions = [name.rpartition(":")[0] for name in [*config.reward, config.reply or ""]]
+    named = [config.model, config.data, config.eval_data, *functions]
+    return [Path(path).resolve() for path in named if path and Path(path).exists()]
 
 
 def digest_of_code() -> str:
     """Return a digest of all files that decide what a run computes, whether or not they are committed."""
     root, kinds = Path(__file__).parents[1], ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py")
-    return digest_of(file for kind in kinds for file in sorted(root.glob(kind)) if "test" not in file.name)
+    return digest_of(file for kind in kinds for file in sorted(root.glob(kind)) if not file.name.startswith("test_"))
 
 
 def digests(config: Config) -> dict[str, str]:

@@ -6,11 +6,13 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import threading
 import time
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +29,7 @@ from config import Config, UserError
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
 from infra import checkpoint, run_folder
 from infra.command_line import ready
-from infra.run_folder import saved_steps
+from infra.run_folder import checkpoint_of, saved_steps
 from rollout import Completion
 
 UPDATE, RENAME = "torch.optim.AdamW.step", "pathlib.Path.rename"
@@ -229,6 +231,19 @@ def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not
         file.write_bytes(whole)
 
 
+def test_the_checkpoint_of_another_run_is_refused(tmp_path):
+    models, optimizer = a_model()
+    for out in (tmp_path / "one", tmp_path / "other"):  # with the same settings
+        begun(out)
+        checkpoint.save(out, 4, models, optimizer, 0, {})
+        checkpoint.load(out, 4, models, optimizer)
+    folder = checkpoint_of(tmp_path / "one", 4)
+    shutil.rmtree(folder)
+    shutil.copytree(checkpoint_of(tmp_path / "other", 4), folder)
+    with pytest.raises(UserError, match=f"the checkpoint {folder} is of another run"):
+        checkpoint.load(tmp_path / "one", 4, models, optimizer)
+
+
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
 
 
@@ -239,9 +254,16 @@ def config_of(out: Path, **settings) -> Config:
     return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
 
 
+def begun(out: Path, **settings) -> list[str]:
+    """Do what a run does before its first step, and return its notes."""
+    config = config_of(out, **settings)
+    run_folder.claim(config)
+    return run_folder.begin(config, Config(out=str(out), **settings), run_folder.step_to_continue_after(config))
+
+
 def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/000004", "model"), **settings) -> None:
     """Write what a run leaves in its folder, except for weights. The last line of the metrics was cut off."""
-    run_folder.begin(config_of(out, **settings), Config(out=str(out), **settings), 0)
+    begun(out, **settings)
     # JSON has no infinity, so config.json must not contain one, even if a setting is infinite.
     json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps_made + 1)) + '{"st')
@@ -249,8 +271,9 @@ def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/00
         (out / name).mkdir(parents=True)
 
 
-def foreign_file(out: Path, name: str, text: str) -> None:
-    out.mkdir()
+def with_file(make: Callable, name: str, text: str, out: Path) -> None:
+    """Make the folder, and write a file in it."""
+    make(out)
     (out / name).write_text(text)
 
 
@@ -261,35 +284,88 @@ def of_a_fork(out: Path) -> None:
     (out / "config.json").write_text(json.dumps(about))
 
 
+def extended_and_killed(out: Path) -> None:
+    """A finished run got more steps, and was killed before its next checkpoint."""
+    made(out)
+    begun(out, steps=9)
+
+
+unfinished = partial(made, left=("checkpoint/000004",), steps=9)
 no_step_made = partial(made, steps_made=0, left=())
 evaluation = partial(no_step_made, steps=0)
 OTHER, NOT_A_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
-FOLDERS = [  # what is there, the settings of the command -> the step to resume after (None: finished) or the error
-    (partial(foreign_file, name="thesis.tex", text="mine"), {}, NOT_A_RUN),
-    (partial(foreign_file, name="config.json", text='{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
-    (no_step_made, dict(beta=0.1), 0),
-    (partial(made, left=("checkpoint/000004",)), {}, 4),
+BROKEN = "out/config.json cannot be read: "
+FOLDERS = [  # what is there, the settings of the command -> "finished", the step to go on after, or the error
+    (Path.mkdir, dict(beta=0.1), 0),
+    (partial(with_file, Path.mkdir, "thesis.tex", "mine"), {}, NOT_A_RUN),
+    (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
+    (begun, dict(beta=0.1), 0),  # it was killed before its first line
+    (no_step_made, {}, 0),
+    (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
+    (no_step_made, dict(beta=0.1, overwrite=True), 0),
+    (partial(made, left=()), dict(steps=3), 0),
+    (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing
     (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
+    (partial(made, left=("checkpoint/000002", "checkpoint/000010"), steps_made=10, steps=10), dict(steps=12), 10),
+    (made, {}, "finished"),
+    (partial(made, left=("model",)), {}, "finished"),
+    (partial(made, left=("model", "checkpoint/000002")), {}, "finished"),
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
+    (extended_and_killed, dict(steps=9), 4),
+    (extended_and_killed, {}, 4),
     (made, dict(steps=3), "--steps 3: the run in .* has already made 4"),
+    (unfinished, dict(steps=3), "--steps 3: the run in .* has already made 4"),
+    (unfinished, dict(steps=5), 4),
+    (partial(made, left=("model",)), dict(steps=3), "--steps 3: the run in .* has already made 4"),
+    (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no checkpoint"),
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
-    (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no"),
-    (partial(made, **INFINITE), INFINITE, None),
-    (evaluation, dict(steps=0, micro_batch_size=1), None),
+    (partial(made, left=("model",), steps_made=-1), dict(beta=0.5), OTHER),  # the log is empty
+    (partial(made, **INFINITE), INFINITE, "finished"),
+    (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
-    (of_a_fork, {}, "has settings that this code does not know: kl_target$"),
+    (of_a_fork, {}, "out/config.json: this code has no setting kl_target$"),
     (of_a_fork, dict(overwrite=True), 0),
+    # Files that somebody has changed, copied or left there.
+    (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl has no line for the .* step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "no line for the .* step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
+    (
+        partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'),
+        dict(steps=9),
+        "metrics.jsonl:1: not JSON",
+    ),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "metrics.jsonl:2: not JSON"),
+    (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
+    *[(partial(with_file, made, "config.json", text), {}, BROKEN) for text in ("", "[]", '{"settings": {', "7")],
+    (
+        partial(with_file, made, "config.json", '{"settings": {"steps": "4"}}'),
+        {},
+        "out/config.json: steps cannot be '4'",
+    ),
+    (partial(made, left=("checkpoint/000004", "checkpoint/000004 copy", "checkpoint/²", "checkpoint/9")), {}, 4),
+    (partial(with_file, unfinished, "checkpoint/000009", ""), dict(steps=9), 4),
+    (lambda out: out.write_text("mine"), {}, "^--out .*out: File exists$"),
 ]
 
 
 @pytest.mark.parametrize("state, settings, outcome", FOLDERS)
 def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, outcome):
     state(out)
-    before, is_error = contents(out), isinstance(outcome, str)
-    with pytest.raises(UserError, match=outcome) if is_error else nullcontext():
-        assert run_folder.step_to_continue_after(config_of(out, **settings)) == outcome
-    assert contents(out) == before
+    before, config = contents(out), config_of(out, **settings)
+    if isinstance(outcome, str) and outcome != "finished":
+        with pytest.raises(UserError, match=outcome):
+            run_folder.claim(config)
+    else:
+        run_folder.claim(config)
+        assert run_folder.is_finished(config) == (outcome == "finished")
+        assert outcome == "finished" or run_folder.step_to_continue_after(config) == outcome
+    assert contents(out) | {".lock": b""} == before | {".lock": b""}
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    with pytest.raises(UserError, match=r"^--out /proc/none/out: No such file or directory$"):
+        run_folder.claim(config_of(Path("/proc/none/out")))  # nobody can write in /proc
 
 
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----
@@ -303,43 +379,78 @@ def test_an_extended_run_and_one_that_starts_over_have_the_same_files(small, tmp
     taken.mkdir()
     run(settings | dict(steps=2), out)
     (out / "notes.md").write_text("mine")
-    shown = run(dict(steps=4), out)  # all other settings are those of the run in this folder
+    shown = run(dict(config=out / "config.json", steps=4), out)
     assert "note: steps was 2, now 4\n" in shown and f"continued after step 2 in {out}/" in shown
+    assert (out / "model-2").is_dir()
     shown = run(settings | dict(steps=4, overwrite=True), out)
     assert f"note: the run that was in {out}/ is in {replaced}/ now\nstarted in {out}/" in shown
     assert_same_files(replaced, out)  # this compares only the files that a run writes, so not notes.md
-    assert run_folder.given_in(replaced / "config.json") == run_folder.given_in(out / "config.json")
+    assert run_folder.settings_in(replaced / "config.json") == run_folder.settings_in(out / "config.json")
     assert (replaced / "notes.md").read_text() == "mine" and not (out / "notes.md").exists()
     before, table = contents(out), shown.partition("held out (± 95 %)")[2]
     assert "accuracy" in table
     shown = run(settings | dict(steps=4, micro_batch_size=2), out)
-    assert "is finished" in shown and "note: micro_batch_size was None, now 2\n" in shown
-    assert shown.endswith(table) and contents(out) == before
+    assert shown == f"the run in {out}/ is finished; only --overwrite starts it over\nheld out (± 95 %){table}"
+    assert contents(out) == before
 
 
 def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatch):
-    """The commit, the versions and the files that the run reads may change."""
-    reward = out.with_name("mine.py")
-    config = config_of(out, reward=[f"{reward}:mine"])
-    reward.write_text("first")
-    made(out, left=("checkpoint/000004",), reward=config.reward)
-    (first,) = json.loads((out / "config.json").read_text())["beginnings"]
-    assert run_folder.notes_on_changes(config) == []
-    reward.write_text("second")
-    later = {"commit": "abc", "versions": {"torch": "9.9"}, "hardware": {}}
-    monkeypatch.setattr(run_folder, "provenance", lambda: later)
-    notes = run_folder.begin(config, config, 4)
-    before, after = json.loads((out / "config.json").read_text())["beginnings"]
-    assert before == first and after.items() >= later.items()
-    assert notes[:-1] == [f"commit was {first['commit']}, now abc", f"torch was {torch.__version__}, now 9.9"]
-    assert notes[-1].startswith(f"digest of {reward} was ") and before["digests"] != after["digests"]
+    made(out, left=("checkpoint/000004",))
+    assert begun(out, eval_every=7) == ["eval_every was 20, now 7"]
+    now = run_folder.provenance()
+    later = {
+        "commit": "abc",
+        "versions": now["versions"] | {"torch": "9.9"},
+        "hardware": now["hardware"] | {"ranks": 2},
+    }
+    monkeypatch.setattr(run_folder, "provenance", lambda: now | later)
+    notes = [f"commit was {now['commit']}, now abc", f"torch was {torch.__version__}, now 9.9", "ranks was 1, now 2"]
+    assert begun(out, eval_every=7) == notes
+    beginnings = json.loads((out / "config.json").read_text())["beginnings"]
+    assert [start["after_step"] for start in beginnings] == [0, 4, 4]
+    assert all(start.items() >= now.items() for start in beginnings[:2]) and beginnings[2].items() >= later.items()
+
+
+CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]
+NAMED = ["model/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
+
+
+@pytest.mark.parametrize("changed", CODE + NAMED)
+def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_path, out, monkeypatch, changed):
+    for name in CODE + NAMED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("first")
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "infra" / "run_folder.py"))
+    model, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", *NAMED[1:]))
+    settings = dict(model=model, data=rows, eval_data=held, reward=[f"{reward}:f"], reply=f"{reply}:f")
+    made(out, left=("checkpoint/000004",), **settings)
+    on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings), [])
+    assert begun(out, **settings) == []
+    (tmp_path / changed).write_text("second")
+    name = "code" if changed in CODE else f"digest of {tmp_path / changed}".removesuffix("/config.json")
+    notes, is_told = begun(out, **settings), not changed.startswith(("test_", "tools/"))
+    assert [note.partition(" was ")[0] for note in notes] == ([name] if is_told else [])
+    fingerprint = run_folder.fingerprint_of_start(config_of(out, **settings), [])
+    assert (fingerprint != on_other_ranks) == (is_told and changed.endswith(".py"))
+
+
+def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkeypatch):
+    made(out, left=("checkpoint/000004",), rollout_tokens=1000, micro_batch_tokens=500)
+    # On a GPU, the budgets are open until the run has measured what fits.
+    again = ready(Config(out=str(out), steps=4), on_gpu=True)
+    assert again.rollout_tokens is again.micro_batch_tokens is None
+    assert run_folder.budgets_to_keep(again) == (1000, 500)
+    assert run_folder.budgets_to_keep(replace(again, overwrite=True)) == (None, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+    assert run_folder.budgets_to_keep(again) == (None, None)
 
 
 def write(out: Path, to_test: Connection) -> None:
     """Replace the run in this folder, and keep the lock of the folder for minutes. Start a child process, as a reward
     may do, and send its pid to the test. The child does not have the lock."""
     made(out)
-    run_folder.begin(config_of(out, overwrite=True), Config(), 0)
+    begun(out, overwrite=True)
     if child := os.fork():  # in the child, this is 0
         to_test.send(child)
     time.sleep(600)  # the parent, which has the lock, and the child both sleep
@@ -353,18 +464,19 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
     child, before = receiver.recv(), contents(out)
     # A command that does not get the lock sleeps before it tries again. In this process, do not wait for that.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    for command in (run_folder.step_to_continue_after, partial(run_folder.begin, given=Config(), done=0)):
-        with pytest.raises(UserError, match=f"another process is writing to {out}: "):
-            command(config_of(out, overwrite=True))
+    with pytest.raises(UserError, match=f"another process is writing to {out}: "):
+        run_folder.claim(config_of(out, overwrite=True))
     assert contents(out) == before
     writer.kill()
     writer.join()
-    assert run_folder.step_to_continue_after(config_of(out)) == 0
+    run_folder.claim(config_of(out))
     os.kill(child, signal.SIGKILL)  # until now the child was running, but it did not have the lock
 
 
-def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path):
-    interrupt = partial(at, UPDATE, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
+# In the first evaluation, or in the update of the first step.
+@pytest.mark.parametrize("name", ["train.evaluate", UPDATE])
+def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path, name):
+    interrupt = partial(at, name, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
     shown = run(without_noise, tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import math
 import re
+import sys
 
 import pytest
 
-from config import ALGORITHMS, Config, UserError
+from config import ALGORITHMS, SETTINGS, Config, is_allowed, is_list, kind_of
 from infra import run_folder
-from infra.command_line import SETTINGS, allowed, flags, is_list, kind_of, parse, ready, warnings, wrong_values
+from infra.command_line import allowed, flags, for_argparse, parse, ready, warnings
 from tasks import REAL_MODEL_DEFAULTS, task_names
 
 
@@ -37,9 +38,18 @@ def test_flags_may_be_written_either_way():
     same = "--micro_batch_size 3 --mask-truncated yes --kl-importance --beta 0.1 --entropy_coef -.001 --shard=False"
     settings = Config(micro_batch_size=3, mask_truncated=True, kl_importance=True, beta=0.1, entropy_coef=-1e-3)
     assert read(given) == read(same) == settings
-    lists = "--data d.jsonl --model m --reward a.py:f b.py:g --reward_weights 1 -0.5 --out=--x"
-    own = Config(data="d.jsonl", model="m", reward=["a.py:f", "b.py:g"], reward_weights=[1.0, -0.5], out="--x")
+    lists = "--data d.jsonl --model m --reward a.py:f b.py:g --reward_weights 1 -1e-2 --out=--x"
+    own = Config(data="d.jsonl", model="m", reward=["a.py:f", "b.py:g"], reward_weights=[1.0, -0.01], out="--x")
     assert read(lists) == own and read("") == Config()
+
+
+def test_a_value_may_begin_with_a_hyphen_or_a_space():
+    """A word is a flag only if it begins with two hyphens and a letter. What follows "=" is always a value."""
+    assert read("--entropy_coef -1e-3 --stop -- --- -x - --seed 3") == Config(
+        entropy_coef=-1e-3, stop=["--", "---", "-x", "-"], seed=3
+    )
+    assert read("--stop=--end --shard") == Config(stop=["--end"], shard=True) and read("--stop=--").stop == ["--"]
+    assert parse(["--stop", " -", "a=b c", "-"], on_gpu=False) == Config(stop=[" -", "a=b c", "-"])
 
 
 ACCEPTED = [  # a command line -> some of its resolved settings
@@ -56,6 +66,7 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #", {}),
     ("--algorithm gmpo --epsilon_low 1.5 --epsilon_high inf --normalization prompt --num_iterations 2", {}),
     ("--old_policy sampler --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --min_p 0.1", dict(keep_set=True)),
+    ("--algorithm dppo --ratio sequence --top_entropy 0.2 --gate_low 0.5 --gate_high 2 --minibatches 128", {}),
 ]
 
 
@@ -76,35 +87,36 @@ def test_every_default_is_filled_in_and_resolved_settings_can_be_given_as_flags(
     assert parse(words, on_gpu=True) == config == ready(config, on_gpu=True)
 
 
-def test_settings_from_a_file_and_from_an_earlier_run(tmp_path):
-    """If --config names the config.json of a run, the settings are those that were given to that run, except for --out
-    and --overwrite. If --out names a run that has made a step, all settings are those of that run, except for those
-    that other flags change."""
+def test_settings_from_a_file_and_from_a_run(tmp_path):
+    """If --config names the config.json of a run, the settings are those that were typed for that run, except for --out
+    and --overwrite. --out alone takes no settings from the run in its folder."""
     out, file = tmp_path / "out", tmp_path / "out" / "config.json"
-    words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --reward r.py:f --steps 7"
-    given = read(f"{words} --out {out} --overwrite")
-    mine = {name: "inf" if x == math.inf else x for name, x in vars(given).items() if x != vars(Config())[name]}
-    (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None)))  # null means not given
-    assert read(f"--config {tmp_path}/mine.json") == given
-    run_folder.begin(ready(given, on_gpu=False), given, 0)
+    words = "--task sorting --algorithm dapo --epsilon_high inf --micro_batch_size 3 --stop -- --- --steps 7"
+    words += " --reward r.py:f --reward_weights -1e-5"
+    typed = read(f"{words} --out {out} --overwrite")
+    mine = {name: x for name, x in vars(typed).items() if x != vars(Config())[name]}
+    (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None, beta=0)))  # null means not typed
+    assert read(f"--config {tmp_path}/mine.json") == typed
+    made(typed)
     for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
-    assert read(f"--out {out}") == Config(out=str(out)), "no step was made, so there is nothing to resume"
+    assert read(f"--config {file} --out {out} --overwrite") == typed
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert vars(read(f"--out {out} --steps 9")) == vars(ready(given, on_gpu=False)) | dict(steps=9, overwrite=False)
-    # Suppose that the run was killed before its first checkpoint, so that the next command begins it again. It gives
-    # only --out, but config.json must still record the settings that were given to the first command.
-    again = read(f"--out {out}")
-    run_folder.begin(ready(again, on_gpu=False), again, 0)
-    assert read(f"--config {file}") == read(words)
-    assert read(f"--out {out} --overwrite") == Config(out=str(out), overwrite=True)
-    with pytest.raises(UserError, match="--algorithm dapo there, gspo here"):
-        run_folder.step_to_continue_after(ready(read(f"--out {out} --algorithm gspo"), on_gpu=False))
+    assert read(f"--out {out}") == Config(out=str(out))
+
+
+def made(typed: Config) -> None:
+    """Write the config.json of a run."""
+    config = ready(typed, on_gpu=False)
+    run_folder.claim(config)
+    run_folder.begin(config, typed, 0)
 
 
 # A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
 MISTAKES = [
-    ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi=0.3 oops"),
+    ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi ... 0.3 ... oops"),
+    ("--seed 1 -2", "unrecognized arguments: ... -2"),
+    ("--stop a --stopp=b c", "unrecognized arguments: --stopp"),
     # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
@@ -125,19 +137,41 @@ MISTAKES = [
     ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set false: "),
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
+    ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
+    *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
+    *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
+    ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use --ratio token"),
+    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step does not have as many"),
+    (
+        "--steps 0 --eval_every 0 --eval_data d.jsonl",
+        "--steps 0 --eval_every 0: | --eval_data: has no effect",
+    ),
+    ("--report_to trackio", "--report_to trackio: the package is not installed"),
 ]
-IN_FILES = [  # settings in a file, flags, a part of each line of the error message
-    ({"lerning_rate": 1}, "", "unrecognized arguments: --lerning_rate=1"),
+# The text of a file, flags, a part of each line of the error message. "FILE" stands for the path of the file.
+IN_FILES = [
+    ('{"lerning_rate": 1}', "", "FILE: this code has no setting lerning_rate"),
     # Only the key "given" of a run's config.json is read, and this file does not have it.
-    ({"settings": {"seed": 1}}, "", "unrecognized arguments: --settings="),
-    ({"algorithm": "rloo", "beta": None, "seed": 2}, "--minibatches 4", "--objective reinforce: has no ratio"),
-    ({}, "--config none.json", "none.json"),
+    ('{"settings": {"seed": 1}}', "", "FILE: this code has no setting settings"),
+    ('{"algorithm": "rloo", "beta": null, "seed": 2}', "--minibatches 4", "--objective reinforce: has no ratio"),
+    ("{}", "--config none.json", "none.json cannot be read: "),
+    *[(text, "", "FILE cannot be read: ") for text in ("", "[]", '[["seed", 1]]', "7", '{"seed": 1', '{"seed": 1}}')],
+    *[
+        (json.dumps({name: x}), "", f"FILE: {name} cannot be ")
+        for name, x in [
+            *dict(seed="1", beta="0.1", reward="r.py:f", shard=1, steps=True, stop=["a", 1], correct=["f"]).items(),
+            *dict(epsilon_low="inf", algorithm="dapa", baseline=[], task=5, micro_batch_size=0, temperature=0).items(),
+            *dict(beta=math.nan, learning_rate=math.inf, eval_k=2.0, reward_weights=[1, None]).items(),
+        ]
+    ],
 ]
 
 
-@pytest.mark.parametrize("settings, line, expected", [({}, *mistake) for mistake in MISTAKES] + IN_FILES)
-def test_mistakes_are_reported(tmp_path, capsys, settings, line, expected):
-    (tmp_path / "mine.json").write_text(json.dumps(settings))
+@pytest.mark.parametrize("text, line, expected", [("{}", *mistake) for mistake in MISTAKES] + IN_FILES)
+def test_mistakes_are_reported(tmp_path, capsys, monkeypatch, text, line, expected):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not installed
+    (tmp_path / "mine.json").write_text(text)
+    expected = expected.replace("FILE", str(tmp_path / "mine.json"))
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
 
 
@@ -171,9 +205,8 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
     for x in default if is_list(setting) else [default]:
         assert x is None or type(x) is kind_of(setting)
     for x in fine:
-        given = vars(flags().parse_args([f"--{name}={x}"]))
-        assert given[name] == ([x] if is_list(setting) else x)
-        assert [*wrong_values(dataclasses.replace(Config(), **{name: given[name]}))] == []
+        typed = vars(flags().parse_args([*for_argparse([f"--{name}={x}"])]))
+        assert typed == {name: [x] if is_list(setting) else x} and is_allowed(setting, typed[name])
     for x in wrong:
         assert_refused(capsys, f"--{name}={x}", [f"--{name}"])
     if kind_of(setting) is not str:

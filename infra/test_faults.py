@@ -150,9 +150,9 @@ def closed_stdout() -> None:
     sys.stdout = None
 
 
-@pytest.mark.parametrize("stdout", [unwritable_stdout, closed_stdout])
-def test_a_run_does_not_need_a_screen(small, whole, tmp_path, stdout):
-    assert run(small, tmp_path / "out", stdout) == ""
+@pytest.mark.parametrize("prepare", [unwritable_stdout, closed_stdout])
+def test_a_run_does_not_need_a_screen(small, whole, tmp_path, prepare):
+    assert "Traceback" not in run(small, tmp_path / "out", prepare)
     assert metrics(tmp_path / "out") == metrics(whole)
 
 
@@ -262,8 +262,15 @@ def test_a_rank_waits_hours_for_the_others(monkeypatch):
     assert min(given["timeout"], store.timeout) >= timedelta(hours=1)
 
 
+def test_a_process_with_a_rank_and_nothing_else_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "MASTER_PORT": "29500"})
+    with pytest.raises(UserError, match=r"^RANK is set, but not MASTER_ADDR, WORLD_SIZE: "):
+        ranks.start()
+
+
 def test_an_unknown_master_is_named_at_once(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda *args: pytest.fail("it would retry for half an hour"))
-    monkeypatch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "nobody.invalid", "RANK": "1"})
+    torchrun = {"MASTER_ADDR": "nobody.invalid", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", os.environ | torchrun)
     with pytest.raises(UserError, match=r"^MASTER_ADDR nobody\.invalid: "):
         ranks.start()

@@ -103,6 +103,7 @@ def out(tmp_path, monkeypatch):
         flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
         given = parse(flags.split(), on_gpu=False)
         # The run has the dtype of a GPU. The grid leaves the dtype at "auto", so `ablate` must accept any.
+        run_folder.claim(ready(given, on_gpu=False))
         run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     (tmp_path / "0.0-2").mkdir()
