@@ -190,7 +190,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     1. the user, on the command line or in the file of --config
     2. the preset of the algorithm
     3. the task
-    4. what follows from other settings (the task itself, the folder) or from the machine (dtype, decode, the two budgets)
+    4. what follows from other settings (the task, the folder) or from the machine (dtype, decode, the two budgets)
 
     What is still None after this is off. Only the two budgets, rollout_tokens and micro_batch_tokens, may stay open: on
     a GPU, they come from the run that is continued, or else from a measurement after the model is loaded

@@ -257,7 +257,8 @@ def test_a_rank_waits_hours_for_the_others(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda *args: iter([(store, 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    monkeypatch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "127.0.0.1", "RANK": "0"})
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
+    monkeypatch.setattr(os, "environ", os.environ | torchrun)
     ranks.start()
     assert min(given["timeout"], store.timeout) >= timedelta(hours=1)
 
