@@ -77,7 +77,7 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
-        ranks.on_first(write_state, partial_folder / "state.pt", cursor, state)
+        ranks.on_first(write_state, partial_folder / "state.pt", {"cursor": cursor, "state": state})
         for part, tensors in parts.items():
             writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
@@ -165,12 +165,12 @@ def check(folder: Path) -> None:
         raise UserError(f"the checkpoint {folder} is damaged ({min(differing).strip()}): restore it, or move it away")
 
 
-def write_state(file: Path, cursor: int, state: dict) -> None:
+def write_state(file: Path, about: dict) -> None:
     """Write state.pt. A state that could not be loaded is refused now, and not when the run is resumed."""
-    if any(isinstance(x, DTensor) for x in tree_leaves(state)):
+    if any(isinstance(x, DTensor) for x in tree_leaves(about)):
         raise UserError("run.state contains a sharded tensor, of which each rank has a part: store its full_tensor()")
     try:
-        torch.save({"cursor": cursor, "state": state}, file)
+        torch.save(about, file)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise UserError(f"run.state cannot be saved: {error}") from error
     with safe_globals(CLASSES):
