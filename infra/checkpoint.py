@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
 from advantage import Group
@@ -67,7 +68,7 @@ def save(
     is sharded. Only the newest `keep` checkpoints stay."""
     first = ranks.rank() == 0
     parts = {part: trained_tensors(model) for part, model in models.items()}
-    if optimizer.state:  # before the first update there is none, and the next line would make an update to create it
+    if optimizer.state:  # before the first update there is none, and the next line would create it by an update
         parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
     with ranks.fail_together():
         for part, tensors in parts.items():
@@ -146,8 +147,8 @@ def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Number the files of weights, and return for each tensor the number of its file. Files are small, because PyTorch
     copies all tensors of a file in memory before it writes them.
 
-    Every rank writes a file of each number, with its own shards of the tensors. So the tensors of one number have about
-    FILE_BYTES times the number of ranks."""
+    Every rank writes a file of each number, with its own part of the tensors that have this number. So these tensors
+    may have FILE_BYTES times the number of ranks."""
     before = accumulate((x.nbytes for x in tensors.values()), initial=0)
     return {name: 1 + n // (FILE_BYTES * ranks.world()) for name, n in zip(tensors, before)}
 
@@ -168,6 +169,8 @@ def check(folder: Path) -> None:
 
 def write_state(file: Path, about: dict) -> None:
     """Write state.pt. A state that could not be loaded is refused now, and not when the run is resumed."""
+    if any(isinstance(x, DTensor) for x in tree_leaves(about)):
+        raise UserError("run.state contains a sharded tensor, of which each rank has a part: store its full_tensor()")
     try:
         torch.save(about, file)
     except (AttributeError, TypeError, pickle.PicklingError) as error:

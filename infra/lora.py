@@ -91,14 +91,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.lora_on = True
 
 
-def notes(model: PreTrainedModel) -> list[str]:
-    """Return a note if there are weights with more than two dimensions, which get no adapters."""
+def notes(model: PreTrainedModel) -> Iterator[str]:
+    """Yield a note if there are weights with more than two dimensions, which get no adapters."""
     linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
     others = sum(p.numel() for p in model.parameters() if p.dim() > 2)
-    if not linear or not others:
-        return []
-    share = linear / (linear + others)
-    return [f"adapters reach {share:.0%} of the weights; convolutions, and experts stored as one tensor, get none"]
+    if linear and others:
+        share = linear / (linear + others)
+        yield f"adapters reach {share:.0%} of the weights; convolutions, and experts stored as one tensor, get none"
 
 
 # ---- Adapters on disk, in the format of PEFT ----

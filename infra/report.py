@@ -213,11 +213,10 @@ class RunLog:
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob, which
-        is null in a reply. Where several tokens make up a character, the texts are U+FFFD."""
+        is null in a reply. A token that is only a part of a character has the text U+FFFD."""
         one = group.completions[i]
         written = [True] * len(one.ids) if one.written is None else one.written
         tokens = zip(one.ids, one.logp, written, strict=True)
-        A = None if group.advantages is None else group.advantages[i]
         return {
             "step": step,
             "kind": kind,
@@ -225,7 +224,7 @@ class RunLog:
             "completion": self.decode(one.ids),
             "reward": float(group.rewards[i]),
             "rewards": dict(zip(self.reward_names, group.reward_parts[i].tolist(), strict=True)),
-            "advantage": A.tolist() if isinstance(A, Tensor) else A,
+            "advantage": None if group.advantages is None else torch.as_tensor(group.advantages[i]).tolist(),
             "length": one.length,
             "truncated": one.truncated,
             "columns": columns_of(group.row),
@@ -287,9 +286,9 @@ def hints(metrics: dict, groups: list[Group], prompts_per_step: int) -> Iterator
 
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
     """Stop the run, because the loss or the gradient is not finite. All ranks call this, and one of them reports it."""
-    what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
     with ranks.fail_together():
-        raise UserError(f"{what}; the update was not made, and the last checkpoint is as it was")
+        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
+        raise UserError(f"{what}; the update was not made, and the last checkpoint is intact")
 
 
 def finished(out: Path, already: bool = False) -> int:

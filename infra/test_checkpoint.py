@@ -20,7 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
@@ -211,6 +214,14 @@ def test_what_is_not_finite_or_could_not_be_loaded_is_never_saved(tmp_path, spoi
     with pytest.raises(UserError, match=message):
         checkpoint.save(tmp_path, 2, models, optimizer, 0, state)
     assert saved_steps(tmp_path) == [1] and contents(tmp_path / "checkpoint" / "000001") == before
+
+
+def test_a_part_of_a_sharded_tensor_is_never_saved_in_the_state(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+    with pytest.raises(UserError, match="a sharded tensor, of which each rank has a part"):
+        checkpoint.save(tmp_path, 2, *a_model(), 0, {"mean": [sharded]})
 
 
 def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not_matter(tmp_path):

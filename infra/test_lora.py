@@ -100,12 +100,11 @@ def test_new_adapters_are_uniform_and_follow_from_the_seed():
         layers = lora.adapted_layers(lora.add_adapters(tiny_model("llama"), rank=64, alpha=8, seed=seed)).values()
         return torch.cat([layer.lora_A.flatten() * (3 * layer.lora_A.shape[1]) ** 0.5 for layer in layers]).detach()
 
-    first, again, other = all_A(seed=1), all_A(seed=1), all_A(seed=2)
-    assert torch.equal(first, again) and len(first) > 10_000
-    for A in (first, other, (first + other) / 2**0.5):  # the sum, because two seeds must be independent
-        # Of n independent numbers, the error of the mean is 1 / sqrt(n), and that of the spread is less.
+    first, other = all_A(seed=1), all_A(seed=2)
+    assert torch.equal(first, all_A(seed=1)) and first.abs().max() <= 3**0.5
+    for A in (first, other, (first + other) / 2**0.5):  # the sum has this spread only if two seeds are independent
+        # Of n independent numbers, the error of the mean is about 1 / sqrt(n), and that of the spread is less.
         assert abs(A.mean()) < 4 * len(A) ** -0.5 and abs(A.std() - 1) < 4 * len(A) ** -0.5
-    assert first.abs().max() <= 3**0.5
 
 
 def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_are_refused():

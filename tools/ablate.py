@@ -30,7 +30,6 @@ import numpy as np
 
 from config import Config
 from infra import command_line, run_folder
-from tools import reading
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
@@ -64,11 +63,13 @@ def check_settings(run: Run, made: Config) -> None:
 
 def log_if_finished(run: Run) -> Lines:
     """Return the log of the run if it is finished, otherwise an empty list. Exit if it was made with other settings."""
-    with reading(run.folder):
+    try:
         if made := run_folder.settings_of(run.folder):
             check_settings(run, made)
         lines = run_folder.read_lines(run.folder / "metrics.jsonl")
         return lines if lines and lines[-1]["step"] >= run.config.steps else []
+    except Exception as error:
+        sys.exit(f"error: {run.folder} does not have the files of a run: {error!r}")
 
 
 def finished(run: Run) -> Lines:

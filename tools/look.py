@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from infra import run_folder
-from tools import reading
 
 MOST_POINTS = 10_000  # of a curve
 
@@ -25,11 +24,10 @@ def content(run: Path, megabytes: float = 40.0) -> dict:
     kept, or every third, and so on. If these still take more, only the last completions that fit are kept, at least
     one."""
     most_bytes = megabytes * 1e6
-    with reading(run):
-        metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
-        trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
+    metrics, samples = (run_folder.read_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
     if not metrics:
         sys.exit(f"error: {run} has no metrics.jsonl with the steps of a run")
+    trained, held_out = ([line for line in samples if line["kind"] == kind] for kind in ("train", "eval"))
     steps = sorted({line["step"] for line in trained})
     step_stride = max(1, math.ceil(len(json.dumps(trained)) / most_bytes))
     kept = set(steps[::-step_stride])  # counted from the last one

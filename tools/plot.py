@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from infra import run_folder
-from tools import reading
 
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for the colour-blind
@@ -36,9 +35,11 @@ Log = namedtuple("Log", "settings lines")
 
 
 def read_log(folder: Path) -> Log:
-    with reading(folder):
+    try:
         settings = json.loads((folder / "config.json").read_text())["settings"]
         return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
+    except Exception as error:
+        sys.exit(f"error: {folder} does not have the files of a run: {error!r}")
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
