@@ -117,7 +117,7 @@ def rollout(
     for start in range(0, len(prompts), rows_at_once):
         rows = slice(start, start + rows_at_once)
         own_uniform = None if uniform is None else uniform[rows]
-        own_replies = None if replies is None else replies[rows]
+        own_replies = None if replies is None else [replies[i] for i in range(len(prompts))[rows]]
         completions += _generate(model, prompts[rows], own_uniform, own_replies, sampling, progress)
     return completions
 

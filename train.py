@@ -33,7 +33,7 @@ from infra.model import load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Completion, Progress, Sampling, rollout, uniforms
-from tasks import Task, load_task, score, task_module
+from tasks import Task, call_rewards, load_task, task_module
 from tasks._prompts import check_prompts, encode_prompts, notes
 from tasks._turns import check_template, replies_to, with_replies
 
@@ -228,7 +228,7 @@ def pick_rows(run: Run, n: int, step: int) -> list[int]:
     """Choose the next n rows of the task, as positions in run.task.train. For a curriculum, change this function, and
     store its state in run.state. After the step, group.index tells which row a group came from."""
     run.cursor += n
-    return run.task.draw(run.cursor - n, n, run.config.seed)
+    return [row["_index"] for row in run.task.rows_from(run.cursor - n, n, run.config.seed)]
 
 
 def generate_groups(
@@ -263,14 +263,14 @@ def judge(run: Run, groups: list[Group], steps_done: int) -> list[Group]:
     cfg, own, weights = run.config, ranks.share(len(groups)), run.task.weights
     with ranks.fail_together():
         limit = partial(faults.time_limit, cfg.reward_timeout)
-        scored, logged = score(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
-    for group, (values, extras) in zip(groups, ranks.gather(scored), strict=True):
-        group.reward_parts = torch.tensor(values, dtype=torch.float64)  # (G, K)
+        judged, logged = call_rewards(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
+    for group, (reward_parts, extras) in zip(groups, ranks.gather(judged), strict=True):
+        group.reward_parts = reward_parts  # (G, K)
         group.rewards = combine_rewards(group.reward_parts[None], weights)[0]  # (G,), for reports
         group.combined = combine_rewards(group.reward_parts[None], weights, cfg.combine_rewards)[0]  # for advantages
         group.right, group.extras = run.task.right(group.reward_parts), extras
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
-    run.logged += logged  # of this rank only; `training_step` gathers it
+    run.logged += [(f"logged/{name}", value) for name, value in logged]  # of this rank only; `training_step` gathers it
     return groups
 
 
