@@ -61,8 +61,8 @@ def import_file(path: Path) -> ModuleType:
     sys.path.append(str(root))
     check_neighbours(path, root)
     if folder_of(names[0]) != root:
-        # Another module has this name, such as one of this program, or the rewards.py of another folder. To give this one
-        # a name of its own, put the name of a package in front that has only the modules of this folder.
+        # Another module has this name, such as one of this program, or the rewards.py of another folder. To give this
+        # file a name of its own, put the name of a package in front that has only the modules of this folder.
         package = f"modules_of_{bytes(root).hex()}"
         sys.modules.setdefault(package, ModuleType(package)).__path__ = [str(root)]
         names.insert(0, package)
