@@ -41,7 +41,7 @@ class Group:
     # Set by `add_rewards` in train.py:
     rewards: Tensor | None = None  # (G,), the weighted sum of the reward functions; NaN where none gave a value
     reward_parts: Tensor | None = None  # (G, K), the value of each reward function
-    right: Tensor | None = None  # (G,), bool; None if the task does not say which answers are right
+    right: Tensor | None = None  # (G,), 1 or 0, NaN where that was not judged; None if it was judged nowhere
     has_signal: bool = True
     extras: list[dict] | None = None  # for each completion, what reward functions passed to `log_extra`
     # Set by `set_advantages`, unless dynamic sampling replaced the group: (G,), or a list of G tensors with one value
@@ -213,8 +213,8 @@ def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool
     are right. If rewards are graded, or the task does not say what is right, the second condition is that rewards
     differ."""
     by_reward = graded or group.right is None
-    # A completion without a reward is neither right nor wrong: it becomes NaN, which `all_equal` leaves out.
-    values = group.rewards if by_reward else group.right.double().masked_fill(group.rewards.isnan(), math.nan)
+    # A completion without a reward is left out: it becomes NaN.
+    values = group.rewards if by_reward else group.right.masked_fill(group.rewards.isnan(), math.nan)
     trained = sum(mask.any() for mask in trained_tokens(group, mask_truncated))
     return trained >= 2 and not bool(all_equal(values[None]))
 

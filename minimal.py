@@ -23,7 +23,7 @@ LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
 
 def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
     groups = []
-    rows = task.rows_from((step - 1) * PROMPTS, PROMPTS, SEED)  # the next ones, in an order that the seed decides
+    rows = task.rows_from((step - 1) * PROMPTS, PROMPTS, SEED)  # the next rows of task.train, in random order
     for p, row in enumerate(rows):
         # Sample the completions. Each of them has its own random numbers, so it does not depend on the others.
         prompt_ids = tokenizer(row["prompt"]).input_ids

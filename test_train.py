@@ -43,6 +43,10 @@ def never(prompts, **columns):
     return [None] * len(prompts)
 
 
+def wrong(prompts, **columns):
+    return [0.0] * len(prompts)
+
+
 def at_first(completions, trainer_state, **columns):
     """Give rewards in the first step only."""
     return [None if trainer_state.global_step else float(len(text)) for text in completions]
@@ -336,11 +340,11 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         return statistics.fmean(x for x in values if x is not None)
 
     given = [[r for r in rewards[i : i + 3] if r is not None] for i in range(0, len(rows), 3)]
-    right = [named["judged"] == 1.0 for named in rewards_by_name]
-    # A group is rejected if its completions that have a reward are all right or all wrong, or if fewer than two are
-    # trained on. A completion with a reward only from `sometimes` is wrong. `verdicts` has the values of `right` in
-    # each group.
-    verdicts = [{right[i + j] for j in range(3) if rewards[i + j] is not None} for i in range(0, len(rows), 3)]
+    right = [named["judged"] for named in rewards_by_name]  # 1.0, 0.0 or None
+    # A group is rejected if its completions that `judged` judges are all right or all wrong, or if fewer than two are
+    # trained on. If `judged` judges none of them, the rewards take the place of its verdicts.
+    verdicts = [{*right[i : i + 3]} - {None} or {*rewards[i : i + 3]} - {None} for i in range(0, len(rows), 3)]
+    assert any({*right[i : i + 3]} == {None} for i in range(0, len(rows), 3)), "there are such groups"
     expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,
         "reward": mean(rewards),
@@ -350,7 +354,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "without_reward": rewards.count(None),
         "completion_length": mean(lengths),
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
-        "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
+        "length_incorrect": mean(n for n, ok in zip(lengths, right) if ok == 0.0),
         "truncated": mean(truncated),
         "groups": 16,
         "equal_rewards": mean(len({*values}) < 2 for values in given),
@@ -446,7 +450,7 @@ def test_momentum_changes_no_weights_in_a_step_that_trains_on_no_token(go):
 
 
 def test_nothing_is_learned_if_every_group_was_rejected(go):
-    out = go(reward=paths("letters", "never"), correct="never", dynamic_sampling=1)
+    out = go(reward=paths("letters", "wrong"), correct="wrong", dynamic_sampling=1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
     assert all(line["without_signal"] == 1.0 and line["equal_rewards"] < 1.0 for line in metrics(out))
     assert torch.equal(trained(out), untrained())

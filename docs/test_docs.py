@@ -1,9 +1,8 @@
-"""The pages agree with the repository: their commands run, and every test, flag, file and link on them exists."""
+"""The pages agree with the repository: their commands run, and every flag and link on them exists."""
 
 import argparse
 import ast
 import dataclasses
-import inspect
 import itertools
 import json
 import math
@@ -43,7 +42,7 @@ from tools import ablate, evidence
 HERE = Path(__file__).parent.parent
 PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md")]
 PAGES = {str(path.relative_to(HERE)): path.read_text() for path in PATHS}
-README, EXTENDING, OBJECTIVES = (PAGES[name] for name in ("README.md", "docs/extending.md", "docs/objectives.md"))
+README, EXTENDING = PAGES["README.md"], PAGES["docs/extending.md"]
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL | re.MULTILINE))
 # The diffs of these sections may change the same lines of train.py. So each section gets its own copy of train.py,
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
@@ -57,10 +56,6 @@ PROGRAMS = {
 }
 PROGRAMS["replay"] = PROGRAMS["recipes"].partition("**A curriculum.**")[0]  # the first recipe only
 ADDITIONS = "".join(SECTIONS.values())  # the other sections; all of their diffs can be applied together
-# from_trl.txt has a paragraph for GRPOConfig and one for GRPOTrainer. Each line is the name of an argument, followed by
-# a flag that does the same, or by "page" (see from_trl.md), "always" (it cannot be switched off), or "none".
-OF_TRL = (HERE / "docs" / "from_trl.txt").read_text().split("\n\n")[1:]
-OF_CONFIG, OF_TRAINER = (dict(line.split() for line in part.splitlines()) for part in OF_TRL)
 # The name and text of each new file on the page: "In `name.py`:", followed by a block of Python.
 FILES = re.findall(r"[Ii]n\s`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", EXTENDING, re.DOTALL | re.MULTILINE)
 
@@ -83,11 +78,6 @@ def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[st
     return [(page, name) for page, name in named if not is_there(page, name)]
 
 
-def test_every_test_is_there():
-    tests = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if ".venv" not in path.parts)
-    assert missing(r"`(test_\w+)`", lambda page, name: f"def {name}(" in tests) == []
-
-
 def test_every_flag_is_there():
     tools = "\n".join(path.read_text() for path in [*HERE.glob("tools/*.py"), *HERE.glob("results/*/*.py")])
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
@@ -97,19 +87,6 @@ def test_every_flag_is_there():
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}
     known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # flags of vLLM, Slurm and pytest
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
-
-
-def test_every_file_is_there():
-    made = {"prompts.jsonl", "metrics.jsonl", "samples.jsonl", "config.json", *(name for name, _ in FILES)}
-
-    def is_there(page: str, name: str) -> bool:
-        return name in made or (HERE / name).exists() or (HERE / page).with_name(name).exists()
-
-    assert missing(r"`([\w/.]+\.(?:py|txt|md|toml|jsonl?))`", is_there) == []
-    # One block of README.md is a list of files that begins with train.py. Each line begins with a file or a pattern.
-    (listing,) = [block for block in blocks(README, "") if block.startswith("train.py ")]
-    tree = [line.split()[0] for line in listing.splitlines()]
-    assert [name for name in tree if not list(HERE.glob(name))] == []
 
 
 def test_every_link_leads_somewhere():
@@ -184,48 +161,6 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
     logged = [line for line in metrics(HERE / "results" / "default" / "seed-0") if line["step"] in (1, 2, 3)]
     for ours, theirs in zip(metrics(tmp_path), logged, strict=True):
         assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-3, abs=1e-6)
-
-
-def test_all_runs_of_a_finding_were_made_with_the_same_code():
-    """Only the commit is compared here. In a test above, tools.evidence compares the settings of the runs with the
-    command on the page."""
-    for args in map(ablate.parse, commands(PAGES["docs/findings.md"], "python -m tools.ablate")):
-        logs = (HERE / "results" / args.out.name).glob("*/config.json")
-        (commit,) = {json.loads(log.read_text())["commit"] for log in logs}
-        assert re.fullmatch("[0-9a-f]{40}", commit)
-
-
-def test_the_page_of_objectives_has_every_preset_and_switch():
-    rows = dict(re.findall(r"^\| `([\w+-]+)`.*? \| `(--.*?)` \|", OBJECTIVES, re.MULTILINE))
-    assert rows.keys() == ALGORITHMS.keys()
-    for name, words in rows.items():
-        # The row of grpo has all its switches. Every other row has only the switches that differ from grpo's.
-        base = {} if name == "grpo" else ALGORITHMS["grpo"]
-        switches = {switch: value for switch, value in ALGORITHMS[name].items() if value != base.get(switch)}
-        given = vars(parse(shlex.split(words), on_gpu=False))
-        assert {switch: given[switch] for switch in re.findall(r"--(\w+)", words)} == switches, name
-    sections = re.split("^##+ ", OBJECTIVES, flags=re.MULTILINE)
-    # The names are written out, because someone who adds a setting need not add a section to the page.
-    titled = "combine_rewards", "scale_rewards", "baseline", "objective", "old_policy", "gate_high"
-    for field in dataclasses.fields(Config):
-        if field.name in titled:
-            (section,) = (text for text in sections if re.match(rf".*--{field.name}\b", text))  # in its title
-            assert [name for name in field.metadata["names"] or () if f"`{name}`" not in section] == [], field.name
-
-
-def test_every_setting_of_trl_has_its_line():
-    rows = re.findall(r"^\| (.*?) \| ", PAGES["docs/from_trl.md"].partition("TRL logs")[0], re.MULTILINE)
-    shown = {name for row in rows for name in re.findall(r"`(\w+)", row)}
-    known = {"always", "none", "--config", *(f"--{field.name}" for field in dataclasses.fields(Config))}
-    assert (len(OF_CONFIG), len(OF_TRAINER)) == (79, 14)
-    for name, here in (OF_CONFIG | OF_TRAINER).items():
-        assert here in known or (here == "page" and name in shown), name
-
-
-def test_the_names_are_those_of_trl():
-    trl = pytest.importorskip("trl")
-    assert trl.__version__.startswith("1.16.") and [*OF_CONFIG] == [*trl.GRPOConfig.__annotations__]
-    assert ["self", *OF_TRAINER] == [*inspect.signature(trl.GRPOTrainer.__init__).parameters]
 
 
 def test_objectives_that_are_the_same_with_one_update_a_rollout():

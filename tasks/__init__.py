@@ -4,11 +4,12 @@
 
     load(config) -> Task    the rows with the prompts, the reward functions, and which one says that an answer is right
     DEFAULTS: dict          optional: values that suit the task, for settings that the user does not give
+    VARIANTS = True         optional: `--task NAME:MORE` is allowed, and `load` reads config.task
     model(config)           optional, for a task's own small model: returns a folder, or (model, tokenizer)
 
 The shortest example is tldr.py, and the shortest with its own small model is sorting.py. A row is a dictionary. Its
-"prompt" is a string or a list of chat messages, and its other columns are for the rewards. A reward has the signature
-of TRL's:
+"prompt" is a string or a list of chat messages, and its other columns, the same in every row, are for the rewards. A
+reward has the signature of TRL's:
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
@@ -23,11 +24,12 @@ model wrote. Not supported: prompts with images.
 """
 
 import importlib
+import itertools
 import json
 import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,13 +40,16 @@ from torch import Tensor
 from advantage import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import hold_out, read_rows
-from tasks._rewards import as_list, call_each, load_function
+from tasks._files import ADDED_COLUMNS, hold_out, read_rows
+from tasks._rewards import as_list, check_arguments, load_function, values_of
 
 TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
+# The defaults for a real model. A task's DEFAULTS may replace these, and set nothing else.
 REAL_MODEL_DEFAULTS = dict(
     num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
 )
+# What every reward may take, besides the columns of the rows. If the task replies, there is also `turns`.
+REWARD_ARGUMENTS = ["prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"]
 
 
 @dataclass
@@ -58,49 +63,54 @@ class Task:
     # Whether a wrong answer can get a part of the reward. Dynamic sampling then keeps every group whose rewards differ.
     # Otherwise it keeps only groups with some right and some wrong answers.
     graded: bool = False
-    to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data
+    to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data; by default, a copy
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
-    max_steps: int | None = None  # the --steps of the run, set by load_task; 0 if it only evaluates
+    max_steps: int | None = None  # the --steps of the run, for the rewards; set by load_task
     reply: Callable | None = None  # (row, turns) -> the reply to the model's last turn (_turns.py); None: only one turn
 
     @property
     def reward_names(self) -> list[str]:
-        """The names of the reward functions. If several have the same name, the second and later ones get a number."""
-        names = [reward.__name__ for reward in self.rewards]
-        counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
-        return [f"{name}_{n}" if n > 1 else name for name, n in zip(names, counts, strict=True)]
+        """The names of the reward functions. A function whose name an earlier one has gets the next free number."""
+        names: list[str] = []
+        for reward in self.rewards:
+            candidates = [reward.__name__, *(f"{reward.__name__}_{n}" for n in range(2, len(self.rewards) + 1))]
+            names.append(next(name for name in candidates if name not in names))
+        return names
 
     def right(self, reward_parts: Tensor) -> Tensor | None:
-        """Return which answers are right, as booleans (...), given the values of the K rewards (..., K). An answer
-        whose reward is NaN is not right. Return None if no reward says which answers are right."""
+        """Return which completions of a group are right, (G,): 1.0 for right, 0.0 for wrong, NaN if the reward that
+        decides it gave no value. `reward_parts` (G, K) has the values of all rewards. Return None if no reward decides
+        it, or if that reward gave no value to the whole group."""
         if self.correct is None:
             return None
-        return reward_parts[..., self.reward_names.index(self.correct)] >= self.correct_at - 1e-9
+        values = reward_parts[:, self.reward_names.index(self.correct)]
+        right = (values >= self.correct_at - 1e-9).double().masked_fill(values.isnan(), torch.nan)
+        return None if right.isnan().all() else right
 
-    def rows_from(self, drawn: int, n: int, seed: int) -> list[dict]:
-        """Return the indices in `train` of the next `n` rows, after the run has drawn `drawn` rows. Every epoch goes
-        through all rows in a new random order."""
-        size = len(self.train)
-        epochs = {i // size for i in range(drawn, drawn + n)}
+    def rows_from(self, first: int, n: int, seed: int) -> list[dict]:
+        """Return the next n rows of `train`, from position `first` of the shuffled order on. Every epoch goes through
+        all rows in a new random order."""
+        size, positions = len(self.train), range(first, first + n)
+        epochs = {position // size for position in positions}
         orders = {epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size) for epoch in epochs}
-        picked = [int(orders[i // size][i % size]) for i in range(drawn, drawn + n)]
-        return [self.train[i] | {"_index": i} for i in picked]
+        return [self.train[orders[position // size][position % size]] for position in positions]
+
+
+# ---- Find a task and load it ----
 
 
 def task_names() -> list[str]:
     return sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith(("_", "test_")))
 
 
-def task_module(name: str) -> ModuleType:
-    """Import the file of a task and return the module. It has load, and perhaps DEFAULTS and model."""
-    name, colon, _ = name.partition(":")  # only gym:NAME has a colon
-    if name not in task_names() or (colon and name != "gym"):
-        raise UserError(f"--task {name}{colon}: must be one of {', '.join(task_names())}")
-    file = importlib.import_module(f"tasks.{name}")
-    # A task may set the settings whose default is None, except those of the objective, which --algorithm decides.
-    allowed = {x.name for x in fields(Config) if x.default is None and x.metadata["heading"] != "The objective"}
-    if forbidden := getattr(file, "DEFAULTS", {}).keys() - allowed:
+def task_module(task: str) -> ModuleType:
+    """Import the file of a task and return the module. It has load, and perhaps DEFAULTS, VARIANTS and model."""
+    name, colon, _ = task.partition(":")
+    file = importlib.import_module(f"tasks.{name}") if name in task_names() else None
+    if file is None or (colon and not hasattr(file, "VARIANTS")):
+        raise UserError(f"--task {task}: must be one of {', '.join(task_names())}")
+    if forbidden := getattr(file, "DEFAULTS", {}).keys() - REAL_MODEL_DEFAULTS:
         raise UserError(f"tasks/{name}.py: a task cannot set {', '.join(sorted(forbidden))}; delete it from DEFAULTS")
     return file
 
@@ -122,22 +132,44 @@ def load_task(config: Config) -> Task:
         task.train, task.eval = hold_out(read_rows(config.data, task.to_row), count)
     if config.eval_data:
         task.eval = read_rows(config.eval_data, task.to_row)
+    set_rewards(task, config)
+    if config.reply:
+        task.reply = load_function(config.reply, {}, "--reply")
+    if config.max_turns and task.reply is None:
+        raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
+    names = [*REWARD_ARGUMENTS, "turns"] if task.reply else REWARD_ARGUMENTS
+    if task.train and config.steps != 0:
+        check_arguments(task.rewards, [*names, *columns_of(task.train[0])], "the rows to train on")
+    if task.eval and config.eval_every:
+        check_arguments(task.rewards, [*names, *columns_of(task.eval[0])], "the held-out rows")
+    return task
+
+
+def set_rewards(task: Task, config: Config) -> None:
+    """Replace the task's rewards with those of --reward. One of the task's own that is among them keeps its weight and,
+    if it says which answers are right, still says it, unless --correct names another."""
+    correct = task.correct
     if config.reward:
         own = dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))
         task.rewards = [load_function(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
-        if task.correct not in config.reward:
-            task.correct, task.correct_at, task.graded = None, 1.0, False
-    if config.correct not in (None, task.correct):
+        # Its name may differ now, if it comes after a function of the same name.
+        correct = dict(zip(config.reward, task.reward_names, strict=True)).get(correct)
+    if correct is None or config.correct not in (None, correct):
         task.correct, task.correct_at, task.graded = config.correct, 1.0, False
+    else:
+        task.correct = correct
     if task.correct not in (None, *task.reward_names):
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
-    if config.reply:
-        task.reply = load_function(config.reply, {}, "--reply")
-    if config.max_turns and task.reply is None:
-        raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
-    return task
+
+
+# ---- What the rewards get, and what they return ----
+
+
+def columns_of(row: dict) -> dict:
+    """Return the columns that are for the rewards: all but the prompt, and what this program has added."""
+    return {name: value for name, value in row.items() if name not in ("prompt", *ADDED_COLUMNS)}
 
 
 def as_completion(prompt: TextOrMessages, completion: Completion, tokenizer: Any) -> TextOrMessages:
@@ -145,10 +177,9 @@ def as_completion(prompt: TextOrMessages, completion: Completion, tokenizer: Any
     Replies are included. In a chat, a last reply that the model did not answer is left out."""
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
-    turns = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
-    messages = turns[:1]
-    # A last reply that the model did not answer is left out.
-    for reply, turn in zip(completion.replies or [], turns[1:]):
+    first, *later = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
+    messages = [first]
+    for reply, turn in zip(completion.replies or [], later, strict=False):
         messages += [*reply, turn]
     return messages
 
@@ -163,45 +194,36 @@ def text_of(completion: TextOrMessages) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def columns_of(row: dict) -> dict:
-    """Return the columns that are for the rewards: all but the prompt."""
-    return {name: value for name, value in row.items() if name not in ("prompt", "prompt_ids", "_index")}
-
-
 def call_rewards(
-    task: Task, groups: list[Group], tokenizer: Any, done: int, time_limit: Callable = nullcontext
-) -> tuple[list[tuple[list[list[float]], list[dict]]], list[tuple[str, float]]]:
-    """Call the rewards. `done` is the number of steps that are done. `time_limit(name)` is a context manager around the
-    call of each reward.
+    task: Task, groups: list[Group], tokenizer: Any, steps_done: int, time_limit: Callable = nullcontext
+) -> tuple[list[tuple[Tensor, list[dict]]], list[tuple[str, float]]]:
+    """Call the rewards for these groups. `time_limit(name)` is a context manager around the call of each reward. Return
 
-    Return two lists. The first has a pair (rewards, extras) for each group. `rewards` lists the K values for each
-    completion, NaN where a reward gave none. `extras` has a dictionary for each completion, of what the rewards passed
-    to `log_extra`. The second list has a pair (name, value) for each call of `log_metric`."""
+    judged   for each group, the values (G, K) of the K rewards, NaN where a reward gave none, and a dictionary for each
+             completion with what the rewards passed to `log_extra`
+    logged   for each call of `log_metric`, the name and the value
+    """
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
-    columns = {name: [row.get(name) for row, _ in pairs] for name in columns_of(pairs[0][0])}
+    columns = {name: [row[name] for row, _ in pairs] for name in columns_of(groups[0].row)}
     columns["prompts"] = [row["prompt"] for row, _ in pairs]
     columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
-    columns["completion_ids"] = [completion.ids for _, completion in pairs]
+    columns["completion_ids"] = [completion.ids.tolist() for _, completion in pairs]
     if task.reply is not None:
         columns["turns"] = [turns_of(completion, tokenizer) for _, completion in pairs]
-    metrics, extras = [], [{} for _ in pairs]
+    logged, extras = [], [[{} for _ in group.completions] for group in groups]
 
     def log_metric(name: str, value: Any) -> None:
-        metrics.append((name, float(value)))
+        logged.append((name, float(value)))
 
     def log_extra(name: str, values: Any) -> None:
-        for extra, value in zip(extras, as_list(values), strict=True):
+        for extra, value in zip(itertools.chain(*extras), as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # samples.jsonl needs a value of JSON
 
-    state = SimpleNamespace(global_step=done, max_steps=task.max_steps or 1)  # not 0: a user's reward may divide by it
-    run_arguments = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = call_each(task.rewards, columns, run_arguments, time_limit)  # K lists, with a value for each completion
-    parts = [list(of_completion) for of_completion in zip(*values, strict=True)]  # for each completion, K values
-    scored, start = [], 0
-    for group in groups:
-        end = start + len(group.completions)
-        scored.append((torch.tensor(parts[start:end], dtype=torch.float64), extras[start:end]))
-        start = end
-    return scored, metrics
+    # max_steps is not 0, because a user's reward may divide by it.
+    state = SimpleNamespace(global_step=steps_done, max_steps=task.max_steps or 1)
+    of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
+    values = torch.tensor(values_of(task.rewards, columns, of_the_run, time_limit), dtype=torch.float64).T  # (N, K)
+    parts = values.split([len(group.completions) for group in groups])
+    return [(part.clone(), extra) for part, extra in zip(parts, extras, strict=True)], logged

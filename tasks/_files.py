@@ -10,6 +10,7 @@ from config import Config, UserError
 
 # suffix -> the name of the format in Hugging Face's `datasets`
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+ADDED_COLUMNS = ("prompt_ids", "_index")  # check_prompts adds these to the rows
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
@@ -32,6 +33,8 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
             raise UserError(f'{source}:{number}: needs a "prompt", a string or chat messages: {content!r:.200}')
         rows.append(row)
     columns = dict.fromkeys(name for row in rows for name in row)
+    if taken := [name for name in ADDED_COLUMNS if name in columns]:
+        raise UserError(f"{source}: has a column {taken[0]}, a name that this program uses itself: rename the column")
     return [{name: row.get(name) for name in columns} for row in rows]
 
 

@@ -40,7 +40,8 @@ def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
 
 def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Config) -> int:
     """Encode every prompt, and return the number of tokens of the longest one. If a prompt leaves no room in the
-    model's context for its completion, raise an error or, with --drop_long_prompts, leave it out."""
+    model's context for its completion, raise an error or, with --drop_long_prompts, leave it out. Then each row that is
+    trained on gets its position in task.train, as `_index`."""
     if task.eos_id not in (None, tokenizer.eos_token_id):
         raise UserError(f"--model {config.model}: --task {config.task} works only with its own small model")
     encode_prompts(tokenizer, task.train + task.eval)
@@ -56,6 +57,8 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
         task.notes.append(f"{message}; they are left out")
     if (config.steps != 0 and not task.train) or (config.eval_every and not task.eval):
         raise UserError("; ".join([*task.notes, "no prompts to train on, or none to evaluate on: see --eval_data"]))
+    for index, row in enumerate(task.train):
+        row["_index"] = index
     return max(len(row["prompt_ids"]) for row in task.train + task.eval)
 
 

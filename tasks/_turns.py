@@ -60,25 +60,28 @@ class Replies:
 
 
 class RepliesTo:
-    def __init__(self, task, rows, settings):
-        self.task, self.rows, self.settings, self.made = task, rows, settings, {}
+    """The replies to several completions. `replies[i]` begins those to completion i, and begins them anew each time: a
+    rollout that runs out of memory tries again, and a game must not go on where the failed try has left it."""
 
-    def __getitem__(self, i):
-        self.made[i] = Replies(self.task.reply, self.rows[i], *self.settings)
+    def __init__(self, reply: Callable, rows: list[dict], *settings: Any):
+        self.reply, self.rows, self.settings = reply, rows, settings
+        self.made: dict[int, Replies] = {}  # the last one of each completion
+
+    def __getitem__(self, i: int) -> Replies:
+        self.made[i] = Replies(self.reply, self.rows[i], *self.settings)
         return self.made[i]
 
 
-def replies_to(task: Task, rows: list[dict], *settings: Any) -> list[Replies] | None:
-    """Make a Replies object for each of these rows, for one completion each. Return None if the task does not reply.
-    `settings` are the next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
-    return RepliesTo(task, rows, settings) if task.reply else None
+def replies_to(task: Task, rows: list[dict], *settings: Any) -> RepliesTo | None:
+    """Return the replies to one completion of each of these rows, or None if the task does not reply. `settings` are
+    the next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
+    return RepliesTo(task.reply, rows, *settings) if task.reply else None
 
 
-def with_replies(completions: list[Completion], replies: list[Replies] | None) -> list[Completion]:
+def with_replies(completions: list[Completion], replies: RepliesTo | None) -> list[Completion]:
     """Record in each completion what was replied to it, for the rewards."""
-    if replies is not None:
-        for i, completion in enumerate(completions):
-            completion.replies = replies.made[i].replies
+    for i, made in replies.made.items() if replies else ():
+        completions[i].replies = made.replies
     return completions
 
 

@@ -15,6 +15,7 @@ import re
 from config import Config, UserError
 from tasks import Task, text_of
 
+VARIANTS = True  # `load` reads what follows "gym:"
 ASK = "\nPut your final answer inside <answer> and </answer>."
 # The scorers of these data sets execute the answer as Python code, so they are refused.
 RUNS_ANSWERS = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24

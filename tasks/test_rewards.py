@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import math
-import random
 import re
 import sys
 from decimal import Decimal
@@ -13,36 +12,31 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
-from transformers import set_seed
 
 from config import UserError
-from tasks._rewards import call_rewards, load_function, shared_runner
+from tasks._rewards import check_arguments, load_function, shared_runner, values_of
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
-LIST = "; a list of 3 numbers was expected, for prompt 'p0' and others"
-RETURNED = [  # what a reward function returns -> the rewards, or the end of the error, which names function and prompt
+RETURNED = [  # what a reward function returns -> the rewards, or how the error shows it
     ([True, None, np.float32(-2.5)], [1.0, math.nan, -2.5]),
     ([torch.tensor(1.0), None, torch.tensor([-2.5])], [1.0, math.nan, -2.5]),
     ((x for x in (1, None, Decimal("-2.5"))), [1.0, math.nan, -2.5]),
     (torch.tensor([1.0, math.nan, -2.5]), [1.0, math.nan, -2.5]),
-    ([1.0, 2.0], f"[1.0, 2.0]{LIST}"),
-    (None, f"None{LIST}"),
-    (torch.tensor([0.0, -torch.inf, 0.0]), "-inf for prompt 'p1'"),
-    ([1.0, 1.0, -1.01e100], "-1.01e+100 for prompt 'p2'"),
+    ([1.0, 2.0], "[1.0, 2.0]"),
+    (None, "None"),
+    ("123", "'123'"),
+    ([1.0, "good", 2.0], "[1.0, 'good', 2.0]"),
+    (torch.ones(3, 1), "[[1.0], [1.0], [1.0]]"),
+    (torch.tensor([0.0, -torch.inf, 0.0]), "[0.0, -inf, 0.0]"),
+    ([math.nan, 1.0, -1.01e100], "[nan, 1.0, -1.01e+100]"),
 ]
-RELATIVE = """
-from .helper import SOFT
-def soft_punishment(completion_ids, **kwargs):
-    return [min(0.0, (5 - SOFT - len(ids)) / SOFT) for ids in completion_ids]
-"""
 MEDDLES = """
-import random, torch
-import numpy as np
+import torch
+LIMIT = 3
 def meddle():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.set_num_threads(torch.get_num_threads() + 1)
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
 meddle()
 def mine(completions):
     meddle()
@@ -50,47 +44,38 @@ def mine(completions):
 async def awaited(completions):
     return mine(completions)
 """
-IMPORTS = """
-import config, functools, nearby, tasks.helper
-import train
-def mine(completions):
-    import loss
-    return [config.N + nearby.N + tasks.helper.N + loss.N + train.N] * len(completions)
-async def awaited(completions):
-    import batch
-    return [batch.N] * len(completions)
-bound = functools.partial(mine)
-"""
-FILES = {
-    "mine.py": "import no_such_module\n",
-    "meddles.py": MEDDLES,
-    "statistics.py": "",
-    "installed/installed.py": "def mine(prompts):\n    return [0.0] * len(prompts)\n",
-    "r1/__init__.py": "",
-    "r1/helper.py": "SOFT = 2\n",
-    "r1/rewards.py": RELATIVE,
-}
-NAMED = [  # a name -> the rewards of completions of five and of three tokens, or the error and a part of its message
-    ("r1/rewards.py:soft_punishment", [-1.0, 0.0]),  # as in TRL
-    ("installed:mine", [0.0, 0.0]),
-    ("good", (UserError, "--reward good: must be exact_sum, file.py:function or package.module:function")),
-    ("nowhere.py:good", (ModuleNotFoundError, "nowhere")),
-    ("statistics.py:mean", (UserError, "statistics.py: Python finds .*/statistics.py under this name: rename")),
-    ("meddles.py:LIMIT", (AttributeError, "LIMIT")),
-    ("mine.py:good", (ModuleNotFoundError, "No module named 'no_such_module'")),
+NAMED = [  # a name -> the error
+    ("good", "must be exact_sum, file.py:function or package.module:function"),
+    ("nowhere.py:good", "there is no file .*/nowhere.py"),
+    ("nowhere.deep:good", "No module named 'nowhere'"),
+    ("json.nowhere:good", "No module named 'json.nowhere'"),
+    ("lacking.py:good", "No module named 'no_such_module'"),
+    ("meddles.py:good", "meddles.py has no function good"),
+    ("meddles.py:LIMIT", "meddles.py has no function LIMIT"),
+]
+# What the file of a reward imports -> whether that is refused. BESIDE are the files beside it. Of these, `config` and
+# `tasks` have the names of modules of this program, and `theirs` that of a module beside another reward.
+BESIDE = "config.py", "tasks/__init__.py", "theirs.py", "statistics.py", "datasets/rows.py", "indirect.py"
+IMPORTS = [
+    ("import functools, config as settings", True),
+    ("from tasks.math import to_row", True),
+    ("from theirs import N", True),
+    ("import indirect", True),  # this one imports `theirs`
+    ("import statistics, datasets, mine.config as config", False),  # the first is always Python's own
+    ("import loss\n    from .config import theirs", False),  # nothing else is called `loss`
 ]
 
 
 def call(reward, **columns) -> list[float]:
-    return call_rewards([reward], COLUMNS | columns, {})[0]
+    return values_of([reward], COLUMNS | columns, {})[0]
 
 
 @pytest.mark.parametrize("returned, outcome", RETURNED)
-def test_numbers_and_none_are_rewards_and_all_else_is_an_error(returned, outcome):
+def test_numbers_and_none_are_rewards_and_all_else_is_an_error_that_names_the_function(returned, outcome):
     def mine(**columns):
         return returned
 
-    message = f"^reward function mine returned {re.escape(str(outcome))}$"
+    message = f"^reward function mine returned {re.escape(str(outcome))}; 3 numbers were expected, for prompt 'p0' and"
     with pytest.raises(UserError, match=message) if isinstance(outcome, str) else contextlib.nullcontext():
         assert repr(call(mine)) == repr(outcome)  # unlike ==, this compares types, and NaN equals NaN
 
@@ -103,8 +88,18 @@ def test_a_reward_gets_the_arguments_that_it_accepts():
     assert call(count, level=[1, 2, 3]) == [1.0] * 3
     assert call(lambda level, completions, other=2: level, level=[1, 2, 3]) == [1, 2, 3]
     assert call(lambda **given: [len(given)] * 3, level=[1, 2, 3]) == [4.0] * 3
-    values = call_rewards([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
+    values = values_of([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
     assert values == [[1.0] * 3], "an argument of the run takes precedence over a column of the same name"
+
+
+def test_an_argument_that_is_missing_is_named_with_those_that_there_are():
+    def mine(completions, level, other=None, **columns):
+        raise AssertionError("it is not called")
+
+    check_arguments([mine, lambda **columns: None], ["completions", "level"], "the rows to train on")
+    missing = "missing a required argument: 'level'; for the held-out rows, there are completions, n"
+    with pytest.raises(UserError, match=f"^reward function mine: {missing}$"):
+        check_arguments([mine], ["completions", "n"], "the held-out rows")
 
 
 def test_a_reward_gets_copies():
@@ -118,7 +113,7 @@ def test_a_reward_gets_copies():
     given = dict(prompts=[[{}]] * 2, completions=["a", "b"], completion_ids=[[9]] * 2, more=[{"n": [1]}] * 2)
     before = copy.deepcopy(given)
     # For the first completion, the prompt, the ids and `n` then have 2 items each. For the second, they still have 1.
-    assert call_rewards([spoils, spoils], given, {}) == [[6.0, 3.0]] * 2 and given == before
+    assert values_of([spoils, spoils], given, {}) == [[6.0, 3.0]] * 2 and given == before
 
 
 def test_rewards_that_are_awaited_run_at_the_same_time():
@@ -142,7 +137,7 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
         return plain(completions)
 
     async def in_a_notebook():
-        return call_rewards([awaited, plain, awaited], COLUMNS, {}, time_limit)
+        return values_of([awaited, plain, awaited], COLUMNS, {}, time_limit)
 
     shared_runner.cache_clear()
     assert asyncio.run(in_a_notebook()) == [[1.0] * 3] * 3
@@ -150,80 +145,80 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     # the two coroutines are awaited under one limit, whose name is "awaited, awaited".
     own = ["start awaited", "stop"]
     assert events == [*own, "start plain", "values", "stop", *own, "start awaited, awaited", "values", "values", "stop"]
-    assert call_rewards([awaited, awaited], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
+    assert values_of([awaited, awaited], COLUMNS, {}) == [[1.0] * 3] * 2 and len({*loops}) == 1
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The working directory, with files of rewards. What a test imports from it is unloaded afterwards."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+def write(tmp_path, monkeypatch):
+    """Return a function that writes a file into the working directory. What a test imports is unloaded afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     before = {*sys.modules}
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+
+    def write_file(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    yield tmp_path
+
+    yield write_file
     for name in {*sys.modules} - before:
         del sys.modules[name]
 
 
-def sees_this_program(completions, user_error):
-    """Return 2 if `import config` gives the module of this program."""
+def sees_this_program(prompts):
+    """Return 1 for each prompt if `import config` gives the module of this program."""
     import config
 
-    return [2.0 * (config.UserError is user_error)] * len(completions)
+    return [float(config.UserError is UserError)] * len(prompts)
 
 
-def test_a_reward_imports_from_the_folder_of_its_file_first(folder):
-    """While the file is imported, and while its functions are called, `import` looks in the file's folder first: before
-    this program and before the folders of other rewards. This program keeps its own modules."""
-    ours = {name: sys.modules[name] for name in ("config", "loss", "batch", "tasks", "tasks._rewards")}
-    rewards = []
-    for place, n in (("x", 1), ("y", 2)):
-        (folder / place / "tasks").mkdir(parents=True)
-        for name in ("config", "train", "loss", "batch", "nearby", "tasks/__init__", "tasks/helper"):
-            (folder / place / f"{name}.py").write_text(f"N = {n}\n")
-        (folder / place / "rewards.py").write_text(IMPORTS)
-        rewards += [load_function(f"{folder}/{place}/rewards.py:{name}", {}) for name in ("mine", "bound", "awaited")]
-    for _ in range(2):
-        # N is 1 in folder x and 2 in y. `mine` and `bound` add up the N of five modules. `awaited` returns one N.
-        assert call_rewards(rewards[:3], COLUMNS, {}) == [[5.0] * 3, [5.0] * 3, [1.0] * 3]
-        assert call_rewards(rewards[3:], COLUMNS, {}) == [[10.0] * 3, [10.0] * 3, [2.0] * 3]
-        assert {name: sys.modules[name] for name in ours} == ours
-        for own in f"{__name__}:sees_this_program", f"{__file__}:sees_this_program":
-            values = call_rewards([load_function(own, {})], COLUMNS, {"user_error": UserError})
-            assert values == [[2.0] * 3], "a reward of this program sees this program's modules"
+@pytest.mark.parametrize("name", ["rewards", "config", "statistics"])
+def test_a_file_may_have_the_name_of_any_other_module(write, name):
+    """Such as a file in another folder, a module of this program, or one of Python's own. The file may belong to a
+    package, whose name may also be that of another one. All functions of a file share its module."""
+    modules = dict(sys.modules)
+    for n in "12":
+        write(f"{n}/beside{n}.py", f"N = {n}\n")
+        write(f"{n}/{name}.py", f"def mine(prompts):\n    import beside{n}\n    return [beside{n}.N] * 3\n")
+        write(f"{n}/in/{name}/__init__.py", "from .deep import mine\n")
+        write(f"{n}/in/{name}/helper.py", f"N = {n}\n")
+        write(f"{n}/in/{name}/deep.py", "from .helper import N\ndef mine(prompts):\n    return [N] * 3\n")
+        for path in f"{n}/{name}.py", f"{n}/in/{name}/deep.py":
+            reward, again = (load_function(f"{path}:mine", {}) for _ in range(2))
+            assert call(reward) == [float(n)] * 3 and reward.__wrapped__ is again.__wrapped__
+    assert modules.items() <= sys.modules.items(), "this program still has its own modules"
+    for own in f"{__name__}:sees_this_program", f"{__file__}:sees_this_program":
+        assert call(load_function(own, {})) == [1.0] * 3
 
 
-def test_what_a_reward_changes_in_pytorch_and_random_is_put_back(folder):
-    """Random numbers that are drawn after a reward do not depend on it, and differ from call to call."""
-    drawn = []
+@pytest.mark.parametrize(("imports", "refused"), IMPORTS)
+def test_an_import_that_would_get_another_module_is_refused_by_name(write, imports, refused):
+    write("other/theirs.py", "")
+    write("other/rewards.py", "def mine():\n    from theirs import N\n")
+    load_function("other/rewards.py:mine", {})
+    for name in BESIDE:
+        write(f"here/{name}", "import theirs" if name == "indirect.py" else "")
+    write("here/mine.py", f"def mine():\n    {imports}\n")
+    message = "here/(mine|indirect).py imports (config|tasks|theirs), but .*/here/.* has the name of .*: rename it$"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        load_function("here/mine.py:mine", {})
 
+
+def test_what_a_reward_changes_in_pytorch_is_put_back(write):
     def settings():
         return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
 
-    def draw(completions):
-        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
-        return [0.0] * len(completions)
-
+    write("meddles.py", MEDDLES)
     before = settings()
-    # In the first round, each call has a reward that meddles, and then `draw`. In the second, `draw` takes the place of
-    # the rewards that meddle, so it is called twice.
-    rewards = [load_function(f"meddles.py:{name}", {}) for name in ("mine", "awaited")]
-    for harmless in (False, True):
-        set_seed(1)
-        for reward in rewards:
-            assert settings() == before
-            call_rewards([draw if harmless else reward, draw], COLUMNS, {})
-    assert settings() == before
-    # In the second round, the first draw is in place of `mine`, and the second comes after it.
-    after_mine, after_awaited, _, after_harmless = drawn[:4]
-    assert after_mine != after_awaited and after_mine == after_harmless
+    for name in "mine", "awaited":
+        assert call(load_function(f"meddles.py:{name}", {})) == [1.0] * 3 and settings() == before
 
 
-@pytest.mark.parametrize(("name", "outcome"), NAMED)
-def test_how_a_reward_is_found_by_its_name(folder, name, outcome):
-    columns = dict(prompts=["a", "b"], completions=["c", "d"], completion_ids=[[1] * 5, [1] * 3])
-    # The task has one reward of its own, exact_sum, and an error names it.
-    with pytest.raises(outcome[0], match=outcome[1]) if isinstance(outcome, tuple) else contextlib.nullcontext():
-        assert call_rewards([load_function(name, {"exact_sum": len})], columns, {}) == [outcome]
+@pytest.mark.parametrize(("name", "message"), NAMED)
+def test_what_is_no_function_is_named(write, name, message):
+    """The task has one reward of its own, exact_sum."""
+    write("meddles.py", MEDDLES)
+    write("lacking.py", "import no_such_module\n")
+    for setting in "--reward", "--reply":
+        with pytest.raises(UserError, match=f"^{setting} {name}: {message}$"):
+            load_function(name, {"exact_sum": len}, setting)
+    assert load_function("exact_sum", {"exact_sum": len}) is len

@@ -31,6 +31,8 @@ WRONG = [  # what a file contains, and the error
     (b'{"prompt": [{"role": "user", "content": "a"}, "b"]}\n', f":1: {NO_ROW}"),
     (b'{"prompt": [{"role": "user", "content": null}]}\n', f":1: {NO_ROW}"),
     (b'["prompt"]\n', f":1: {NO_ROW}"),
+    (b'{"prompt": "a"}\n{"prompt": "a", "prompt_ids": "1"}\n', ": has a column prompt_ids, a name that this program"),
+    (b'{"prompt": "a", "_index": 1}\n', ": has a column _index, a name that this program"),
 ]
 # The name of a data set, and the first argument with which load_dataset must be called: for a data set on the hub its
 # name, and for a file the kind of the file.
@@ -135,6 +137,7 @@ def test_prompts_that_are_too_long_can_be_left_out():
     # The result is the length of the longest prompt that is left, with a context of 10 tokens and with an unknown one.
     assert check_prompts(task, PLAIN, 10, config) == 7 and check_prompts(task, PLAIN, None, config) == 7
     assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
+    assert [row.get("_index") for row in task.train + task.eval] == [0, 1, None], "the positions after leaving some out"
     (note,) = task.notes
     assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")
     # A prompt is left out of the first two tasks, so they get a note.

@@ -1,9 +1,9 @@
 """Tasks by name, with the user's own rows and rewards; the order of prompts; the scoring of completions."""
 
-import contextlib
 import json
 import math
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import tasks
 from batch import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks import Task, load_task, score, task_defaults, task_module, task_names
+from tasks import Task, call_rewards, load_task, task_defaults, task_module, task_names
 from tasks._characters import EOS_ID, char_tokenizer
 
 NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "guess", "gym", "math", "sorting", "tldr"]
@@ -21,10 +21,21 @@ TOKENIZER = char_tokenizer("0123456789+=[]: abc")
 MINE = """
 from tasks import Task
 DEFAULTS = dict(max_completion_length=20)
+def mine(prompts):
+    pass
 def load(config):
-    return Task([{"prompt": "a"}], [{"prompt": "b"}], [len], [1.0], correct="len")
+    return Task([{"prompt": "a"}], [{"prompt": "b"}], [mine], [1.0], correct="mine")
 """
-SHORT = "mine.py:short"
+SHORT, SHORT_2, SUM = "mine.py:short", "mine.py:short_2", "mine.py:exact_sum"
+OWN_REWARDS = """
+def short(completion_ids):
+    return [-len(ids) for ids in completion_ids]
+def short_2(answer):
+    pass
+def exact_sum(completions):
+    pass
+"""
+COLUMNS = {"answer": "1", "numbers": [1], "target": 1}  # of the user's rows
 ROWS = [  # a task, settings, rows to train on, rows held out
     ("addition", {}, 16, 4),
     ("countdown", {"eval_prompts": 3}, 17, 3),
@@ -34,6 +45,9 @@ ROWS = [  # a task, settings, rows to train on, rows held out
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
     ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
+    ("data", [SHORT, SHORT, SHORT_2], {}, (["short", "short_2", "short_2_2"], [1.0] * 3, None, 1.0)),
+    ("addition", [SUM, "exact_sum"], {}, (["exact_sum", "exact_sum_2"], [1.0, 1.0], "exact_sum_2", 1.0)),
+    ("addition", [SUM], {}, (["exact_sum"], [1.0], None, 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
     ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
@@ -60,7 +74,8 @@ def test_names_and_defaults_of_the_tasks():
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
         assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "guess", "sorting"))
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
-    for name in ("chess", "_files", "test_tasks", "", "os.path", "../config"):
+    assert task_module("gym:chain_sum:{}") is tasks.gym
+    for name in ("chess", "_files", "test_tasks", "", "os.path", "../config", "addition:", "math:chain_sum"):
         with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):
             task_module(name)
 
@@ -81,10 +96,12 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
 def folder(tmp_path, monkeypatch):
     """The working directory, with files of rows and a file with a reward."""
     monkeypatch.setitem(sys.modules, "datasets", None)  # so that nothing can be downloaded
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a reward's folder is appended
     for name, n in (("rows", 20), ("held", 3)):
-        rows = [{"prompt": f"{name} {i}"} for i in range(n)]
+        rows = [{"prompt": f"{name} {i}"} | COLUMNS for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "mine.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
+    (tmp_path / "poor.jsonl").write_text('{"prompt": "poor", "target": 1}')
+    (tmp_path / "mine.py").write_text(OWN_REWARDS)
     monkeypatch.chdir(tmp_path)
 
 
@@ -106,24 +123,42 @@ def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, s
         load_task(Config(**given, correct="better"))
 
 
+POOR = [  # settings -> which rows lack a column, or None if nothing is refused
+    ({"data": "poor.jsonl"}, "the rows to train on"),
+    ({"data": "rows.jsonl", "eval_data": "poor.jsonl"}, "the held-out rows"),
+    ({"data": "rows.jsonl", "eval_data": "poor.jsonl", "eval_every": 0}, None),
+    ({"data": "poor.jsonl", "eval_data": "rows.jsonl", "steps": 0}, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "which"), POOR)
+def test_a_column_that_a_reward_needs_is_missing(folder, settings, which):
+    there = "prompts, completions, completion_ids, trainer_state, log_metric, log_extra, target"
+    message = f"^reward function short_2: missing a required argument: 'answer'; for {which}, there are {there}$"
+    with pytest.raises(UserError, match=message) if which else nullcontext():
+        load_task(Config(task="data", reward=[SHORT, SHORT_2], **settings))
+
+
 def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
-    task = Task([{"prompt": i} for i in range(50)], [], [], [])
+    rows = [{"prompt": i} for i in range(50)]
+    task = Task(rows, [], [], [])
     order = [i for epoch in range(4) for i in np.random.Generator(np.random.PCG64([3, epoch])).permutation(50)]
     for first, n in (0, 200), (120, 40), (49, 1), (50, 50):
-        assert task.draw(first, n, seed=3) == order[first : first + n]
+        assert task.rows_from(first, n, seed=3) == [rows[i] for i in order[first : first + n]]
 
 
 def test_what_is_right():
-    # Two groups of two completions, each with two rewards. The second reward, `min`, decides: a completion is right if
-    # it is at least 0.5, up to rounding. The functions are not called. Only their names matter.
-    parts = torch.tensor([[[0.0, 0.5], [1.0, 0.5 - 1e-12]], [[1.0, 0.4], [1.0, math.nan]]], dtype=torch.float64)
+    """Of two rewards, the second one, `min`, decides: at least 0.5 is right, up to rounding. Where it gave no value, an
+    answer is neither right nor wrong. The functions are not called; only their names matter."""
     task = Task([], [], [max, min], [1.0, 1.0], correct="min", correct_at=0.5)
-    assert task.right(parts).tolist() == [[True, True], [False, False]]
+    parts = torch.tensor([[0.0, 0.5], [1.0, 0.5 - 1e-12], [1.0, 0.4], [1.0, math.nan]], dtype=torch.float64)
+    assert str(task.right(parts).tolist()) == "[1.0, 1.0, 0.0, nan]"
+    assert task.right(parts[3:]) is None, "it judged none of this group"
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
 @pytest.mark.parametrize(("prompt", "max_steps", "done", "seen_step", "seen_max"), CALLS)
-def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, seen_step, seen_max):
+def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, seen_step, seen_max):
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -141,22 +176,25 @@ def test_score_calls_each_reward_once_with_everything_it_needs(prompt, max_steps
 
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
     task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
+    rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     # The time limit here only records the name of the function.
-    scores, metrics = score(task, groups, TOKENIZER, done, lambda name: contextlib.nullcontext(limited.append(name)))
+    judged, logged = call_rewards(task, groups, TOKENIZER, done, lambda name: nullcontext(limited.append(name)))
     texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
     values = [[seen_step, seen_max], [math.nan, seen_max], [3.0, seen_max]]
     extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
-    np.testing.assert_equal(scores, [(values[:2], extras[:2]), (values[2:], extras[2:])])
-    assert metrics == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
-    assert all(type(value) is float for _, value in metrics) and limited == ["first", "second"]
+    found = [(parts.tolist(), each) for parts, each in judged]
+    np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
+    assert {parts.dtype for parts, _ in judged} == {torch.float64}
+    assert logged == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
+    assert all(type(value) is float for _, value in logged) and limited == ["first", "second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
-    assert score(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "without groups no reward is called"
+    assert call_rewards(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
 
 def test_a_log_of_the_wrong_length():
     task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
     with pytest.raises(ValueError):
-        score(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
+        call_rewards(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)

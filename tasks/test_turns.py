@@ -1,13 +1,14 @@
 """Replies between turns, as texts, messages and tokens; and the game of guessing."""
 
 import contextlib
+import sys
 
 import pytest
 
 from batch import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks import Task, as_completion, guess, load_task, score
+from tasks import Task, as_completion, call_rewards, guess, load_task
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
 
@@ -125,11 +126,15 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
         return "a" if turns == ["b"] else None
 
     row, task = {"prompt": "1", "answer": ["2"]}, Task([], [], [], [], reply=reply)
-    made = replies_to(task, [row, row], TOKENIZER, [EOS_ID])
-    ids = [replies([token, EOS_ID]) for replies, token in zip(made, (2, 3))]
+    replies = replies_to(task, [row, row], TOKENIZER, [EOS_ID])
+    # Each try of a rollout begins the replies anew, and the last try counts: here the turns "a" and "b".
+    for tried in (3, 3), (2, 3):
+        ids = [replies[i]([token, EOS_ID]) for i, token in enumerate(tried)]
+        assert [made.row["answer"] for made in replies.made.values()] == [["2", "3"]] * 2
     assert ids == [None, [2]] and row == {"prompt": "1", "answer": ["2"]}
-    completions = [Completion([], [], False) for _ in made]
-    assert [each.replies for each in with_replies(completions, made)] == [[], ["a"]]
+    completions = [Completion([], [], False) for _ in tried]
+    assert [each.replies for each in with_replies(completions, replies)] == [[], ["a"]]
+    assert with_replies(completions, None) is completions
     assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID]) is None
 
 
@@ -148,17 +153,19 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
         return [0.0] * len(turns)
 
     group = Group([], {"prompt": "1"}, [completion] * 2)
-    score(Task([], [], [reward], [1.0], reply=print), [group], TOKENIZER, done=0)
+    call_rewards(Task([], [], [reward], [1.0], reply=print), [group], TOKENIZER, steps_done=0)
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
 
 
 def test_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is appended
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
     for task in "addition", "guess":
         assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    with pytest.raises(UserError, match="--reply say: must be"):
-        load_task(Config(task="addition", reply="say"))
+    for reply, message in ("say", "must be file.py:function"), ("mine.py:no", "mine.py has no function no"):
+        with pytest.raises(UserError, match=f"^--reply {reply}: {message}"):
+            load_task(Config(task="addition", reply=reply))
     with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
         load_task(Config(task="addition", max_turns=3))
 

@@ -31,8 +31,7 @@ def trainer_of(run: Run, rows: int, end_step: Callable[[dict], None], with_plain
     settings |= dict(per_device_train_batch_size=rows, gradient_checkpointing=False, bf16=on_gpu, use_cpu=not on_gpu)
     settings["gradient_accumulation_steps"] = cfg.prompts_per_step * cfg.num_generations // rows
     config = GRPOConfig(tempfile.mkdtemp(), **settings, logging_steps=1, save_strategy="no", report_to="none")
-    rows = run.task.rows_from(0, cfg.steps * cfg.prompts_per_step, cfg.seed)
-    prompts = datasets.Dataset.from_list(rows)
+    prompts = datasets.Dataset.from_list(run.task.rows_from(0, cfg.steps * cfg.prompts_per_step, cfg.seed))
     trainer = GRPOTrainer(run.model, run.task.rewards, config, prompts, processing_class=run.tokenizer)
     trainer.log = partial(log, trainer, end_step, trainer.log)
     if with_plain_head:
