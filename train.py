@@ -133,25 +133,22 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     own_rows = [rows[p] for p, _ in mine]
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     sampling = replace(run.sampling, temperature=0.0) if greedy else run.sampling
-    limit = partial(faults.time_limit, cfg.reward_timeout, what="reply function")
-    replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns, limit)
+    replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
         own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
-        own = with_replies(own, replies)
-    completions = ranks.gather(own)
-    of_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
-    return [
-        Group(row["prompt_ids"], row, of_prompt[p], index=row.get("_index"), step=step) for p, row in enumerate(rows)
-    ]
+    completions = ranks.gather(with_replies(own, replies))
+    groups = [Group(row["prompt_ids"], row, index=row.get("_index"), step=step) for row in rows]
+    for p, group in enumerate(groups):
+        group.completions = completions[p * n : (p + 1) * n]
+    return groups
 
 
 def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     """Set the rewards of every group, and what follows from them. Each rank calls the rewards for its share."""
     cfg, own = run.config, ranks.share(len(groups))
     with ranks.fail_together():
-        limit = partial(faults.time_limit, cfg.reward_timeout)
-        judged, logged = call_rewards(run.task, groups[own.start : own.stop], run.tokenizer, steps_done, limit)
+        judged, logged = call_rewards(run.task, groups[own.start : own.stop], run.tokenizer, steps_done)
     run.logged += logged
     for group, (reward_parts, extras) in zip(groups, ranks.gather(judged), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
@@ -294,6 +291,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     with ranks.fail_together():  # all mistakes that can be found before the weights are loaded
         task = load_task(cfg)
+        task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
         opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)

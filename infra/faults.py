@@ -102,13 +102,13 @@ def stop_requests() -> list[int]:
 
 
 @contextmanager
-def time_limit(seconds: float, name: str, what: str = "reward function") -> Iterator[None]:
+def time_limit(seconds: float, what: str) -> Iterator[None]:
     """End the process if a user's function takes longer than this, and print where it was.
 
     The watchdog of faulthandler prints a stack trace and ends the process, even while the function is inside C code
     that never returns, such as the match of a regular expression. The stack trace does not show a function that is
-    awaited, so one second earlier a timer prints the function's name."""
-    timer = threading.Timer(seconds, say, [f"{what} {name} took longer than --reward_timeout {seconds:g} s"])
+    awaited, so one second earlier a timer prints what it is."""
+    timer = threading.Timer(seconds, say, [f"{what} took longer than --reward_timeout {seconds:g} s"])
     timer.start()
     faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
     try:

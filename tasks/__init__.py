@@ -67,6 +67,7 @@ class Task:
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
     max_steps: int | None = None  # the --steps of the run, for the rewards; set by load_task
+    time_limit: Callable = nullcontext  # time_limit(what) is a context manager around each call of a reward or a reply
     reply: Callable | None = None  # (row, turns) -> the reply to the model's last turn (_turns.py); None: only one turn
 
     @property
@@ -195,9 +196,9 @@ def text_of(completion: TextOrMessages) -> str:
 
 
 def call_rewards(
-    task: Task, groups: list[Group], tokenizer: Any, steps_done: int, time_limit: Callable = nullcontext
+    task: Task, groups: list[Group], tokenizer: Any, steps_done: int
 ) -> tuple[list[tuple[Tensor, list[dict]]], list[tuple[str, float]]]:
-    """Call the rewards for these groups. `time_limit(name)` is a context manager around the call of each reward. Return
+    """Call the rewards for these groups. Return
 
     judged   for each group, the values (G, K) of the K rewards, NaN where a reward gave none, and a dictionary for each
              completion with what the rewards passed to `log_extra`
@@ -224,6 +225,8 @@ def call_rewards(
     # max_steps is not 0, because a user's reward may divide by it.
     state = SimpleNamespace(global_step=steps_done, max_steps=task.max_steps or 1)
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = torch.tensor(values_of(task.rewards, columns, of_the_run, time_limit), dtype=torch.float64).T  # (N, K)
+    values = torch.tensor(
+        values_of(task.rewards, columns, of_the_run, task.time_limit), dtype=torch.float64
+    ).T  # (N, K)
     parts = values.split([len(group.completions) for group in groups])
     return [(part.clone(), extra) for part, extra in zip(parts, extras, strict=True)], logged

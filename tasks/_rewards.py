@@ -133,7 +133,7 @@ def values_of(
     results = []
     for reward in rewards:
         copies = {name: [*map(copy.deepcopy, x)] for name, x in accepted(reward, columns).items()}
-        with time_limit(reward.__name__), torch_settings_put_back():
+        with time_limit(f"reward function {reward.__name__}"), torch_settings_put_back():
             results.append(as_list(reward(**copies | accepted(reward, of_the_run))))
     awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if awaited:
@@ -141,7 +141,8 @@ def values_of(
         async def gather() -> list:
             return await asyncio.gather(*(results[i] for i in awaited))
 
-        with time_limit(", ".join(rewards[i].__name__ for i in awaited)), torch_settings_put_back():
+        names = ", ".join(rewards[i].__name__ for i in awaited)
+        with time_limit(f"reward function {names}"), torch_settings_put_back():
             gathered = thread.submit(shared_runner().run, gather()).result()
             for i, result in zip(awaited, gathered, strict=True):
                 results[i] = as_list(result)

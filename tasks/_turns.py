@@ -33,7 +33,7 @@ class Replies:
     tokenizer: Any
     eos_ids: list[int]
     max_turns: int = 0  # 0: any number
-    time_limit: Callable = nullcontext  # time_limit(name) is a context manager around each call of `reply`
+    time_limit: Callable = nullcontext  # time_limit(what) is a context manager around each call of `reply`
     turns: list[str] = field(default_factory=list)
     replies: list[TextOrMessages] = field(default_factory=list)  # the replies so far, as texts or messages
 
@@ -43,7 +43,7 @@ class Replies:
     def __call__(self, ids: list[int]) -> list[int] | None:
         self.turns.append(self.tokenizer.decode(ids, skip_special_tokens=True))
         is_chat = not isinstance(self.row["prompt"], str)
-        with self.time_limit(self.reply.__name__):
+        with self.time_limit(f"reply function {self.reply.__name__}"):
             reply = self.reply(self.row, [*self.turns])
         # After --max_turns turns, the completion ends, even if the function returns a reply. The function is still
         # called, so that it sees every turn.
@@ -74,8 +74,8 @@ class RepliesTo:
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> RepliesTo | None:
     """Return the replies to one completion of each of these rows, or None if the task does not reply. `settings` are
-    the next fields of Replies, in this order: tokenizer, eos_ids, max_turns, time_limit."""
-    return RepliesTo(task.reply, rows, *settings) if task.reply else None
+    the next fields of Replies, in this order: tokenizer, eos_ids, max_turns."""
+    return RepliesTo(task.reply, rows, *settings, task.time_limit) if task.reply else None
 
 
 def with_replies(completions: list[Completion], replies: RepliesTo | None) -> list[Completion]:

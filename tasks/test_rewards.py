@@ -122,8 +122,8 @@ def test_rewards_that_are_awaited_run_at_the_same_time():
     events, loops, both_started = [], [], asyncio.Barrier(2)
 
     @contextlib.contextmanager
-    def time_limit(name: str):
-        events.append(f"start {name}")
+    def time_limit(what: str):
+        events.append(f"start {what.removeprefix('reward function ')}")
         yield
         events.append("stop")
 

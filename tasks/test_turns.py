@@ -114,7 +114,9 @@ def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, 
     inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4])]
     assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["answer"] * 2
+    assert (
+        made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["reply function answer"] * 2
+    )
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
     assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the last turn is seen, too"
@@ -126,7 +128,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
         return "a" if turns == ["b"] else None
 
     row, task = {"prompt": "1", "answer": ["2"]}, Task([], [], [], [], reply=reply)
-    replies = replies_to(task, [row, row], TOKENIZER, [EOS_ID])
+    replies = replies_to(task, [row, row], TOKENIZER, [EOS_ID], 0)
     # Each try of a rollout begins the replies anew, and the last try counts: here the turns "a" and "b".
     for tried in (3, 3), (2, 3):
         ids = [replies[i]([token, EOS_ID]) for i, token in enumerate(tried)]
@@ -135,7 +137,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     completions = [Completion([], [], False) for _ in tried]
     assert [each.replies for each in with_replies(completions, replies)] == [[], ["a"]]
     assert with_replies(completions, None) is completions
-    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID]) is None
+    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0) is None
 
 
 def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
