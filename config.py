@@ -19,6 +19,10 @@ class UserError(Exception):
     """A mistake that the user can correct. Its message is shown without a stack trace."""
 
 
+# What to do about an error of memory.
+SMALLER = "try --gradient_checkpointing, --lora_rank, --shard, or smaller --micro_batch_tokens, --max_completion_length"
+
+
 # ---- Presets ----
 
 # A preset sets the switches of its algorithm only. It does not set the learning rate, the group size or beta.

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from config import UserError
+from config import SMALLER, UserError
 from fast.growing_cache import make_room
 
 logger = logging.getLogger(__name__)
@@ -146,9 +146,7 @@ def rollout(
             sampling.tokens_at_once = len(rows) // 2 * length
             logger.warning(f"out of memory: from now on at most {len(rows) // 2} completions are sampled at once")
         else:
-            raise UserError(
-                "out of memory with one completion at a time: lower --max_completion_length, or see --shard"
-            )
+            raise UserError(f"out of memory with one completion at a time: {SMALLER}")
     return completions
 
 

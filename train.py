@@ -30,7 +30,7 @@ from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config, UserError, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
-from infra.model import load, open_model
+from infra.model import limits_of, load, open_model
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
@@ -296,9 +296,6 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
     ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
-    cfg, memory_plan = memory.plan(cfg, opened.config, longest_prompt)
-    log = report.RunLog(cfg, opened.tokenizer.decode, task.reward_names)
-    log.say(memory_plan)
     model, reference, eos_ids = load(opened, cfg, device)
     with ranks.fail_together():
         check_template(task, opened.tokenizer, eos_ids)
@@ -317,9 +314,12 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
         tokens_at_once=cfg.rollout_tokens,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
     )
-    limits = memory.limits(cfg, model, longest_prompt)
-    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits, log.generating)
-    return run, log, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
+    limits = limits_of(cfg, model, longest_prompt)
+    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits)
+    noted = [memory.choose_budgets(run, longest_prompt, accumulate)] if device.type == "cuda" else []
+    log = report.RunLog(run.config, opened.tokenizer.decode, task.reward_names)
+    run.progress = log.generating
+    return run, log, [*noted, *notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
 
 
 def train(typed: Config) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
-from config import Config, UserError
+from config import SMALLER, Config, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -49,6 +49,7 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         code, message = 1, traceback.format_exc()
         if isinstance(error, UserError | torch.OutOfMemoryError):
             code, message = 2, f"error: {error}"
+            message += f": {SMALLER}" if isinstance(error, torch.OutOfMemoryError) else ""
             error.__traceback__ = error.__cause__ = None  # torchrun would show where in this code it was raised
         say(message.rstrip())
         get_error_handler().record_exception(error)  # for the report that torchrun prints at the end

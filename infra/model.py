@@ -17,7 +17,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
+from batch import Limits
 from config import Config, UserError
+from fast.output_head import returns_head_output
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, faults, ranks, run_folder
 from infra.lora import add_adapters, read_adapters, set_adapters
@@ -238,3 +240,21 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     # This tolerance is far above rounding errors, and far below the effect of a wrong token.
     tolerance = torch.finfo(separate.dtype).eps ** 0.5
     return bool((in_one_row - separate).abs().max() <= tolerance * separate.abs().max())
+
+
+def limits_of(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
+    """Return the limits of a micro-batch.
+
+    If a model changes the output of its head, log-probs are computed from the model's logits, and the model is called
+    once for each row (fast/output_head.py). If such a model is sharded, each micro-batch is a single row. The reason is
+    that all ranks must call a sharded model equally often. They have equally many micro-batches, but these may have
+    different numbers of rows."""
+    if config.shard and not returns_head_output(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
+        return Limits(rows=1, tokens=None)
+    # Limits needs the hidden size only to decide which completions share a row. With None, none of them do.
+    hidden_size = None
+    if reads_together(model, longest_prompt + config.max_completion_length):
+        # On a GPU, attention with a mask takes about five times as long as a matrix product with as many
+        # multiplications, which is the same as a fifth of the hidden size.
+        hidden_size = model.config.get_text_config().hidden_size // (5 if model.device.type == "cuda" else 1)
+    return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)

@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from config import SETTINGS, Config, UserError, is_allowed
+from config import SETTINGS, Config, UserError, is_allowed, resolve
 from infra import ranks
 
 MAY_CHANGE = {name for name, setting in SETTINGS.items() if setting.metadata["may_change"]}  # when a run goes on
@@ -143,7 +143,9 @@ def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
     file = out / "config.json"
     content = content_of(file)
-    return as_config(content["settings"], file) if "settings" in content else None
+    if "settings" not in content:
+        return None
+    return resolve(as_config(content["settings"], file), {}, on_gpu=False)  # an older run lacks the newer settings
 
 
 def settings_in(file: Path) -> Config:
