@@ -316,7 +316,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 
 def train(typed: Config) -> int:
     """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code.
-    The defaults of the settings are still to be filled in."""
+    `typed` has the settings that the user typed. The others are still to be filled in."""
     cfg = command_line.ready(typed, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)

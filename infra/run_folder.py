@@ -63,14 +63,14 @@ def claim(config: Config) -> None:
 
 def check_run(config: Config) -> None:
     """Raise a UserError if the run in the folder must not go on with these settings."""
-    out, there = Path(config.out), settings_of(Path(config.out))
+    out = Path(config.out)
+    there, saved, has_model = settings_of(out), saved_steps(out), (out / "model").exists()
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    saved, has_model = saved_steps(out), (out / "model").exists()
     log = out / "metrics.jsonl"
     if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
-        raise UserError(f"{log} has no line for the checkpoint of step {saved[-1]}: move the checkpoint away")
+        raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else max(saved, default=0)
     if config.steps < steps_made:
         raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
@@ -79,10 +79,10 @@ def check_run(config: Config) -> None:
 
 
 def is_run(config: Config) -> bool:
-    """Return whether there is a run in the folder, unless this command starts over."""
-    out = Path(config.out)
+    """Return whether the folder has a run, and this command does not start it over."""
     if starts_over(config):
         return False
+    out = Path(config.out)
     return bool(saved_steps(out) or (out / "model").exists() or read_lines(out / "metrics.jsonl"))
 
 

@@ -304,8 +304,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (of_a_fork, {}, "out/config.json: this code has no setting kl_target$"),
     (of_a_fork, dict(overwrite=True), 0),
     # Files that somebody has changed, copied or left there.
-    (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl has no line for the .* step 4"),
-    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "no line for the .* step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
     (
         partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'),
