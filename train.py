@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends the program without a stack trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the program loads, Ctrl-C ends it without a stack trace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import Config, UserError, with_budgets
+from config import Config, UserError
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.model import limits_of, load, open_model
@@ -324,7 +324,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
 
 def train(typed: Config) -> int:
     """Do a whole run, or what is left of an interrupted one, or only evaluate if `steps` is 0. Return the exit code.
-    The defaults of the settings are still to be filled in."""
+    `typed` has the settings that the user typed. The others are still to be filled in."""
     cfg = command_line.ready(typed, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
@@ -332,7 +332,7 @@ def train(typed: Config) -> int:
     if ranks.on_first(run_folder.is_finished, cfg):
         return report.finished(out, already=True)
     steps_made = ranks.on_first(run_folder.step_to_continue_after, cfg)
-    cfg = with_budgets(cfg, *ranks.on_first(run_folder.budgets_to_keep, cfg))
+    cfg = replace(cfg, **ranks.on_first(run_folder.budgets, cfg))
     run, log, noted = set_up(cfg, device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
@@ -367,7 +367,9 @@ def train(typed: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed when the program started
+    # A stream that was closed when the program started is None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
 
 

@@ -57,14 +57,15 @@ def flags() -> argparse.ArgumentParser:
     about = "GRPO of a language model. Where a default is None, the task, the algorithm or the machine decides."
     usage = "train.py [--setting value ...]"
     parser = argparse.ArgumentParser("train.py", usage, about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    kinds = {str: lambda word: word[1:], bool: lambda word: string_to_bool(word[1:])}  # int and float ignore the space
+    # What turns a word into a value: int and float ignore the space.
+    convert = {str: lambda word: word[1:], bool: lambda word: string_to_bool(word[1:]), int: int, float: float}
     about = "read settings from here, e.g. from a run's config.json"
-    parser.add_argument("--config", metavar="FILE", type=kinds[str], help=about)
+    parser.add_argument("--config", metavar="FILE", type=convert[str], help=about)
     for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": kinds.get(kind, kind), "nargs": "+" if is_list(setting) else None}
+            how = {"type": convert[kind], "nargs": "+" if is_list(setting) else None}
             how |= {"nargs": "?", "const": True} if kind is bool else {"choices": setting.metadata["names"]}
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
             group.add_argument(f"--{setting.name}", help=text.replace("%", "%%"), **how)
@@ -165,7 +166,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.top_entropy < 1 and config.ratio != "token" and config.objective in ("clip", "sapo"):
         yield f"--top_entropy with --ratio {config.ratio}: all tokens are trained through the ratio; use --ratio token"
     if config.minibatches > config.prompts_per_step * config.num_generations:
-        yield f"--minibatches {config.minibatches}: a step does not have as many completions"
+        yield f"--minibatches {config.minibatches}: a step has fewer completions"
 
     # Evaluation and files.
     if config.steps == 0 and not config.eval_every:

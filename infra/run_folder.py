@@ -5,6 +5,7 @@
     out/samples.jsonl         completions
     out/checkpoint/000040/    everything that is needed to go on after step 40 (see checkpoint.py)
     out/model/                the trained model, in fp32
+    out/model-40/             the model after 40 steps, if the run has then been given more steps
 
 A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run; other settings are refused, but for those that
 may change; if it has made its steps (model/, or an evaluation at --steps 0) its results are printed; else it goes on
@@ -36,7 +37,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from config import SETTINGS, Config, UserError, is_allowed, resolve
+from config import SETTINGS, Config, UserError, is_allowed, resolve, with_budgets
 from infra import ranks
 
 MAY_CHANGE = {name for name, setting in SETTINGS.items() if setting.metadata["may_change"]}  # when a run goes on
@@ -62,14 +63,14 @@ def claim(config: Config) -> None:
 
 def check_run(config: Config) -> None:
     """Raise a UserError if the run in the folder must not go on with these settings."""
-    out, there = Path(config.out), settings_of(Path(config.out))
+    out = Path(config.out)
+    there, saved, has_model = settings_of(out), saved_steps(out), (out / "model").exists()
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    saved, has_model = saved_steps(out), (out / "model").exists()
     log = out / "metrics.jsonl"
     if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
-        raise UserError(f"{log} has no line for the checkpoint of step {saved[-1]}: move the checkpoint away")
+        raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else max(saved, default=0)
     if config.steps < steps_made:
         raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
@@ -78,10 +79,10 @@ def check_run(config: Config) -> None:
 
 
 def is_run(config: Config) -> bool:
-    """Return whether there is a run in the folder, unless this command starts over."""
-    out = Path(config.out)
+    """Return whether the folder has a run, and this command does not start it over."""
     if starts_over(config):
         return False
+    out = Path(config.out)
     return bool(saved_steps(out) or (out / "model").exists() or read_lines(out / "metrics.jsonl"))
 
 
@@ -102,13 +103,13 @@ def step_to_continue_after(config: Config) -> int:
     return max(saved_steps(Path(config.out)), default=0) if is_run(config) else 0
 
 
-def budgets_to_keep(config: Config) -> tuple[int | None, int | None]:
-    """Return rollout_tokens and micro_batch_tokens of the run in the folder if it goes on with the same hardware, since
-    micro-batches of another size round differently. Otherwise return None for both: they are chosen anew."""
+def budgets(config: Config) -> dict[str, int | None]:
+    """Return the two budgets of tokens, None for one that is still to be chosen. On the same hardware, a run goes on
+    with those that it has, unless the user has typed others, since micro-batches of another size round differently."""
     about = content_of(Path(config.out) / "config.json")
-    if not is_run(config) or about["hardware"] != provenance()["hardware"]:
-        return None, None
-    return about["settings"]["rollout_tokens"], about["settings"]["micro_batch_tokens"]
+    if is_run(config) and about["hardware"] == provenance()["hardware"]:
+        config = with_budgets(config, about["settings"]["rollout_tokens"], about["settings"]["micro_batch_tokens"])
+    return dict(rollout_tokens=config.rollout_tokens, micro_batch_tokens=config.micro_batch_tokens)
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
@@ -142,10 +143,10 @@ def run_id(out: Path) -> str:
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
     file = out / "config.json"
-    content = content_of(file)
-    if "settings" not in content:
+    if (settings := content_of(file).get("settings")) is None:
         return None
-    return resolve(as_config(content["settings"], file), {}, on_gpu=False)  # an older run lacks the newer settings
+    # A switch that is younger than the run is open, and gets the value of the run's preset. Nothing else is open.
+    return resolve(as_config(settings, file), {}, on_gpu=False)
 
 
 def settings_in(file: Path) -> Config:
@@ -197,7 +198,7 @@ def read_lines(file: Path) -> list[dict]:
 
 def begin(config: Config, typed: Config, after_step: int) -> list[str]:
     """Write config.json, once everything is ready to start. Return notes for the user. `config` has all settings, and
-    `typed` only those that the user typed. The run goes on after this step."""
+    `typed` only those that the user typed. The next step is the one after `after_step`."""
     out, notes = Path(config.out), []
     file = out / "config.json"
     if starts_over(config) and file.exists():
@@ -209,25 +210,28 @@ def begin(config: Config, typed: Config, after_step: int) -> list[str]:
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
     for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    before = content_of(file) if is_run(config) else {}
-    if (out / "model").exists():  # the run gets more steps, and is not finished until it has another model
+    before = content_of(file) if is_run(config) else {"run_id": uuid.uuid4().hex, "beginnings": []}
+    if (out / "model").exists():  # with more steps, the run is not finished until it has another model
         (out / "model").rename(out / f"model-{before['settings']['steps']}")
     now = provenance() | {"digests": digests(config)}
-    about = {"run_id": before.get("run_id", uuid.uuid4().hex)}
-    about["given"] = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
-    about["settings"] = vars(replace(config, overwrite=False))
-    about |= now | {"beginnings": [*before.get("beginnings", []), {"after_step": after_step} | now]}
+    beginnings = [*before["beginnings"], {"after_step": after_step} | now]
+    given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
+    settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
+    about = {"run_id": before["run_id"], "given": given, "settings": settings} | now | {"beginnings": beginnings}
     # JSON has no infinity, but a number that is too large for a float is read as one.
     write_text(file, json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
-    old, new = facts_of(before) if before else {}, facts_of(about)
-    changed = [name for name in old | new if before and old.get(name) != new.get(name)]
-    return notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
+    return notes + (changes(before, about) if before["beginnings"] else [])
 
 
-def facts_of(about: dict) -> dict:
-    """Return what a note is printed about if it has changed since the last start, from the content of config.json."""
-    facts = {"commit": about["commit"], "code": about["code"]}
-    return facts | about["versions"] | about["hardware"] | about["digests"] | about["settings"]
+def changes(before: dict, now: dict) -> list[str]:
+    """Return a note for each fact in config.json that has changed since the last start of the run."""
+    old, new = facts(before), facts(now)
+    return [f"{name} was {old.get(name)}, now {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+
+
+def facts(about: dict) -> dict:
+    code = {"commit": about["commit"], "code": about["code"]}
+    return code | about["versions"] | about["hardware"] | about["digests"] | about["settings"]
 
 
 def fingerprint_of_start(config: Config, rows: list[dict]) -> dict:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -338,8 +337,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (of_a_fork, {}, "out/config.json: this code has no setting kl_target$"),
     (of_a_fork, dict(overwrite=True), 0),
     # Files that somebody has changed, copied or left there.
-    (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl has no line for the .* step 4"),
-    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "no line for the .* step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
     (
         partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'),
@@ -447,14 +446,18 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
 
 def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkeypatch):
     made(out, left=("checkpoint/000004",), rollout_tokens=1000, micro_batch_tokens=500)
-    # On a GPU, the budgets are open until the run has measured what fits.
-    again = ready(Config(out=str(out), steps=4), on_gpu=True)
-    assert again.rollout_tokens is again.micro_batch_tokens is None
-    assert run_folder.budgets_to_keep(again) == (1000, 500)
-    assert run_folder.budgets_to_keep(replace(again, overwrite=True)) == (None, None)
+
+    def budgets(**typed) -> tuple[int | None, int | None]:
+        # With a GPU, the budgets that are not typed are None until the run has measured what fits.
+        found = run_folder.budgets(ready(Config(out=str(out), steps=4, **typed), on_gpu=True))
+        return found["rollout_tokens"], found["micro_batch_tokens"]
+
+    assert budgets() == (1000, 500) and budgets(rollout_tokens=7) == (7, 500)
+    assert budgets(micro_batch_size=3) == (1000, None)  # a limit of completions leaves tokens without a limit
+    assert budgets(overwrite=True) == (None, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    assert run_folder.budgets_to_keep(again) == (None, None)
+    assert budgets() == (None, None)
 
 
 def write(out: Path, to_test: Connection) -> None:

@@ -141,7 +141,7 @@ MISTAKES = [
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use --ratio token"),
-    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step does not have as many"),
+    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
     (
         "--steps 0 --eval_every 0 --eval_data d.jsonl",
         "--steps 0 --eval_every 0: | --eval_data: has no effect",

@@ -144,13 +144,14 @@ def unwritable_stdout() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def closed_stdout() -> None:
-    """Leave what a program has that was started with `>&-`."""
+def no_streams() -> None:
+    """Do what Python does if stdout and stderr are closed when it starts, as by `>&- 2>&-` in a shell."""
     os.close(1)
-    sys.stdout = None
+    os.close(2)
+    sys.stdout = sys.stderr = None
 
 
-@pytest.mark.parametrize("prepare", [unwritable_stdout, closed_stdout])
+@pytest.mark.parametrize("prepare", [unwritable_stdout, no_streams])
 def test_a_run_does_not_need_a_screen(small, whole, tmp_path, prepare):
     assert "Traceback" not in run(small, tmp_path / "out", prepare)
     assert metrics(tmp_path / "out") == metrics(whole)

@@ -159,7 +159,8 @@ def test_a_resumed_run_keeps_the_budgets_that_it_started_with(sorting, tmp_path)
     rollout_tokens, micro_batch_tokens = budgets(partial(budgets_left_open, [1e12, 1e7]), world=2)
     assert rollout_tokens < memory.MOST_ROLLOUT_TOKENS and micro_batch_tokens < memory.MOST_MICRO_BATCH_TOKENS
     # The same run, resumed with more memory. A budget that is given now replaces the old one.
-    assert budgets(partial(budgets_left_open, [1e12]), steps=3, micro_batch_tokens=64) == (rollout_tokens, 64)
+    again = budgets(partial(budgets_left_open, [1e12, 1e12]), world=2, steps=3, micro_batch_tokens=64)
+    assert again == (rollout_tokens, 64)
 
 
 # ---- Steps of real models ----

@@ -44,6 +44,7 @@ import rollout
 import train
 from infra import checkpoint, command_line, report, run_folder
 from tasks import sorting
+from tasks._prompts import encode_prompts
 from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
@@ -178,6 +179,7 @@ def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
+    encode_prompts(run.tokenizer, run.task.train)
     run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
     return plan_tokens(run, rng)
 
