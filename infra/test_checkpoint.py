@@ -309,19 +309,11 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 3}\n'), dict(steps=9), "lacks the line of step 4"),
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
-    (
-        partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'),
-        dict(steps=9),
-        "metrics.jsonl:1: not JSON",
-    ),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'), dict(steps=9), "metrics.jsonl:1: not"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "metrics.jsonl:2: not JSON"),
     (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
     *[(partial(with_file, made, "config.json", text), {}, BROKEN) for text in ("", "[]", '{"settings": {', "7")],
-    (
-        partial(with_file, made, "config.json", '{"settings": {"steps": "4"}}'),
-        {},
-        "out/config.json: steps cannot be '4'",
-    ),
+    (partial(with_file, made, "config.json", '{"settings": {"steps": "4"}}'), {}, "config.json: steps cannot be '4'"),
     (partial(made, left=("checkpoint/000004", "checkpoint/000004 copy", "checkpoint/²", "checkpoint/9")), {}, 4),
     (partial(with_file, unfinished, "checkpoint/000009", ""), dict(steps=9), 4),
     (lambda out: out.write_text("mine"), {}, "^--out .*out: File exists$"),
