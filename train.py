@@ -79,9 +79,6 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     sampled = time.perf_counter()
 
     score_fixed_policies(run, batch)
-    for params in run.optimizer.param_groups:
-        params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
-        params["lr"] = learning_rate(cfg, step, params["initial_lr"])
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
@@ -124,9 +121,9 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
     own_rows = [rows[p] for p, _ in mine]
-    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     sampling = replace(run.sampling, temperature=0.0) if greedy else run.sampling
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
+    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
         own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
@@ -187,6 +184,9 @@ def fixed_logprobs(
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
     cfg = run.config
+    for params in run.optimizer.param_groups:
+        params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
+        params["lr"] = learning_rate(cfg, step, params["initial_lr"])
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
     # Then the loss of a micro-batch is a partial sum: in any split, the partial losses add up to the loss of the
     # update. Their gradients, which are summed over all ranks and not averaged, add up to the gradient of the update.
