@@ -14,7 +14,6 @@ read only once, fast/shared_prompts.py puts it into one row with several of its 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fast.output_head import score_tokens
@@ -59,21 +58,21 @@ def token_logprobs(
 
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
     inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, computed_in(model))  # places (B, T - 1)
+    b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
     with_entropy = with_entropy or entropy_grad
     values = score_tokens(
         model,
         inputs,
-        places[scored[:, 1:]],  # (n,)
-        ids[scored],  # (n,)
-        None if kept is None else [kept[b][t] for b, t in scored.nonzero().tolist()],
+        places[b, t - 1],  # (n,)
+        ids[b, t],  # (n,)
+        None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
         temperature=temperature,
         chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # large sets take memory, too
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )  # (n, 2)
 
-    values = values.new_zeros(*ids.shape, 2).masked_scatter(scored[..., None], values)
-    logp, entropy = F.pad(values, (0, 0, 0, input_ids.shape[1] - T)).unbind(-1)  # (B, T) of the caller
+    logp, entropy = values.new_zeros(*input_ids.shape, 2).index_put((b, t), values).unbind(-1)
     if not with_entropy:
         return logp, None
     return logp, (entropy if entropy_grad else entropy.detach())

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 import conftest
 from batch import micro_batches
-from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
+from conftest import assert_same_run, errors, flat_gradient, metrics, run
 from fast.output_head import linear_in_fp32
 from infra import pretend_gpu
 from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
@@ -36,7 +36,8 @@ def small(sorting) -> dict:
     """Return settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
     checkpoint."""
     settings = dict(minibatches=2, beta=0.1, ref_sync_every=1, top_entropy=0.9, eval_every=1, eval_prompts=5, eval_k=2)
-    settings |= dict(top_p=0.9, gradient_checkpointing=True, save_every=1, dtype="float32")
+    settings |= dict(top_p=0.9, gradient_checkpointing=True, save_every=1, dtype="float32", decode="plain")
+    settings |= dict(rollout_tokens=32768, micro_batch_tokens=2048)  # as on a CPU; nothing is measured
     return sorting | settings
 
 
@@ -83,12 +84,13 @@ def print_waits(accumulate: Callable) -> Callable:
 
 
 @needs_pretended_gpu
-@pytest.mark.parametrize("given, waits", [({}, 6), (dict(top_p=0.9), 12)])
+@pytest.mark.parametrize("given, waits", [({}, 6), (dict(top_p=0.9), 10)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits):
-    """The host waits six times: once to copy the row numbers of the micro-batch to the GPU, once for the length of the
-    longest row, once to check that every completion has a prompt, twice to select the scored tokens, and once in
-    transformers, which checks whether a row has several sequences. With top-p the host waits six more times, for the
-    sets of ids that the tokens were sampled from. This fails if a change adds a wait, for instance for a metric."""
+    """The host waits six times: to copy the row numbers of the micro-batch to the GPU, to see whether it has a gradient,
+    for the length of the longest row, to check that every completion has a prompt, to find the scored tokens, and in
+    transformers, which checks whether a row has several sequences. With top-p the host waits four more times, to look
+    up the sets of ids that the tokens were sampled from and to copy them. This fails if a change adds a wait, for
+    instance for a metric."""
     settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | given
     watched = partial(conftest.replace, "train.accumulate", print_waits)
     shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)
@@ -98,8 +100,7 @@ def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world, given, stops", [(1, {}, [1, 2]), (2, {}, [2]), (2, dict(shard=True), [1, 2])])
 def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, world, given, stops):
-    """The results are the same, even after the run was stopped and resumed. With a pretended GPU they are equal in
-    every bit."""
+    """The results are the same up to rounding, even after the run was stopped and resumed."""
     if kind == "real" and world > GPUS:
         pytest.skip(f"needs {world} GPUs")
     cpu, out = tmp_path / "cpu", tmp_path / "out"
@@ -113,7 +114,7 @@ def test_in_float32_a_run_on_a_gpu_is_the_run_on_a_cpu(small, tmp_path, kind, wo
     assert f"{world} rank(s)" in shown and "(cpu" not in shown
     if kind == "pretended":
         assert {*re.findall(r"run on cuda:(\d), chosen cuda:(\d)", shown)} == {(str(n), str(n)) for n in range(world)}
-    (assert_same_files if kind == "pretended" else assert_same_run)(out, cpu)
+    assert_same_run(out, cpu)
 
 
 def print_cosine(accumulate: Callable) -> Callable:
