@@ -86,7 +86,7 @@ def print_waits(accumulate: Callable) -> Callable:
 @needs_pretended_gpu
 @pytest.mark.parametrize("given, waits", [({}, 6), (dict(top_p=0.9), 10)])
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits):
-    """The host waits six times: to copy the row numbers of the micro-batch to the GPU, to see whether it has a gradient,
+    """The host waits six times: to copy the row numbers of the micro-batch to the GPU, to see if it has a gradient,
     for the length of the longest row, to check that every completion has a prompt, to find the scored tokens, and in
     transformers, which checks whether a row has several sequences. With top-p the host waits four more times, to look
     up the sets of ids that the tokens were sampled from and to copy them. This fails if a change adds a wait, for
