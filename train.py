@@ -283,10 +283,11 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     fields, longest_prompt, noted = load_run(cfg, device)
     run = Run(**fields)
-    if device.type == "cuda":
-        noted.insert(0, memory.choose_budgets(run, longest_prompt, accumulate))
+    measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
+    if measured:
+        log.say(measured)
     return run, log, noted
 
 

@@ -31,7 +31,7 @@ from rollout import Completion, rollout
 
 MOST_ROLLOUT_TOKENS = 1 << 22  # a larger rollout gains little: reading its cache takes most of the time
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
-DECODED = 4  # tokens sampled in a trial. With --decode graph, the third is captured and the fourth replays the graph
+SAMPLED = 4  # tokens sampled in a trial. With --decode graph, the third is captured and the fourth replays the graph
 KEPT_IDS = 1000  # size of a made-up kept set, above the mean size that language models have at a top_p of 0.95
 
 
@@ -56,23 +56,20 @@ def choose_budgets(run: Any, longest_prompt: int, accumulate: Callable) -> str:
 
 def rollout_budget(run: Any, length: int) -> tuple[int, str]:
     """Return how many tokens fit into the cache of a rollout, and what was measured."""
-    cfg = run.config
-    # The prompt is almost as long as prompt and completion may be, so the cache is full after a few tokens.
-    prompt = [0] * max(1, length - DECODED)
+    # The prompt is almost as long as a prompt and its completion may be, so the cache is full after a few tokens.
+    cfg, prompt = run.config, [0] * max(1, length - SAMPLED)
     # The end token is -1, which is no id, so no completion ends early.
-    few = replace(
-        run.sampling, max_completion_length=DECODED, tokens_at_once=MOST_ROLLOUT_TOKENS, eos_ids=[-1], stop=[]
-    )
+    few = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=2 * length, eos_ids=[-1], stop=[])
 
     def leave_out_the_prompt(tokens: int, unfinished: int) -> None:
-        if tokens == 1:  # the prompt was read, which takes more than decoding does for only one or two completions
+        if tokens == 1:  # the prompt has been read; no real prompt is that long
             torch.cuda.reset_peak_memory_stats()
 
     def compute(tokens: int) -> None:
         n = tokens // length
-        rollout(run.model, [prompt] * n, np.full((n, DECODED), 0.5), few, progress=leave_out_the_prompt)
+        rollout(run.model, [prompt] * n, np.full((n, SAMPLED), 0.5), few, progress=leave_out_the_prompt)
 
-    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, DECODED):
+    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, SAMPLED):
         return largest_budget(compute, length, length, MOST_ROLLOUT_TOKENS, cfg.shard)
 
 
@@ -94,9 +91,10 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
         in_parts_that_fit(accumulate, run, batch)
         run.optimizer.zero_grad()
 
-    compute(n * row)  # if n rows do not fit, this lowers run.limits.tokens
+    compute(n * row)  # not measured, because if n rows do not fit, it is repeated with fewer tokens
     tokens = min(ranks.gather([run.limits.tokens]))
-    return largest_budget(compute, tokens, longest_prompt + T, MOST_MICRO_BATCH_TOKENS, cfg.shard)
+    most = MOST_MICRO_BATCH_TOKENS if tokens == n * row else tokens
+    return largest_budget(compute, tokens, longest_prompt + T, most, cfg.shard)
 
 
 def largest_budget(compute: Callable[[int], None], n: int, length: int, most: int, shard: bool) -> tuple[int, str]:
@@ -150,9 +148,7 @@ def in_parts_that_fit(compute: Callable, run: Any, batch: Batch, *more: Any) -> 
             return compute(run, batch, *more)
         torch.cuda.empty_cache()
         if run.config.shard:
-            raise UserError(
-                f"out of memory in an update: with --shard one rank cannot start again by itself: {SMALLER}"
-            )
+            raise UserError(f"out of memory in an update; with --shard, no rank can start again by itself: {SMALLER}")
         parts = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
         if not parts:
             raise UserError(f"out of memory with one completion at a time: {SMALLER}")

@@ -1,14 +1,15 @@
-"""A model in bf16: its weights and logits while it decodes, and its experts in an update. Also: the generators of
-random numbers."""
+"""A model in bf16: its weights and logits while it decodes, and its experts in an update. Also: which models read
+several completions as one row, and the generators of random numbers."""
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import infra.model  # noqa: F401, has the rule for experts under autocast
+from config import Config
 from conftest import distance, flat_gradient, tiny_model
 from infra.decoding import decoding
+from infra.model import limits_of
 from infra.seeds import generator
 
 
@@ -79,3 +80,10 @@ def test_generators_are_named_by_purpose_seed_and_numbers():
     first = [int(generator(*name).integers(2**62)) for name in names]
     assert len({*first}) == len(names)
     assert first[0] == generator("a", np.int64(0)).integers(2**62) == 4450455305437647052  # runs depend on this value
+
+
+@pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
+def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt, together):
+    limits = limits_of(Config(max_completion_length=20), tiny_model("mistral", sliding_window=30), prompt)
+    # The limits have the model's hidden size, 32, if completions may share a row, and otherwise None.
+    assert limits.hidden_size == (32 if together else None)

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: does training work, does it stay within the planned memory, how fast is it, does it learn?
+"""The first hour on a GPU: does training work, does it stay within the memory, how fast is it, does it learn?
 
     python -m tools.first_hour                                  a small model from this repository
     torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import train
-from infra import memory, ranks, run_folder
+from infra import ranks, run_folder
 from infra.command_line import parse, ready
 
 KINDS = {  # for each kind of run its flags, and the number of its steps
@@ -30,9 +30,9 @@ KINDS = {  # for each kind of run its flags, and the number of its steps
 def measure(words: list[str], steps: int, device: torch.device) -> dict:
     """Train for some steps. Return the rewards of all steps, and the other metrics of the last one."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, device)  # prints the memory plan
-    longest = max(len(row["prompt_ids"]) for row in [*run.task.train, *run.task.eval])
-    cost = memory.costs(run.model.config, run.config, ranks.world(), longest)
+    run, *_ = train.set_up(
+        config, device
+    )  # on a GPU, prints the budgets of tokens, and what was measured to choose them
     decode_calls: list[int] = []  # has an element for each decode step
     run.progress = lambda tokens, rows: decode_calls.append(tokens)
     if torch.cuda.is_available():
@@ -44,7 +44,9 @@ def measure(words: list[str], steps: int, device: torch.device) -> dict:
         rewards.append(round(metrics["reward"], 3))
     names = "tokens completion_length seconds_rollout seconds_update sampler_gap peak_memory_reserved_gb peak_memory_gb"
     found = {name: metrics[name] for name in names.split()}
-    found |= {"planned_memory_gb": memory.peak(run.config, cost) / 1e9, "dtype": run.config.dtype}
+    found |= {name: getattr(run.config, name) for name in ("rollout_tokens", "micro_batch_tokens", "dtype")}
+    if torch.cuda.is_available():
+        found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
     found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decode_calls)
     for part in ("rollout", "update"):
         found[f"tokens_per_second_{part}"] = metrics["tokens"] / metrics[f"seconds_{part}"]
