@@ -244,6 +244,7 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
 STEPS = {
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
     "entropy": dict(entropy_coef=0.3, temperature=0.7),
+    "entropy below 0, some advantages 0": dict(entropy_coef=-0.3, reward=paths("letters"), micro_batch_size=1),
     "mask_truncated": dict(mask_truncated=True, normalization="prompt"),
     "several turns": TURNS | dict(normalization="global", entropy_coef=0.3),
     "several turns, micro-batches of one row": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
