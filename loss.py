@@ -19,13 +19,16 @@ Clip-Cov and KL-Cov.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-# The arguments of policy_loss that only some objectives read. Every other argument applies to all objectives.
-SWITCHES_READ = {
+# Four arguments of policy_loss choose an equation. Each choice is followed by the other arguments that it reads. An
+# argument that only other choices of its kind read has no effect, so the command line refuses it. An argument that is
+# not listed at all, such as beta, is always read.
+OBJECTIVES = {
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
     "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
@@ -33,10 +36,10 @@ SWITCHES_READ = {
     "vespo": (),
     "reinforce": (),
 }
-OBJECTIVES = tuple(SWITCHES_READ)
-RATIOS = ("token", "sequence", "geometric")
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
-OLD_POLICIES = ("policy", "sampler")
+RATIOS = {"token": ("delta",), "sequence": ("delta",), "geometric": ()}
+OLD_POLICIES = {"policy": ("tis_mode", "tis_cap", "tis_floor", "gate_low", "gate_high"), "sampler": ()}
+KL_ESTIMATORS = {"k1": ("kl_importance",), "k2": (), "k3": ("kl_importance",), "abs": (), "k1+": (), "k3+": ()}
+SWITCHES_READ = dict(objective=OBJECTIVES, ratio=RATIOS, old_policy=OLD_POLICIES, kl_estimator=KL_ESTIMATORS)
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -280,5 +283,5 @@ def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
     return None if x is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _unknown(setting: str, value: str, valid: tuple[str, ...]) -> ValueError:
+def _unknown(setting: str, value: str, valid: Iterable[str]) -> ValueError:
     return ValueError(f"{setting} is {value!r}; it must be one of {', '.join(valid)}")

@@ -19,7 +19,7 @@ from transformers.hf_argparser import string_to_bool
 from advantage import compares_in_group
 from config import ALGORITHMS, Config, UserError, resolve, task_of
 from infra import run_folder
-from loss import SWITCHES_READ
+from loss import SWITCHES_READ, policy_loss
 from tasks import task_defaults, task_module, task_names
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Config)}
@@ -139,32 +139,29 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. A switch that it does not read must have its default value, or the value that --algorithm sets.
-    unread = set().union(*SWITCHES_READ.values()) - set(SWITCHES_READ[config.objective])
-    for name in sorted(unread):
-        if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
-            yield f"--{name} {getattr(config, name)}: has no effect with --objective {config.objective}; leave it out"
+    # The objective. A switch that nothing reads must have its default value, or the value that --algorithm sets.
+    for choice, reads in SWITCHES_READ.items():
+        chosen = getattr(config, choice)
+        for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
+            if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
+                yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
     if config.objective == "reinforce" and config.num_iterations * config.minibatches > 1:
         yield "--objective reinforce: has no ratio, so use --num_iterations 1 --minibatches 1, one update per rollout"
     if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
-    clips_with_delta = config.delta is not None and config.objective == "clip"
-    if clips_with_delta and (config.ratio == "geometric" or config.delta <= 1 + config.epsilon_high):
-        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high, and cannot be used with --ratio geometric"
+    if config.objective == "clip" and config.delta is not None and config.delta <= 1 + config.epsilon_high:
+        yield f"--delta {config.delta:g}: must be above 1 + epsilon_high"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
-    bounds = [name for name in ("tis_cap", "tis_floor", "gate_low", "gate_high") if getattr(config, name) is not None]
-    has_tis = config.tis_cap is not None or config.tis_floor is not None
-    if config.tis_mode != Config.tis_mode and not has_tis:
+    if config.tis_mode != Config.tis_mode and config.tis_cap is None and config.tis_floor is None:
         yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
-    if has_tis and config.objective == "vespo" and not config.tis_mode.startswith("token"):
+    if config.objective == "vespo" and not config.tis_mode.startswith("token"):
         yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
-    if bounds and config.old_policy == "sampler":
-        yield f"--{bounds[0]} with --old_policy sampler: the ratio that it bounds is always 1; leave one of them out"
-    corrected = bounds or config.off_policy_mask is not None or config.sampler_coef
-    if (corrected or config.old_policy == "sampler") and config.cuts_vocabulary and not config.keep_set:
+    bounds = config.tis_cap, config.tis_floor, config.gate_low, config.gate_high, config.off_policy_mask
+    reads_sampler = config.old_policy == "sampler" or config.sampler_coef or any(x is not None for x in bounds)
+    if reads_sampler and config.cuts_vocabulary and not config.keep_set:
         yield "--keep_set false: cannot be used with old_policy sampler, tis_*, gate_*, off_policy_mask or sampler_coef"
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: cannot divide by the means, because --combine_rewards gdpo makes them 0"
@@ -173,8 +170,6 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
-    if config.kl_importance and config.kl_estimator not in ("k1", "k3"):
-        yield f"--kl_importance: can be used with --kl_estimator k1 or k3, but not with {config.kl_estimator}"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
     only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every")
     for name, other in only_with.items():
@@ -186,6 +181,26 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
+
+
+def allowed_pairs() -> Iterator[tuple[dict, dict]]:
+    """Yield each objective, ratio, old policy and KL estimator with each value of every other switch of policy_loss
+    that is allowed with it. A pair is two dictionaries of settings: the first choice with what the two need, and the
+    switch. A number is 0.8 or 1.3. Tests and tools go through these pairs, so that a new switch joins by its name."""
+    needs = dict(kl_estimator={"beta": 0.5}, kl_importance={"beta": 0.5}, cispo={"epsilon_high": 2.0})
+    needs["tis_mode"] = {"tis_floor": 0.8, "tis_cap": 1.3}
+    settings = [SETTINGS[name] for name in policy_loss.__kwdefaults__ if name in SETTINGS]
+    values = {x.name: x.metadata["names"] or {kind_of(x)(0.8), kind_of(x)(1.3)} for x in settings}
+    switches = [(name, x) for name in values for x in values[name]]
+    choices = [(name, x) for name in SWITCHES_READ for x in SWITCHES_READ[name]]
+    default = ready(Config(), on_gpu=False)
+    for (choice, x), (name, y) in itertools.product(choices, switches):
+        chosen = needs.get(choice, {}) | needs.get(x, {}) | needs.get(name, {}) | needs.get(y, {}) | {choice: x}
+        without = dataclasses.replace(default, **chosen)
+        pair = dataclasses.replace(without, **{name: y})
+        is_refused = any(itertools.chain(wrong_values(pair), contradictions(pair)))
+        if name != choice and pair != without and not is_refused:
+            yield chosen, {name: y}
 
 
 def warnings(config: Config) -> Iterator[str]:
