@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-# Four arguments of policy_loss choose an equation. Here is what each choice reads of the other arguments. Those that
-# are listed only for other choices of its kind have no effect with it, so the command line refuses them. Those that
-# are listed nowhere, such as beta, are always read.
+# Four arguments of policy_loss choose an equation. Each choice is followed by the other arguments that it reads. An
+# argument that only other choices of its kind read has no effect, so the command line refuses it. An argument that is
+# not listed at all, such as beta, is always read.
 OBJECTIVES = {
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),

@@ -358,7 +358,7 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
 
 # `completion_by_hand` states all equations of policy_loss a second time, with nothing but numbers. It needs no formula
 # for the gradient. Add 1e-30 i to one log-prob, and the imaginary part of the loss is 1e-30 times the derivative. This
-# is exact, because nothing is subtracted. The real part of a number is the number without its gradient.
+# is exact, because it is not a difference of two losses. The real part of a number is the number without its gradient.
 
 
 def sg(x):
