@@ -21,6 +21,7 @@ Not here: baselines from running means over steps, and value functions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,23 +56,18 @@ class Group:
 # ---- Rewards -> advantages ----
 
 
-def set_advantages(
-    groups: list[Group],
-    weights: Sequence[float],
-    combination: str = "sum",
-    scale: str = "group",
-    baseline: str = "mean",
-    mask_truncated: bool = False,
-    only_with_signal: bool = False,
-) -> None:
-    """Set the advantages of all groups of a step, from the values of the reward functions and their weights."""
+def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any) -> None:
+    """Set the advantages of all groups of a step, from the values of the reward functions and their weights. `settings`
+    has the fields of Config that are used here."""
     parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
-    combined = combine_rewards(parts, weights, combination)  # (P, G)
-    lengths = [[mask.sum() for mask in trained_tokens(group, mask_truncated)] for group in groups]
-    advantages = group_advantages(combined, scale, baseline, lengths=torch.tensor(np.array(lengths)))  # (P, G)
+    rewards = combine_rewards(parts, weights, settings.combine_rewards)  # (P, G)
+    lengths = [[mask.sum() for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
+    lengths = torch.tensor(np.array(lengths))  # (P, G)
+    advantages = group_advantages(rewards, settings.scale_rewards, settings.baseline, lengths=lengths)  # (P, G)
     for group, row in zip(groups, advantages, strict=True):
         # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
-        group.advantages = row if group.has_signal or not only_with_signal else torch.zeros_like(row)
+        without_signal = settings.dynamic_sampling and not group.has_signal
+        group.advantages = torch.zeros_like(row) if without_signal else row
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:

@@ -9,12 +9,10 @@ not what is computed: token weights are fixed before the completions are split, 
 """
 
 import math
-import os
 import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,12 @@ from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config, UserError
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
-from infra.model import limits_of, load, open_model
+from infra.loading import load_run
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
-from tasks import Task, call_rewards, load_task, task_module
-from tasks._prompts import check_prompts, notes
-from tasks._turns import check_template, replies_to, with_replies
+from tasks import Task, call_rewards
+from tasks._turns import replies_to, with_replies
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -74,10 +71,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
-    replaces = cfg.dynamic_sampling > 0
-    set_advantages(
-        groups, run.task.weights, cfg.combine_rewards, cfg.scale_rewards, cfg.baseline, cfg.mask_truncated, replaces
-    )
+    set_advantages(groups, run.task.weights, cfg)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
     if cfg.old_policy == "policy" and any(group.step != step for group in groups):  # you have added replayed ones
@@ -99,8 +93,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Return the groups to train on, and all that were sampled. With dynamic sampling (DAPO), groups without a signal
-    are replaced, in at most cfg.dynamic_sampling further rounds. Every rank has all rewards, so all ranks decide
-    alike."""
+    are replaced, in at most cfg.dynamic_sampling further rounds. All ranks have all rewards, so they decide alike."""
     cfg = run.config
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
@@ -166,9 +159,8 @@ def score_fixed_policies(run: Run, batch: Batch) -> None:
     needs_old = cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1
     needs_entropy = cfg.top_entropy < 1.0
     if needs_old or needs_entropy:
-        logp, entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
+        logp, batch.entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
         batch.old_logp = logp if needs_old else None
-        batch.entropy = entropy
     if run.reference is not None:
         with lora.without_adapters(run.reference):
             batch.ref_logp, _ = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.reference)
@@ -289,37 +281,13 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
-    with ranks.fail_together():  # all mistakes that can be found before the weights are loaded
-        task = load_task(cfg)
-        task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
-        opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
-        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
-        longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
-    model, reference, eos_ids = load(opened, cfg, device)
-    with ranks.fail_together():
-        check_template(task, opened.tokenizer, eos_ids)
-    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
-    sampling = Sampling(
-        max_completion_length=cfg.max_completion_length,
-        eos_ids=eos_ids,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        keep_set=cfg.keep_set,
-        stop=cfg.stop,
-        to_text=opened.tokenizer.decode,
-        tokens_at_once=cfg.rollout_tokens,
-        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
-    )
-    limits = limits_of(cfg, model, longest_prompt)
-    run = Run(cfg, device, task, opened.tokenizer, model, reference, optimizer, sampling, limits)
-    noted = [memory.choose_budgets(run, longest_prompt, accumulate)] if device.type == "cuda" else []
-    log = report.RunLog(run.config, opened.tokenizer.decode, task.reward_names)
+    fields, longest_prompt, noted = load_run(cfg, device)
+    run = Run(**fields)
+    if device.type == "cuda":
+        noted.insert(0, memory.choose_budgets(run, longest_prompt, accumulate))
+    log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
-    return run, log, [*noted, *notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
+    return run, log, noted
 
 
 def train(typed: Config) -> int:
@@ -367,9 +335,6 @@ def train(typed: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    # A stream that was closed when the program started is None.
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
     return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
 
 

@@ -32,7 +32,9 @@ class FailedElsewhere(UserError):
 
 def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """Train, report any error, and return the exit code."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # it is None if the shell has closed it (`>&-`)
+    # A stream that was closed when the program started is None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         code = train(config)

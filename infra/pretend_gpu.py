@@ -279,8 +279,9 @@ class Graph:
 @contextlib.contextmanager
 def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
     """Record the calls into the graph. A real GPU would only record them. Here they also run, so the tensors that they
-    change are restored at the end."""
-    gpu.captured = graph.calls = []
+    change are restored at the end. With shapes_only there is nothing to repeat, so nothing is recorded."""
+    graph.calls = []
+    gpu.captured = None if gpu.shapes_only else graph.calls
     try:
         yield
     finally:
@@ -332,6 +333,7 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
         empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
         set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
         mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
+        memory_allocated=lambda: gpu.held, memory_reserved=lambda: gpu.held,
         max_memory_allocated=lambda: gpu.peak, max_memory_reserved=lambda: gpu.peak,
         reset_peak_memory_stats=lambda: setattr(gpu, "peak", gpu.held),
         stream=contextlib.nullcontext, device=contextlib.nullcontext, current_stream=Stream, default_stream=Stream,

@@ -171,7 +171,10 @@ def other_advantages(advantages):
 UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
     "--beta": ("train.set_up", lambda set_up: lambda cfg, device: set_up(dataclasses.replace(cfg, beta=0.5), device)),
     "the code": ("infra.run_folder.sha256_of", lambda sha256_of: lambda file: file.name),
-    "the rows": ("train.load_task", lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[1:])),
+    "the rows": (
+        "infra.loading.load_task",
+        lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[1:]),
+    ),
     "the weights": ("tasks.sorting.model", lambda model: lambda cfg: model(dataclasses.replace(cfg, seed=7))),
     "the completions of step 2": ("train.pick_rows", other_rows),
     "the advantages of step 2": ("advantage.group_advantages", other_advantages),

@@ -134,7 +134,7 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
     metrics, groups = train.training_step(run, 1)
     timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # as ranks do when they exchange completions
     out.mkdir(parents=True, exist_ok=True)
-    log.open(done=0)
+    log.open(0)
     timed("samples", log.step, metrics, groups, [])
     timed("checkpoint", checkpoint.save, out, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
     costs["gather"][1] = len(pickle.dumps(groups))

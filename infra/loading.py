@@ -1,0 +1,56 @@
+"""Everything that a run needs before its first step: the task, the model, the optimizer, and how completions are
+sampled. Mistakes that can be found before the weights are loaded are found first."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from config import Config
+from infra import command_line, faults, lora, ranks, run_folder
+from infra.model import limits_of, load, open_model
+from rollout import Sampling
+from tasks import load_task, task_module
+from tasks._prompts import check_prompts, notes
+from tasks._turns import check_template
+
+
+def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
+    """Return the fields of `Run` (train.py), the number of tokens of the longest prompt, and notes for the user."""
+    with ranks.fail_together():
+        task = load_task(cfg)
+        task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
+        opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
+        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+        longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
+    ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
+    model, reference, eos_ids = load(opened, cfg, device)
+    with ranks.fail_together():
+        check_template(task, opened.tokenizer, eos_ids)
+    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
+    sampling = Sampling(
+        max_completion_length=cfg.max_completion_length,
+        eos_ids=eos_ids,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        keep_set=cfg.keep_set,
+        stop=cfg.stop,
+        to_text=opened.tokenizer.decode,
+        tokens_at_once=cfg.rollout_tokens,
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
+    )
+    fields = dict(
+        config=cfg,
+        device=device,
+        task=task,
+        tokenizer=opened.tokenizer,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        sampling=sampling,
+        limits=limits_of(cfg, model, longest_prompt),
+    )
+    return fields, longest_prompt, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
