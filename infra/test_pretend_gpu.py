@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 import conftest
-from batch import micro_batches
 from conftest import assert_same_files, assert_same_run, errors, flat_gradient, metrics, run
 from fast.output_head import linear_in_fp32
 from infra import pretend_gpu
@@ -62,37 +61,6 @@ def test_logits_of_the_output_head_are_not_rounded_to_bfloat16():
     y, x = on_pretended_gpu(output_head_in_fp32), torch.linspace(-2, 3, 24).view(4, 6).bfloat16().float()
     torch.testing.assert_close(y, x @ x.T)
     assert not torch.equal(y, y.bfloat16().float())
-
-
-def print_waits(accumulate: Callable) -> Callable:
-    """Print how often the host waits for the GPU in each micro-batch of an update. The update is computed twice, with
-    few and with many micro-batches, and the additional waits are divided by the number of additional micro-batches."""
-
-    def accumulating(run, batch):
-        pieces, waits = [], []
-        for rows in (4, 2):
-            run.limits = replace(run.limits, rows=rows, tokens=None, hidden_size=None)
-            pieces.append(len([*micro_batches(batch, run.limits)]))
-            pretend_gpu.gpu.waits.clear()
-            result = accumulate(run, batch)
-            waits.append(pretend_gpu.gpu.waits.total())
-        print("waits:", (waits[1] - waits[0]) / (pieces[1] - pieces[0]))
-        return result
-
-    return accumulating
-
-
-@needs_pretended_gpu
-@pytest.mark.parametrize("given, waits", [({}, 6), (dict(top_p=0.9), 12)])
-def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits):
-    """The host waits six times: once to copy the row numbers of the micro-batch to the GPU, once for the length of the
-    longest row, once to check that every completion has a prompt, twice to select the scored tokens, and once in
-    transformers, which checks whether a row has several sequences. With top-p the host waits six more times, for the
-    sets of ids that the tokens were sampled from. This fails if a change adds a wait, for instance for a metric."""
-    settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0, dtype="bfloat16") | given
-    watched = partial(conftest.replace, "train.accumulate", print_waits)
-    shown = run(settings, tmp_path / "out", partial(on_a_gpu, "pretended"), watched)
-    assert [float(x) for x in re.findall("waits: (.*)", shown)] == [waits]
 
 
 @pytest.mark.parametrize("kind", KINDS)
