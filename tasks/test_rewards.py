@@ -14,16 +14,14 @@ import pytest
 import torch
 
 from config import UserError
-from tasks._rewards import check_arguments, load_function, shared_runner, values_of
+from tasks._rewards import load_function, shared_runner, values_of
 
 COLUMNS = dict(prompts=["p0", "p1", "p2"], completions=["c0", "c1", "c2"], completion_ids=[[5], [6], [7]])
 RETURNED = [  # what a reward function returns -> the rewards, or how the error shows it
     ([True, None, np.float32(-2.5)], [1.0, math.nan, -2.5]),
-    ([torch.tensor(1.0), None, torch.tensor([-2.5])], [1.0, math.nan, -2.5]),
     ((x for x in (1, None, Decimal("-2.5"))), [1.0, math.nan, -2.5]),
     (torch.tensor([1.0, math.nan, -2.5]), [1.0, math.nan, -2.5]),
     ([1.0, 2.0], "[1.0, 2.0]"),
-    (None, "None"),
     ("123", "'123'"),
     ([1.0, "good", 2.0], "[1.0, 'good', 2.0]"),
     (torch.ones(3, 1), "[[1.0], [1.0], [1.0]]"),
@@ -48,8 +46,6 @@ NAMED = [  # a name -> the error
     ("good", "must be exact_sum, file.py:function or package.module:function"),
     ("nowhere.py:good", "there is no file .*/nowhere.py"),
     ("nowhere.deep:good", "No module named 'nowhere'"),
-    ("json.nowhere:good", "No module named 'json.nowhere'"),
-    ("lacking.py:good", "No module named 'no_such_module'"),
     ("meddles.py:good", "meddles.py has no function good"),
     ("meddles.py:LIMIT", "meddles.py has no function LIMIT"),
 ]
@@ -90,16 +86,6 @@ def test_a_reward_gets_the_arguments_that_it_accepts():
     assert call(lambda **given: [len(given)] * 3, level=[1, 2, 3]) == [4.0] * 3
     values = values_of([lambda log, level: log], COLUMNS | {"level": [0] * 3, "log": [0] * 3}, {"log": [1] * 3})
     assert values == [[1.0] * 3], "an argument of the run takes precedence over a column of the same name"
-
-
-def test_an_argument_that_is_missing_is_named_with_those_that_there_are():
-    def mine(completions, level, other=None, **columns):
-        raise AssertionError("it is not called")
-
-    check_arguments([mine, lambda **columns: None], ["completions", "level"], "the rows to train on")
-    missing = "missing a required argument: 'level'; for the held-out rows, there are completions, n"
-    with pytest.raises(UserError, match=f"^reward function mine: {missing}$"):
-        check_arguments([mine], ["completions", "n"], "the held-out rows")
 
 
 def test_a_reward_gets_copies():
@@ -217,7 +203,6 @@ def test_what_a_reward_changes_in_pytorch_is_put_back(write):
 def test_what_is_no_function_is_named(write, name, message):
     """The task has one reward of its own, exact_sum."""
     write("meddles.py", MEDDLES)
-    write("lacking.py", "import no_such_module\n")
     for setting in "--reward", "--reply":
         with pytest.raises(UserError, match=f"^{setting} {name}: {message}$"):
             load_function(name, {"exact_sum": len}, setting)

@@ -54,12 +54,6 @@ CANNOT = [  # a prompt, and the error
     (CHAT, "a prompt could not be encoded: .*'1[+]1'.*chat_template is not set"),
     ("1" * 8, "^1 prompts have more than 7 tokens .*context of 10 .*, for instance '11111111'; .*--drop_long_prompts"),
 ]
-NOTED = [  # a prompt to train on, held-out prompts, the tokenizer, and a part of the note
-    ("1", ["2"], PLAIN, []),
-    ("1", [], WITH_TEMPLATE, ["strings do not get the model's chat template"]),
-    ("1", ["3", "1"], PLAIN, ["1 of the 2 held-out prompts are trained on as well"]),
-    (CHAT, [CHAT], WITH_TEMPLATE, ["1 of the 1 held-out prompts are trained on as well"]),
-]
 
 
 @pytest.mark.parametrize(("name", "start", "newline"), FILES)
@@ -159,10 +153,10 @@ def test_a_task_with_its_own_small_model_refuses_other_models():
         check_prompts(task, PLAIN, None, config)
 
 
-@pytest.mark.parametrize(("prompt", "held_out", "tokenizer", "expected"), NOTED)
-def test_notes(prompt, held_out, tokenizer, expected):
-    task = task_of(prompt, held_out=held_out)
+def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_evaluation():
+    task = task_of("1", CHAT, held_out=["2", CHAT, "1"])
     task.notes = ["before"]
-    assert all(words in note for words, note in zip(["before", *expected], notes(task, tokenizer), strict=True))
-    task.max_steps = 0  # an evaluation trains on nothing
-    assert not any("trained on" in note for note in notes(task, tokenizer))
+    assert notes(task, PLAIN) == ["before", "2 of the 3 held-out prompts are trained on as well"]
+    assert len(notes(task, WITH_TEMPLATE)) == 3, "strings do not get its template"
+    task.max_steps = 0
+    assert notes(task, PLAIN) == ["before"]

@@ -30,7 +30,7 @@ SHORT, SHORT_2, SUM = "mine.py:short", "mine.py:short_2", "mine.py:exact_sum"
 OWN_REWARDS = """
 def short(completion_ids):
     return [-len(ids) for ids in completion_ids]
-def short_2(answer):
+def short_2(answer, other=None, **columns):
     pass
 def exact_sum(completions):
     pass
@@ -52,12 +52,6 @@ REWARDS = [  # a task, --reward, settings; then the names of its rewards, their 
     ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "short"}, (["near_20", "short"], [1.0, 1.0], "short", 1.0)),
-]
-# Each case: a prompt, the run's max_steps, and the steps done; then global_step and max_steps as the rewards see them.
-# They see a max_steps of 0 as 1.
-CALLS = [
-    ("1+1=", 100, 2, 2, 100),
-    ([{"role": "user", "content": "1+1"}], 0, 0, 0, 1),
 ]
 
 
@@ -157,8 +151,9 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps", "done", "seen_step", "seen_max"), CALLS)
-def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps, done, seen_step, seen_max):
+@pytest.mark.parametrize(("prompt", "max_steps"), [("1+1=", 100), ([{"role": "user", "content": "1+1"}], 0)])
+def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps):
+    """Two steps are done. Rewards see a max_steps of 0 as 1."""
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -178,20 +173,22 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
     rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
-    # The time limit here only records the name of the function.
-    judged, logged = call_rewards(task, groups, TOKENIZER, done, lambda name: nullcontext(limited.append(name)))
+    # The time limit here only records what it is for.
+    task.time_limit = lambda what: nullcontext(limited.append(what))
+    judged, logged = call_rewards(task, groups, TOKENIZER, 2)
     texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [[seen_step, seen_max], [math.nan, seen_max], [3.0, seen_max]]
+    values = [[step, max_steps or 1] for step in (2.0, math.nan, 3.0)]
     extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
     found = [(parts.tolist(), each) for parts, each in judged]
     np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
     assert {parts.dtype for parts, _ in judged} == {torch.float64}
     assert logged == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
-    assert all(type(value) is float for _, value in logged) and limited == ["first", "second"]
+    assert all(type(value) is float for _, value in logged)
+    assert limited == ["reward function first", "reward function second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
     assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
-    assert call_rewards(task, [], TOKENIZER, done) == ([], []) and len(calls) == 1, "without groups no reward is called"
+    assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
 
 def test_a_log_of_the_wrong_length():

@@ -19,10 +19,7 @@ MARKS = {  # the kind of a chat template: how it writes a message, and how it as
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
     "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
-    # This template ends the last message with <out>, and all earlier messages with <eos>.
-    "gpt-oss": ("<in>{{ m.role }}:{{ m.content }}{{ '<out>' if loop.last else '<eos>' }}", "<in>assistant:"),
     "no tools": ("{% if m.role != 'tool' %}<in>{{ m.role }}:{{ m.content }}<out>{% endif %}", "<in>assistant:"),
-    "no history": ("{% if loop.last %}{{ m.content }}<out>{% endif %}", "<in>"),
     "twice": ("{{ m.content }}<out>{{ m.content }}<out>", "<in>"),
 }
 
@@ -40,9 +37,7 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("chatml", "user", [EOS_ID], NO_END),
     ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),  # the <user> before "hi" is the token with which the model ended its turn
-    ("gpt-oss", "user", [OUT], NO_END),
     ("no tools", "tool", [OUT], NOT_SHOWN),
-    ("no history", "user", [OUT], NO_END),
     ("twice", "user", [OUT], NO_END),  # shows each turn twice, so it is unclear which end token is meant
 ]
 
@@ -86,7 +81,6 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
 WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
     (False, "", "the reply has no tokens"),
     (False, USER_SAYS, "a text was expected"),
-    (False, "?", "UNK"),
     (True, 7, "a text or messages was expected"),
     (True, [{"role": "user", "content": None}], "unsupported operand"),  # encode_reply appends "-" to the content
 ]
@@ -114,9 +108,8 @@ def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, 
     inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4])]
     assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert (
-        made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2 and limits == ["reply function answer"] * 2
-    )
+    assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2
+    assert limits == ["reply function answer"] * 2
     limited = replies_of(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
     assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the last turn is seen, too"
@@ -165,9 +158,6 @@ def test_settings(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
     for task in "addition", "guess":
         assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    for reply, message in ("say", "must be file.py:function"), ("mine.py:no", "mine.py has no function no"):
-        with pytest.raises(UserError, match=f"^--reply {reply}: {message}"):
-            load_task(Config(task="addition", reply=reply))
     with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
         load_task(Config(task="addition", max_turns=3))
 

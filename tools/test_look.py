@@ -18,16 +18,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --virtual-time-budget=9999 --dump-dom".split()
 READER = """
 <script type="module">
-const seen = {}, slider = document.querySelector("#slider")
-const all = (selector, read = element => element.textContent) => [...document.querySelectorAll(selector)].map(read)
-const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
-const see = name => { seen[name] = all("#trained .card") }
-see("at first"), press("ArrowRight"), see("beyond the end"), press("ArrowLeft"), see("left")
-slider.value = 0, slider.dispatchEvent(new Event("input", { bubbles: true })), see("slider")
-press("ArrowRight"), press("ArrowRight"), see("right")
-for (const key of ["reward", "length", "advantage"]) { document.querySelector(`[value=${key}]`).click(); see(key) }
-document.querySelector("[name=lowest]").click(), see("lowest")
-for (const part of ["#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"]) seen[part] = all(part)
+const seen = {}
+for (const part of ["#trained .card", "#held_out .card", "#curves > *", "#trained > div", "script, img", ".reply"])
+    seen[part] = [...document.querySelectorAll(part)].map(element => element.textContent)
 document.body.textContent = encodeURIComponent(JSON.stringify(seen))
 </script>
 """
@@ -86,50 +79,26 @@ def test_a_page_leaves_out_steps_when_there_are_too_many_and_a_folder_without_an
             look.main([str(folder)])
 
 
-def seen_in_a_browser(run: Path, reader: str) -> str:
-    """Add the script to the page of this run, and return the HTML that a browser has in the end."""
+def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     if CHROMIUM is None:
         warnings.warn("NOT TESTED, because there is no Chromium here: that no text of a run is executed", stacklevel=1)
         pytest.skip("no Chromium here")
     look.main([str(run)])
-    (run / "read.html").write_text((run / "look.html").read_text() + reader)
+    (run / "read.html").write_text((run / "look.html").read_text() + READER)
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={run}/profile", f"file://{run}/read.html"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in shown.stderr  # no error, nothing executed
-    return shown.stdout
-
-
-def test_a_browser_shows_what_fits_of_a_very_long_run_and_completion(run):
-    """Chromium cannot pass 130,001 points to Math.max as arguments."""
-    lines = (json.dumps({"step": step, "reward": step % 7}) + "\n" for step in range(130_001))
-    (run / "metrics.jsonl").write_text("".join(lines))
-    (run / "samples.jsonl").write_text(json.dumps(sample(3, 0) | {"tokens": [["a", -1.0]] * 12_000}) + "\n")
-    page = seen_in_a_browser(run, "")
-    assert page.count("<polyline") == 1 and page.count('class="token"') == 10_000 and "(2,000 more tokens)" in page
-
-
-def test_a_browser_shows_all_text_and_executes_none_of_it(run):
-    seen = json.loads(unquote(re.search("<body>(.*)</body>", seen_in_a_browser(run, READER))[1]))
-
+    seen = json.loads(unquote(re.search("<body>(.*)</body>", shown.stdout)[1]))
     middle = f"({EVIL} 0.25), advantage"  # in parentheses is the value of the only reward function
     # The advantage of the last completion is the mean over the two tokens that are not from a reply.
     figures = [f"0.5 {middle} 0.2, length 12", f"none {middle} 0, length 9, truncated"]
     figures += [f"1 {middle} -2, length 10", f"-1 {middle} 1, length 11"]
-    cards = [f"reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
-    # After each click, the completions of the step are sorted, with the highest value first. Then they are grouped by
-    # prompt, and the prompt whose completion was sorted first comes first. "lowest" is clicked while the completions
-    # are sorted by advantage, and puts the lowest value first.
-    orders = {"reward": (2, 3, 0, 1), "length": (0, 1, 3, 2), "advantage": (3, 2, 0, 1), "lowest": (2, 3, 1, 0)}
-    steps = {"at first": 3, "beyond the end": 3, "left": 2, "slider": 1, "right": 3}
-    for name, step in steps.items():
-        assert seen[name] == [f"step {step}, {card}" for card in cards], name
-    for name, order in orders.items():
-        assert seen[name] == [f"step 3, {cards[i]}" for i in order], name
+    cards = [f"step 3, reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
+    assert seen["#trained .card"] == cards
     assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 3"] * 2
     # "kl" is always null and "beta" never changes, so they have no curve.
     assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
-    # After the click on "lowest", the second prompt, which is a chat, comes first.
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
-    assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (f"role: user\ncontent: {EVIL}", EVIL)]
+    assert prompts == [f"{prompt}answer: {EVIL}\nn: [1]" for prompt in (EVIL, f"role: user\ncontent: {EVIL}")]
     assert len(seen["script, img"]) == 3  # two of the page, and READER
     assert seen[".reply"] == [EVIL] * 3  # completion 3 is shown in a step and in two evaluations
