@@ -1,15 +1,15 @@
 """Choose how many tokens go into a rollout and into a micro-batch, by measuring on the GPU what they take. If memory
 runs out all the same, an update is computed in smaller parts.
 
-Nothing here knows what a layer, a loss or an optimizer needs. Before the first step, the run's own code computes
-made-up completions of full length, with n tokens at once and then with 2 n. At their peaks these take `one` and `two`
-bytes, and a straight line through both says what any other number of tokens takes:
+Nothing here knows what a layer, a loss or a sampler needs. Before the first step, the run's own code computes made-up
+completions of full length, with n tokens at once and then with 2 n. At their peaks these take `one` and `two` bytes,
+and the straight line through both says what any other number of tokens takes:
 
     bytes(tokens) = one + (two - one) * (tokens / n - 1)
 
-On a CPU nothing is measured, and the budgets are constants (config.py). Left out are the tensors of a whole step, about
-50 bytes for each token; the reading of many long prompts at once; and what the allocator loses to fragmentation.
-Therefore the budgets fill only a part of the memory.
+On a CPU nothing is measured, and the budgets are constants (config.py). Three things are left out: the tensors of a
+whole step, about 50 bytes for each token; the reading of many long prompts at once; and what the allocator loses to
+fragmentation. This is why the budgets do not fill all of the free memory.
 """
 
 import math
@@ -32,26 +32,27 @@ from rollout import Completion, rollout
 MOST_ROLLOUT_TOKENS = 1 << 22  # a larger rollout gains little: reading its cache takes most of the time
 MOST_MICRO_BATCH_TOKENS = 1 << 15  # enough to keep a GPU busy and to make up for gathering sharded weights
 SAMPLED = 4  # tokens sampled in a trial. With --decode graph, the third is captured and the fourth replays the graph
-KEPT_IDS = 1000  # size of a made-up kept set, above the mean size that language models have at a top_p of 0.95
+KEPT_IDS = 1000  # a guess at how many ids top_p or min_p keep
 
 
 def choose_budgets(run: Any, longest_prompt: int, accumulate: Callable) -> str:
-    """Choose the budgets of the run that were not given, the same on all ranks. Return a line for the screen."""
-    cfg, length, line = run.config, longest_prompt + run.config.max_completion_length, "memory"
-    trained = [p for p in run.model.parameters() if p.requires_grad and cfg.steps != 0]
+    """Choose the budgets of the run that were not given, the same on all ranks. Return a line for the screen. Nothing
+    else changes: no weight, gradient, state of Adam, or random generator."""
+    cfg, length, said = run.config, longest_prompt + run.config.max_completion_length, []
+    trained = [p for p in run.model.parameters() if p.requires_grad] if cfg.steps != 0 else []
     adam = [torch.empty_like(p) for p in trained for _ in range(2)]  # takes the place of AdamW's two moments
     if cfg.rollout_tokens is None:
-        tokens, found = rollout_budget(run, length)
-        run.config, run.sampling.tokens_at_once = replace(cfg, rollout_tokens=tokens), tokens
-        line += f"; rollout_tokens {found}"
+        run.sampling.tokens_at_once, found = rollout_budget(run, length)
+        run.config = replace(run.config, rollout_tokens=run.sampling.tokens_at_once)
+        said.append(f"rollout_tokens {found}")
     if trained and cfg.micro_batch_tokens is None and cfg.micro_batch_size is None:
-        tokens, found = micro_batch_budget(run, longest_prompt, accumulate)
-        run.config, run.limits.tokens = replace(run.config, micro_batch_tokens=tokens), tokens
-        line += f"; micro_batch_tokens {found}"
+        run.limits.tokens, found = micro_batch_budget(run, longest_prompt, accumulate)
+        run.config = replace(run.config, micro_batch_tokens=run.limits.tokens)
+        said.append(f"micro_batch_tokens {found}")
     del adam
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return line
+    return "; ".join(said)
 
 
 def rollout_budget(run: Any, length: int) -> tuple[int, str]:
@@ -75,15 +76,15 @@ def rollout_budget(run: Any, length: int) -> tuple[int, str]:
 
 def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> tuple[int, str]:
     """Return how many tokens fit into a micro-batch, and what was measured."""
-    cfg, T = run.config, run.config.max_completion_length
-    # A row is a prompt with as many of its completions as `micro_batches` puts together.
+    cfg, length = run.config, run.config.max_completion_length
+    # A row of the model's input is a prompt with as many of its completions as `micro_batches` puts together.
     run.limits.tokens = MOST_MICRO_BATCH_TOKENS
     _, first_row = next(micro_batches(made_up_batch(run, longest_prompt, 1, cfg.num_generations), run.limits))
     together = first_row.per_row[0]
-    row = longest_prompt + together * T
-    # The fewest rows that fill a chunk of the output head: up to there, the bytes of the head are not on the line.
-    n = max(1, min(math.ceil(CHUNK["cuda"] / (together * T)), MOST_MICRO_BATCH_TOKENS // row))
-    # Each rank gets 4 n rows, so that even micro-batches of 2 n rows find the gradients of an earlier one in memory.
+    row = longest_prompt + together * length
+    # n is the fewest rows that fill a chunk of the output head. With fewer, the head would take less than on the line.
+    n = max(1, min(math.ceil(CHUNK["cuda"] / (together * length)), MOST_MICRO_BATCH_TOKENS // row))
+    # Each rank gets 4 n rows. So even micro-batches of 2 n rows find the gradients of an earlier one in memory.
     batch = made_up_batch(run, longest_prompt, 4 * n * ranks.world(), together)
 
     def compute(tokens: int) -> None:
@@ -91,10 +92,10 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
         in_parts_that_fit(accumulate, run, batch)
         run.optimizer.zero_grad()
 
-    compute(n * row)  # not measured, because if n rows do not fit, it is repeated with fewer tokens
+    compute(n * row)  # not measured, because if n rows do not fit, fewer tokens are computed
     tokens = min(ranks.gather([run.limits.tokens]))
     most = MOST_MICRO_BATCH_TOKENS if tokens == n * row else tokens
-    return largest_budget(compute, tokens, longest_prompt + T, most, cfg.shard)
+    return largest_budget(compute, tokens, longest_prompt + length, most, cfg.shard)
 
 
 def largest_budget(compute: Callable[[int], None], n: int, length: int, most: int, shard: bool) -> tuple[int, str]:
@@ -112,29 +113,33 @@ def largest_budget(compute: Callable[[int], None], n: int, length: int, most: in
         return max(ranks.gather([torch.cuda.max_memory_allocated() - held]))
 
     one = peak(n)
-    # Twice the tokens take at most twice the bytes. If so many might not fit, count them without trying.
-    two = peak(2 * n) if 2 * one <= free else 2 * one
+    # Twice the tokens take at most twice the bytes. If so many might not fit, take this number without trying.
+    can_try = 2 * one <= free
+    two = peak(2 * n) if can_try else 2 * one
     budget = length
     while 2 * budget <= most and one + (two - one) * (2 * budget / n - 1) <= room:
         budget *= 2
-    found = f"{n} take {one / 1e9:.3g} GB and {2 * n} {'' if 2 * one <= free else 'at most '}{two / 1e9:.3g}"
-    return budget, f"{budget} ({found}; {room / 1e9:.3g} of {free / 1e9:.3g} may be filled)"
+    found = f"{n} tokens take {one / 1e9:.3g} GB, {2 * n} {'' if can_try else 'at most '}{two / 1e9:.3g}"
+    return budget, f"{budget} ({found}; {room / 1e9:.3g} of {free / 1e9:.3g} GB may be filled)"
 
 
 def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) -> Batch:
-    """Return a batch of random prompts with this many random completions each. All are of full length, and whatever a
-    batch may have is filled in."""
-    cfg, T, vocabulary = run.config, run.config.max_completion_length, run.model.config.get_text_config().vocab_size
+    """Return a batch of random prompts with this many random completions each, all of full length. Whatever a batch may
+    have is filled in."""
+    cfg, length = run.config, run.config.max_completion_length
+    vocabulary = run.model.config.get_text_config().vocab_size
     draw, kept, groups = np.random.default_rng(0), None, []
     if cfg.cuts_vocabulary and cfg.keep_set:
-        kept = T * [np.arange(min(cfg.top_k or KEPT_IDS, vocabulary), dtype=np.int32)]
+        kept = length * [np.arange(min(cfg.top_k or KEPT_IDS, vocabulary), dtype=np.int32)]
     for _ in range(prompts):
-        ids, ones = draw.integers(vocabulary, size=(1 + completions, prompt_length + T)), torch.ones(completions)
-        made = [Completion(ids=row[:T], logp=np.zeros(T), truncated=False, kept=kept) for row in ids[1:]]
+        prompt, ones = draw.integers(vocabulary, size=prompt_length).tolist(), torch.ones(completions)
+        ids = draw.integers(vocabulary, size=(completions, length))
+        made = [Completion(ids=row, logp=np.zeros(length), truncated=False, kept=kept) for row in ids]
         # Advantages of 0 would not do: a micro-batch in which all are 0 may need no backward pass.
-        groups.append(Group(ids[0, :prompt_length].tolist(), completions=made, rewards=ones, advantages=ones))
+        groups.append(Group(prompt, completions=made, rewards=ones, advantages=ones))
     batch = collate(groups, cfg.mask_truncated, run.device)
-    batch.weights, batch.old_logp, batch.ref_logp = batch.mask.double(), batch.sampler_logp, batch.sampler_logp
+    batch.weights = batch.mask.double()
+    batch.old_logp = batch.ref_logp = batch.sampler_logp
     return batch
 
 

@@ -1,5 +1,5 @@
-"""The budgets of tokens that a run chooses by measuring, here on a pretended GPU. A rollout and an update that fill
-them take what the straight line says.
+"""The budgets of tokens that a run measures, here on a pretended GPU. A rollout and an update that fill them take what
+the straight line says.
 
     python -m infra.test_memory                     prints the tables of docs/distributed.md; takes minutes and 2 GB
     python -m infra.test_memory "7B on 8"           measures only this case
@@ -109,8 +109,21 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
     run = set_up(shape, gigabytes, prompt, length, flags)
     cfg, world, rng = run.config, 8 if "--shard" in flags else 1, np.random.default_rng(0)
 
+    # Two steps, of which the first makes Adam's moments. Each rank has at least two full micro-batches.
+    def sampled(model, own_prompts: list[list[int]], *rest, **settings) -> list[Completion]:
+        return [Completion(rng.integers(2, 900, length), np.zeros(length), truncated=True) for _ in own_prompts]
+
+    conftest.replace("train.rollout", lambda _: sampled)
+    groups = math.ceil(2 * cfg.minibatches * cfg.micro_batch_tokens / (prompt + 8 * length))
+    run.config = replace(cfg, prompts_per_step=groups * world)
+    for step in (1, 2):
+        conftest.at("train.collate", 1, lambda: setattr(gpu, "peak", gpu.held))
+        train.training_step(run, step)
+    assert run.limits.tokens == cfg.micro_batch_tokens, "memory ran out"
+    peak_of_step, peaks = gpu.peak, []
+
     # Two rollouts of 4 tokens. The first has a full cache. The second reads as many different prompts as there may be.
-    rows, peaks = cfg.rollout_tokens // (prompt + length), []
+    rows = cfg.rollout_tokens // (prompt + length)
     few = replace(run.sampling, max_completion_length=4, tokens_at_once=10**9)
 
     def progress(tokens: int, unfinished: int) -> None:
@@ -123,20 +136,9 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
         prompts = [[2 + i // 8 % 900] + [0] * (prompt - 1) for i in range(rows)]
         rollout(run.model, prompts, rng.random((rows, 4)), few, progress=progress)
 
-    # Two steps, of which the first makes Adam's moments. Each rank has at least two full micro-batches.
-    def sampled(model, own_prompts: list[list[int]], *rest, **settings) -> list[Completion]:
-        return [Completion(rng.integers(2, 900, length), np.zeros(length), truncated=True) for _ in own_prompts]
-
-    conftest.replace("train.rollout", lambda _: sampled)
-    groups = math.ceil(2 * cfg.minibatches * cfg.micro_batch_tokens / (prompt + 8 * length))
-    run.config = replace(cfg, prompts_per_step=groups * world)
-    for step in (1, 2):
-        conftest.at("train.collate", 1, lambda: setattr(gpu, "peak", gpu.held))
-        train.training_step(run, step)
-
-    found = re.findall(r"(\d+) \((\d+) take (\S+) GB and \d+ (?:at most )?(\S+); (\S+) of (\S+) may", said[0])
+    found = re.findall(r"(\d+) \((\d+) tokens take (\S+) GB, \d+ (?:at most )?(\S+); (\S+) of (\S+) GB", said[0])
     table = []
-    for figures, peak in zip(found, (max(peaks), gpu.peak), strict=True):
+    for figures, peak in zip(found, (max(peaks), peak_of_step), strict=True):
         budget, n, one, two, room, free = map(float, figures)
         held = gigabytes - free
         table.append((int(budget), held + room, held + one + (two - one) * (budget / n - 1), peak / 1e9))
@@ -239,7 +241,9 @@ def test_a_trial_computes_full_rows_and_then_twice_as_many_and_leaves_only_the_b
     fills it. There is memory for the largest budgets that are allowed: 24 tokens times a power of two."""
     line, config, limits, (before, after) = on_pretended_gpu(trial, f"{CHECKPOINTING} --top_k 5 --decode graph")
     assert limits == [72, 72, 144] and (config.rollout_tokens, config.micro_batch_tokens) == (24 << 17, 24 << 10)
-    assert all(text in line for text in (f"rollout_tokens {24 << 17} (24 take", f"micro_batch_tokens {24 << 10} (72 "))
+    assert all(
+        text in line for text in (f"rollout_tokens {24 << 17} (24 tokens", f"micro_batch_tokens {24 << 10} (72 ")
+    )
     for name, value in before.items():
         assert after[name] == value, name
 
@@ -248,7 +252,7 @@ def test_a_trial_computes_full_rows_and_then_twice_as_many_and_leaves_only_the_b
 def test_what_is_given_is_not_tried():
     given = "--rollout_tokens 100 --micro_batch_size 3"
     line, config, limits, _ = on_pretended_gpu(trial, given)
-    assert line == "memory" and not limits and (config.rollout_tokens, config.micro_batch_tokens) == (100, None)
+    assert line == "" and not limits and (config.rollout_tokens, config.micro_batch_tokens) == (100, None)
 
 
 @needs_pretended_gpu

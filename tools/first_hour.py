@@ -30,9 +30,7 @@ KINDS = {  # for each kind of run its flags, and the number of its steps
 def measure(words: list[str], steps: int, device: torch.device) -> dict:
     """Train for some steps. Return the rewards of all steps, and the other metrics of the last one."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(
-        config, device
-    )  # on a GPU, prints the budgets of tokens, and what was measured to choose them
+    run, *_ = train.set_up(config, device)  # on a GPU, this prints what was measured
     decode_calls: list[int] = []  # has an element for each decode step
     run.progress = lambda tokens, rows: decode_calls.append(tokens)
     if torch.cuda.is_available():
