@@ -189,7 +189,7 @@ def make_batch() -> Batch:
 
 
 def make_run(limits: Limits, **switches) -> train.Run:
-    settings = GRPO | dict(temperature=0.8, max_completion_length=10)
+    settings = GRPO | dict(temperature=0.8, max_completion_length=10, warmup_steps=0, steps=1)
     model = tiny_model("gpt2", spread=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     # An update needs no task, tokenizer, reference, sampling or progress.

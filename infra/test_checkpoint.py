@@ -82,7 +82,7 @@ def whole(small, tmp_path_factory) -> Path:
     assert all(line["kl"] > 0 for line in steps), steps
     weighted = [line["reward/noisy"] + 0.5 * line["reward/length"] for line in steps]
     assert [line["reward"] for line in steps] == pytest.approx(weighted), "rewards are reported as they were given"
-    assert sum(line["grad_norm"] > 0 for line in steps) > 4 and sum(line["turns"] > 1.1 for line in steps) > 4, steps
+    assert sum(line["grad_norm"] > 0 for line in steps) > 4 and sum(line["turns"] > 1.1 for line in steps) > 3, steps
     return out
 
 

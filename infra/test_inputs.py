@@ -86,7 +86,7 @@ GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
     ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
-    ("--attn_implementation fast", "--model {0}/model: its architecture cannot be loaded: ...fast"),
+    ("--attn_implementation fast", "--model {0}/model: its weights cannot be loaded: ...fast"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
     ("--data word", "word: the package datasets cannot read it: "),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 weights of this model: "),
