@@ -209,7 +209,7 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and add the files and diffs of docs/extending.md. The diffs of each section in PROGRAMS are
-    applied to a copy of train.py with the section's name."""
+    applied to copies of train.py and infra/loading.py that bear the section's name."""
     # Each diff applies to the code as it is, without the others. It changes one to three files.
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2, 3}
     folder = tmp_path_factory.mktemp("copy") / "fork"
@@ -217,9 +217,12 @@ def fork(tmp_path_factory) -> Path:
     for name, text in [*FILES, ("prompts.jsonl", blocks(EXTENDING, "json")[0] * 3), ("increment.py", INCREMENT)]:
         (folder / name).write_text(text)
     conftest.save_chat_model(folder / "chat", string.printable, TEMPLATE)
-    for name in PROGRAMS:
-        shutil.copy(folder / "train.py", folder / f"{name}.py")
-    edits = "".join(text.replace("b/train.py", f"b/{name}.py") for name, text in PROGRAMS.items())
+    edits = ""
+    for name, text in PROGRAMS.items():
+        edits += text.replace("b/train.py", f"b/{name}.py").replace("b/infra/loading.py", f"b/infra/loading_{name}.py")
+        shutil.copy(folder / "infra/loading.py", folder / f"infra/loading_{name}.py")
+        program = (folder / "train.py").read_text().replace("infra.loading", f"infra.loading_{name}")
+        (folder / f"{name}.py").write_text(program)
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, folder).items():
             (folder / name).write_text(text)
