@@ -446,6 +446,7 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch,
     assert last["ess"] == pytest.approx(statistics.fmean(w) ** 2 / squares, rel=1e-5) and last["ess"] < 0.9
     assert last["sampler_chi2"] == pytest.approx(squares / statistics.fmean(w) ** 2 - 1, rel=1e-4)
 
+    capsys.readouterr()
     go("corrected", steps=2, delay=1, old_policy="sampler")
     assert "nothing corrects" not in capsys.readouterr().out
     # On-policy, the two differ by rounding only, also in the updates after the first one.
