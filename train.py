@@ -81,7 +81,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
             updates.append(update(run, batch[rows], step))
 
     seconds = sampled - start, time.perf_counter() - sampled
-    return report.of_step(run, step, drawn, updates, logged, seconds), groups
+    return report.of_step(run, step, groups, drawn, updates, logged, seconds), groups
 
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:

@@ -51,6 +51,7 @@ PROGRAMS = {
     "distillation": SECTIONS.pop("On-policy distillation"),
     "sampler": SECTIONS.pop("A sampler of your own"),
     "token_baseline": SECTIONS.pop("An optimal token baseline"),
+    "kl_reward": SECTIONS.pop("The KL in the reward"),
     "turns": SECTIONS.pop("Several turns"),
     "recipes": SECTIONS.pop("What a run remembers"),
 }
@@ -262,7 +263,7 @@ def make(copy: Path, module: str, words: list[str], out: str, *before: Callable,
 
 def test_every_command_of_an_addition(fork):
     """One run of README's ablation is made, with the flags that all its runs share and those of its last variant."""
-    (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
+    ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
     lines += [("optimizer", words) for words in commands(PROGRAMS["optimizer"], "python train.py")]
@@ -270,7 +271,7 @@ def test_every_command_of_an_addition(fork):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
-    assert len(lines) == 6
+    assert len(lines) == 7
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
@@ -399,6 +400,11 @@ def test_the_functions_of_the_page(fork):
     powers = torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)
     weights = names_in(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
     torch.testing.assert_close(weights, mask * powers[:, None] / (10 * powers.sum()), rtol=1e-14, atol=0.0)
+    of_block = names_in(fork, "loss").token_weights
+    for n, same in (1, "sequence"), (2, "prompt"), (4, "global"):
+        of_block.__globals__["BLOCK"] = n
+        expected = token_weights(mask, same, prompts=torch.tensor([7, 7, 3, 3]))
+        torch.testing.assert_close(of_block(mask, "block"), expected, rtol=1e-14, atol=0.0)
     rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
     # The advantage of the best completion is its lead over the second best one. All others have the advantage 0. If two
     # completions are equally good and best, the lead is 0.
@@ -409,7 +415,7 @@ def test_the_functions_of_the_page(fork):
         sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
         # `masks` has a row for each of the 100 draws, which is True for the tokens that are kept.
-        tokens, logp, masks = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        tokens, logp, masks, _ = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(row.nonzero().squeeze(1).tolist() == kept for row in masks)
 
@@ -435,6 +441,44 @@ def test_the_token_baseline_of_the_page(fork):
             weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
             expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
     assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
+    """RLOO: r_i - beta Σ_t (log π_old - log π_ref) takes the place of r_i. REINFORCE++: the advantage of token t has
+    the sum from t on, and is then whitened over all tokens. The policy of step 2 is the model of a run of one step."""
+    name, settings = "kl_reward", "--algorithm rloo"
+    if of_tokens:
+        name, settings = "kl_returns", "--algorithm reinforce++ --normalization sequence"
+        (replacement,) = blocks(PROGRAMS["kl_reward"], "python")
+        program = (fork / "kl_reward.py").read_text()
+        first, last = program.index("    rewards = torch.cat("), program.index("    batch.advantages = batch.mask * A")
+        end = program.index("\n", last) + 1
+        (fork / "kl_returns.py").write_text(program[:first] + replacement + program[end:])
+    words = f"{settings} --beta 0.5 --learning_rate 1e-3 --prompts_per_step 4 --eval_every 0 --samples_per_step -1"
+    one, two = (make(fork, name, [*words.split(), "--steps", str(n)], f"{name}{n}") for n in (1, 2))
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (one / "model", addition.model(None))]
+    tokenizer = AutoTokenizer.from_pretrained(addition.model(None))
+    rows = [line for line in conftest.samples(two) if line["step"] == 2]
+    logps, kls = [], []
+    for row in rows:
+        prompt, ids = (tokenizer(row[key]).input_ids for key in ("prompt", "completion"))
+        at = [*range(len(prompt) - 1, len(prompt) + len(ids) - 1)]
+        own, ref = (model(torch.tensor([prompt + ids])).logits[0, at].log_softmax(-1).detach() for model in models)
+        own, ref = (x.gather(1, torch.tensor(ids)[:, None])[:, 0].double() for x in (own, ref))
+        logps.append(own.sum().item())
+        kls.append((own - ref).tolist())
+    assert max(abs(sum(kl)) for kl in kls) > 0.05
+    if of_tokens:
+        values = [[row["reward"] - 0.5 * sum(kl[t:]) for t in range(len(kl))] for row, kl in zip(rows, kls)]
+        flat = [x for of_row in values for x in of_row]
+        mean, std = np.mean(flat), np.std(flat, ddof=1) + 1e-4
+        expected = -np.mean([np.mean([(x - mean) / std for x in of_row]) for of_row in values])
+    else:
+        r = np.array([row["reward"] - 0.5 * sum(kl) for row, kl in zip(rows, kls)]).reshape(4, 8)
+        A = r - (r.sum(1, keepdims=True) - r) / 7  # 8 is the default of --num_generations
+        expected = -np.mean(A.flatten() * logps)
+    assert metrics(two)[1]["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-4)  # log-probs are in float32
 
 
 def answering(urlopen: Callable) -> Callable:

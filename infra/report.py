@@ -30,11 +30,13 @@ from tasks import columns_of
 # ---- Metrics ----
 
 
-def of_step(run: Any, step: int, drawn: list[Group], updates: list, logged: list, seconds: tuple[float, float]) -> dict:
-    """Compute all metrics of a step. `drawn` are all groups that were sampled, `updates` is what each call of `update`
-    returned, `logged` was logged while sampling, and `seconds` are those of the rollout and of the updates. All ranks
-    must call this."""
-    metrics = {"step": step, "delay": mean(step - group.step for group in drawn)}
+def of_step(
+    run: Any, step: int, groups: list[Group], drawn: list[Group], updates: list, logged: list, seconds: tuple
+) -> dict:
+    """Compute all metrics of a step. `groups` were trained on, `drawn` are all that were sampled, `updates` is what
+    each call of `update` returned, `logged` was logged while sampling, and `seconds` are those of the rollout and of
+    the updates. All ranks must call this."""
+    metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     logged = logged + ranks.gather(run.logged)
     return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
