@@ -129,6 +129,7 @@ class Config:
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
     kl_estimator: str = setting("k3", "how the KL is estimated", names=KL_ESTIMATORS)
     kl_importance: bool = setting(False, "multiply the KL by the importance ratio, which corrects it off-policy")
+    reference: str | None = setting(None, "model of the KL, for instance a teacher; default: the policy at its start")
     ref_sync_every: int = setting(0, "copy the policy to the reference every N steps; 0: never", at_least=0)
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of pi_old / pi_sampler; without bounds, no correction", above=0)
@@ -140,6 +141,9 @@ class Config:
     score_centering: int = setting(0, "subtract the expected score, from the sampler's K likeliest ids", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
+    overlong_buffer: int | None = setting(
+        None, "tokens of the reward overlong; default: a fifth of the limit", at_least=1
+    )
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
     dynamic_sampling: int | None = setting(None, "limit of extra rounds that replace groups without signal", at_least=0)
 
@@ -170,6 +174,7 @@ class Config:
 
     heading("Evaluation and files")
     eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
+    metrics_by: str | None = setting(None, "column of the rows: rewards for each of its values", may_change=True)
     eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
     eval_temperature: float | None = setting(None, "of them; default: as temperature", above=0, may_change=True)

@@ -30,6 +30,7 @@ from conftest import (
     assert_same_run,
     distance,
     flags,
+    flat_gradient,
     gradient_of,
     lines,
     metrics,
@@ -40,7 +41,7 @@ from conftest import (
 from infra import faults
 from loss import policy_loss
 from tasks import Task
-from tasks._characters import EOS, EOS_ID
+from tasks._characters import EOS, EOS_ID, char_tokenizer
 from tasks.sorting import model as sorting_model
 
 G = 4  # the num_generations of the fixture `sorting`
@@ -498,6 +499,46 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
     go(steps=1, beta=0.1, num_iterations=2, dtype="bfloat16")
     logp, old_logp, *_ = losses[0].args
     assert max((logp - other).abs().max() for other in (old_logp, losses[0].kwargs["ref_logp"])) < 1e-5
+
+
+def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates, capsys):
+    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has one
+    layer, and the vocabulary of the student."""
+    student, tokenizer = sorting_model(Config())
+    torch.manual_seed(1)
+    teacher = type(student)(copy.deepcopy(student.config))
+    teacher.model.layers, teacher.config.num_hidden_layers = teacher.model.layers[:1], 1
+    for part in (teacher, tokenizer):
+        part.save_pretrained(tmp_path / "teacher")
+    distillation = dict(reference=tmp_path / "teacher", beta=1, kl_estimator="k1+", reward_weights=[0], steps=1)
+    out = go("out", **distillation, micro_batch_size=5)
+    loss, rows = 0.0, to_rows(samples(out), G)
+    for row in rows:
+        logp, ref = (log_probs(model.double(), row, 1.0)[0] for model in (student, teacher))
+        loss = loss + ((logp - ref).detach() * logp).mean() / len(rows)
+    loss.backward()
+    assert distance(updates[0][0], flat_gradient(student)) < ONE_UPDATE
+    run(sorting | distillation | dict(shard=True), tmp_path / "two", world=2)
+    assert_same_run(tmp_path / "two", out)
+
+    char_tokenizer("xyz").save_pretrained(tmp_path / "teacher")
+    assert train.main(flags(sorting | distillation, tmp_path / "refused")) == 2
+    assert "has another vocabulary than the model that is trained" in capsys.readouterr().err
+
+
+def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
+    rows = [json.loads(line) for line in sorting["data"].read_text().splitlines()]
+    rows = [row | {"source": "short" if len(row["prompt"]) < 5 else "long"} for row in rows]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = dict(data=tmp_path / "mixed.jsonl", prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
+    (line,) = metrics(out := go(**own))[1:]
+    for source in ("short", "long"):
+        own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
+        assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(own_rewards))
+        assert line[f"groups/source={source}"] == len(own_rewards) / G
+    counts = [line[f"groups/source={source}"] for source in ("short", "long")]
+    of_eval = [line[f"eval/accuracy/source={source}"] for source in ("short", "long")]
+    assert sum(counts) == 8 and min(counts) > 0 and all(0 <= x <= 1 for x in of_eval)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])

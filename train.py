@@ -138,13 +138,14 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
     own_rows = [rows[p] for p, _ in mine]
-    sampling = replace(run.sampling, **differing) if differing else run.sampling
+    sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     dtype = getattr(torch, cfg.rollout_dtype or cfg.dtype)
     with decoding(run.model, dtype, cfg.decode, cfg.max_completion_length), ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
         own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+    run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
     completions = ranks.gather(with_replies(own, replies))
     groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
     for p, group in enumerate(groups):
@@ -301,6 +302,8 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     greedy = sample_groups(run, rows, 1, step=0, keep_set=False, head=0, temperature=0.0)
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
+    judged = [group for group in greedy if group.right is not None]
+    metrics |= report.by_column(judged, cfg.metrics_by, "eval/accuracy", lambda group: group.right)
     return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged/"), sampled
 
 

@@ -48,10 +48,10 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
-    "distillation": SECTIONS.pop("On-policy distillation"),
     "sampler": SECTIONS.pop("A sampler of your own"),
     "token_baseline": SECTIONS.pop("An optimal token baseline"),
     "kl_reward": SECTIONS.pop("The KL in the reward"),
+    "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
     "turns": SECTIONS.pop("Several turns"),
     "recipes": SECTIONS.pop("What a run remembers"),
 }
@@ -266,12 +266,13 @@ def test_every_command_of_an_addition(fork):
     ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    lines += [("optimizer", words) for words in commands(PROGRAMS["optimizer"], "python train.py")]
+    for name in ("optimizer", "follows"):
+        lines += [(name, words) for words in commands(PROGRAMS[name], "python train.py")]
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
-    assert len(lines) == 7
+    assert len(lines) == 9
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
@@ -393,7 +394,11 @@ def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
 
 def test_the_functions_of_the_page(fork):
     """Each function on the page computes its equation."""
-    assert names_in(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
+    coin, state = names_in(fork, "control").coin, SimpleNamespace(global_step=3)
+    prompts = [str(i // 8) for i in range(800)]  # the flips do not depend on which prompts share a call
+    flips = coin(prompts, state)
+    assert flips == [*coin(prompts[:80], state), *coin(prompts[80:], state)] and 300 < sum(flips) < 500
+    assert flips != coin(prompts, SimpleNamespace(global_step=4)) and 0 < sum(flips[:8]) < 8
     mask = torch.arange(8) < torch.tensor([5, 0, 2, 7])[:, None]
     # VL norm: the weight of a token is |o_i|^-0.75 / (L Σ_j |o_j|^-0.75), where L = max_completion_length = 10. The
     # empty completion has no part in the sum.
@@ -506,22 +511,13 @@ def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
     assert_same_files(make(fork, "sampler", words, "asked", here), make(fork, "train", words, "not asked"))
 
 
-def test_distillation_has_the_gradient_of_the_kl(fork):
-    """A run with the diff changes the weights like a run whose whole loss is the k2 term, with the same teacher."""
-    teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
-    teacher.get_output_embeddings().weight.data *= 0.8
-    teacher.save_pretrained(fork / "teacher")
-    # The second run has the usual advantages. With --reward_weights 0 they are all 0, so only the KL term is left.
-    distillation = (fork / "distillation.py").read_text()
-    (fork / "only_kl.py").write_text(distillation.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
-    (words,) = commands(PROGRAMS["distillation"], "python train.py")
-    words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
-    k2 = "--reward exact_sum --reward_weights 0 --beta 1 --kl_estimator k2".split()
-    made = [make(fork, name, words + more, name) for name, more in (("distillation", []), ("only_kl", k2))]
-    before = load_file(fork / "models/addition/model.safetensors")
-    after = [load_file(folder / "model" / "model.safetensors") for folder in made]
-    ours, theirs = (torch.cat([(w[name] - x).flatten() for name, x in before.items()]) for w in after)
-    # Adam divides by the size of the gradient, which enlarges the rounding errors of fp32.
-    assert conftest.distance(ours, theirs) < 1e-3 and theirs.norm() > 1e-3
-    for line, other in zip(*map(metrics, made), strict=True):
-        assert line["kl"] > 0 and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+def test_a_reference_that_follows_the_policy(fork):
+    """After step 1, the reference is 0.1 of the policy and 0.9 of the policy at its start."""
+    words = "--beta 0.1 --ref_sync_every 1 --steps 1 --prompts_per_step 4 --eval_every 0 --learning_rate 1e-2".split()
+    out = make(fork, "follows", words, "follows")
+    (line,) = metrics(out)
+    assert 0.0 < line["probability"] < 1.0
+    start, end = (load_file(folder / "model.safetensors") for folder in (fork / "models/addition", out / "model"))
+    (file,) = (out / "checkpoint/000001/reference").glob("*.safetensors")
+    for name, x in load_file(file).items():
+        torch.testing.assert_close(x, start[name].lerp(end[name], 0.1))

@@ -109,7 +109,7 @@ def contradictions(config: Config) -> Iterator[str]:
         # A run that only evaluates on --eval_data needs no prompts to train on.
         needed += ["reward"] if config.steps == 0 and config.eval_data else ["data", "reward"]
     yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
-    if config.reward_weights and len(config.reward_weights) != len(config.reward):
+    if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # The objective. A switch that nothing reads must have its default value, or the value that --algorithm sets.
@@ -144,7 +144,7 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
-    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
+    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "reference", "ref_sync_every"), "beta")
     only_with |= dict(shard_size="shard", lora_alpha="lora_rank")
     only_with |= dict.fromkeys(("eval_k", "eval_data", "eval_temperature", "eval_top_p"), "eval_every")
     for name, other in only_with.items():
@@ -154,6 +154,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--keep_set false: has no effect without --top_p, --top_k or --min_p; leave --keep_set out"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
+    if config.ref_sync_every and config.reference:
+        yield "--ref_sync_every: cannot be used with --reference, which is another model than the policy"
+    if config.overlong_buffer and not any(name.endswith("overlong") for name in config.reward):
+        yield "--overlong_buffer: has no effect without --reward overlong"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):

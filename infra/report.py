@@ -38,6 +38,7 @@ def of_step(
     the updates. All ranks must call this."""
     metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
+    metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     logged = logged + ranks.gather(run.logged)
     return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
 
@@ -72,6 +73,16 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "without_reward": int(rewards.isnan().sum()),
         "tokens": sum(lengths),
     }
+
+
+def by_column(groups: list[Group], column: str | None, name: str, values_of: Callable) -> dict[str, float | None]:
+    """Average what values_of(group) returns, over the groups with each value of a column, and count the groups."""
+    metrics = {}
+    for value in sorted({str(group.row[column]) for group in groups} if column else ()):
+        own = [group for group in groups if str(group.row[column]) == value]
+        metrics[f"{name}/{column}={value}"] = mean(x for group in own for x in values_of(group))
+        metrics[f"{name.rpartition('/')[0]}/groups/{column}={value}".lstrip("/")] = len(own)
+    return metrics
 
 
 def of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
@@ -302,6 +313,8 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["delay"] and not config.reads_sampler:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
+    if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
+        yield "no completion of this step is right; look at some with python -m tools.look"
     if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
         yield "in every group of this step, all rewards are equal"
 
