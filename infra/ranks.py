@@ -46,7 +46,7 @@ def start(shard: bool = False) -> torch.device:
             raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}: start with torchrun, or unset RANK")
         try:
             # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
-            master = socket.gethostbyname(os.environ["MASTER_ADDR"])
+            master = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][4][0]
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
         check_own_address(master)
@@ -75,12 +75,10 @@ def check_own_address(master: str) -> None:
         own = socket.gethostbyname(socket.gethostname())
     except OSError:  # without an address for the name, Gloo listens at 127.0.0.1
         own = "127.0.0.1"
-    if own.startswith("127.") and not master.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
-        if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-            raise UserError(
-                f"other machines cannot reach {socket.gethostname()} at its address {own}; "
-                "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
-            )
+    several_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not master.startswith(("127.", "::1"))
+    if several_machines and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+        advice = "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
+        raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {own}; {advice}")
 
 
 def backend(device: torch.device) -> str:

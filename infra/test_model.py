@@ -102,6 +102,6 @@ def test_private_names_of_the_libraries_still_mean_what_the_code_assumes():
     cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
     assert type(cache) is DynamicCache and {type(layer) for layer in cache.layers} == {DynamicLayer}  # growing_cache.py
     assert torch.version.cuda is None or hasattr(torch._C, "_cuda_set_sync_debug_mode")  # infra/decoding.py
-    assert model._no_split_modules == {"Qwen2DecoderLayer"} or model._no_split_modules == ["Qwen2DecoderLayer"]
+    assert "Qwen2DecoderLayer" in model._no_split_modules  # infra/shard.py
     assert {"_prefill", "_update_model_kwargs_for_generation"} <= {*dir(model)}  # rollout.py
     assert {"_forward_pre_hooks", "_forward_hooks"} <= vars(model).keys()  # infra/shard.py
