@@ -322,7 +322,7 @@ class Scaled(transformers.GPT2LMHeadModel):
 
 
 SAME_LOGITS = {  # changes that leave the logits as they are
-    "activation checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "activation checkpointing": lambda model: model.gradient_checkpointing_enable(),
     "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
     "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
 }

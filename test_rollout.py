@@ -323,7 +323,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored(training):
     model, modes = build().train(training), []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
     # Checkpointing has an effect only in training mode, so it must not change a rollout.
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, eos_token_id=7, max_length=5,
         bad_words_ids=[[9]], min_new_tokens=9, num_beams=2, num_return_sequences=2,

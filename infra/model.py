@@ -167,7 +167,7 @@ def load(
         # memory for (T x T) scores. So let transformers repeat the key heads instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train in eval mode, as when sampling, so that dropout is off. Only layers with gradient checkpointing are in train
     # mode, because in eval mode they would not checkpoint.
     for module in model.modules():

@@ -65,16 +65,19 @@ def main(words: list[str]) -> None:
     found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
     for kind, (flags, steps) in KINDS.items():
-        try:
-            found[kind] = measure([*words, *flags.split()], steps, device)
-        except Exception as error:  # the other kinds may still work
-            found[kind] = {"failed": f"{type(error).__name__}: {error}"}
-    if ranks.rank() == 0:
-        text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
-        text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]
-        run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
-        run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
-        print(*text, "all of this is in first_hour.json and first_hour.txt", sep="\n")
+        found[kind] = measure([*words, *flags.split()], steps, device)  # a failure ends the program on all ranks
+        if ranks.rank() == 0:
+            report(found)
+
+
+def report(found: dict) -> None:
+    """Print what was measured so far, and write it to the files. If a later kind of run fails, it stays there."""
+    kinds = [kind for kind in KINDS if kind in found]
+    text = [f"{name}: {x}" for name, x in found.items() if name not in kinds]
+    text += [f"{kind}, {name}: {x}" for kind in kinds for name, x in found[kind].items()]
+    run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
+    run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
+    print(*text, "all of this is in first_hour.json and first_hour.txt", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,3 +35,19 @@ def test_the_first_hour(flags, kinds, tmp_path):
         assert found[kind]["dtype"] == "bfloat16" and len(found[kind]["rewards"]) == 2
         assert all(value > 0 for name, value in found[kind].items() if name not in ("dtype", "rewards"))
         assert found[kind]["peak_memory_gb"] < found[kind]["gpu_memory_gb"]
+
+
+def test_what_was_measured_stays_in_the_files_when_a_later_kind_of_run_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def measure(words: list[str], steps: int, device: object) -> dict:
+        if "graph" in words:
+            raise RuntimeError("out of order")
+        return {"rewards": [0.5]}
+
+    monkeypatch.setattr(first_hour, "measure", measure)
+    monkeypatch.setattr(first_hour, "gpu_tests", lambda: "7 passed")
+    monkeypatch.setattr(first_hour.ranks, "start", lambda shard: None)
+    with pytest.raises(RuntimeError, match="out of order"):
+        first_hour.main([])
+    assert "plain, rewards: [0.5]\n" in (tmp_path / "first_hour.txt").read_text()
