@@ -33,7 +33,7 @@ from advantage import combine_rewards, group_advantages
 from batch import Group
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
-from infra.command_line import flags, parse, ready
+from infra.command_line import flags, for_argparse, parse, ready
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout
 from tasks import addition
@@ -123,7 +123,7 @@ def test_every_command_is_understood(page, monkeypatch):
                 runpy.run_module(module, run_name="__main__")
             # The tool passes on to train.py only the words after "--". A tool without a parser passes on all words.
             words = words[words.index("--") + 1 :] if "--" in words else []
-        parse_args(flags(), words)  # flags() is the parser of train.py
+        parse_args(flags(), [*for_argparse(words)])  # flags() is the parser of train.py
 
 
 def test_imports_run_one_way():
