@@ -456,14 +456,16 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch,
 
 
 def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
-    """A checkpoint has the completions of the next steps, without the rows of the task."""
+    """A checkpoint has the completions of the next steps, but not the rows of the task."""
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
     whole = go("whole", steps=4, **settings)
-    saves = watch(train.checkpoint, "save")
+    loads = watch(train.checkpoint, "load")
     go("out", steps=2, **settings)
-    for groups, drawn, logged in saves[-1].args[5]["queue"]:
-        assert len(drawn) >= len(groups) > 0 and all(not group.row for group in drawn) and logged
     assert_same_files(go("out", steps=4, **settings), whole)
+    queue = train.checkpoint.load(whole, 4, *loads[0].args[2:])[1]["queue"]
+    assert len(queue) == 2
+    for groups, drawn, logged in queue:
+        assert len(drawn) >= len(groups) > 0 and not any(group.row for group in drawn) and logged
 
 
 def test_the_rollout_and_the_evaluation_may_have_settings_of_their_own(go, watch):

@@ -68,7 +68,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     cfg, start = run.config, time.perf_counter()
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
-    groups, drawn, logged = next_groups(run, step)  # those to train on, all that were sampled, and logged values
+    groups, drawn = next_groups(run, step)  # those to train on, and all that were sampled
     set_advantages(groups, run.task.weights, cfg)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
@@ -81,10 +81,10 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
             updates.append(update(run, batch[rows], step))
 
     seconds = sampled - start, time.perf_counter() - sampled
-    return report.of_step(run, step, groups, drawn, updates, logged, seconds), groups
+    return report.of_step(run, step, groups, drawn, updates, seconds), groups
 
 
-def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
+def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Sample for step + cfg.delay, and return what was sampled for this step: cfg.delay steps ago, or before the first
     update. All random numbers are those of the step that trains, so runs with other delays have the same ones."""
     queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
@@ -94,14 +94,12 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group], list[tup
         groups, drawn = draw_groups(run, of_step)
         for group in drawn:
             group.step = step
-            if group.index is not None and group.row is run.task.train[group.index]:
-                group.row = {}  # the index is enough, and a checkpoint stays small
         queue.append((groups, drawn, ranks.gather(run.logged)))
     groups, drawn, logged = queue.pop(0)
-    for group in drawn:
+    for group in drawn:  # in a checkpoint, a group has only the index of its row
         group.row = group.row or run.task.train[group.index]
-    run.logged = []
-    return groups, drawn, logged
+    run.logged = logged if ranks.rank() == 0 else []  # they are gathered at the end of the step
+    return groups, drawn
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:

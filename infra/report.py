@@ -31,16 +31,15 @@ from tasks import columns_of
 
 
 def of_step(
-    run: Any, step: int, groups: list[Group], drawn: list[Group], updates: list, logged: list, seconds: tuple
+    run: Any, step: int, groups: list[Group], drawn: list[Group], updates: list, seconds: tuple[float, float]
 ) -> dict:
     """Compute all metrics of a step. `groups` were trained on, `drawn` are all that were sampled, `updates` is what
-    each call of `update` returned, `logged` was logged while sampling, and `seconds` are those of the rollout and of
-    the updates. All ranks must call this."""
+    each call of `update` returned, and `seconds` are those of the rollout and of the updates. All ranks must call
+    this."""
     metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
-    logged = logged + ranks.gather(run.logged)
-    return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
+    return metrics | of_logged(ranks.gather(run.logged), "logged/") | of_machine(metrics["tokens"], *seconds)
 
 
 def of_groups(groups: list[Group], names: list[str]) -> dict:
