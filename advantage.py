@@ -52,10 +52,6 @@ class Group:
     index: int | None = None  # the position of the row in the task's list of rows
     step: int = 0  # the step in which the completions were sampled
 
-    def __getstate__(self) -> dict:
-        """Leave the row out of a checkpoint if it can be found by its index."""
-        return vars(self) if self.index is None else vars(self) | {"row": {}}
-
 
 # ---- Rewards -> advantages ----
 

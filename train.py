@@ -94,9 +94,11 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         groups, drawn = draw_groups(run, of_step)
         for group in drawn:
             group.step = step
+            if group.index is not None and group.row is run.task.train[group.index]:
+                group.row = {}  # the index is enough, and a checkpoint stays small
         queue.append((groups, drawn, ranks.gather(run.logged)))
     groups, drawn, logged = queue.pop(0)
-    for group in drawn:  # in a checkpoint, a group has only the index of its row
+    for group in drawn:
         group.row = group.row or run.task.train[group.index]
     run.logged = logged if ranks.rank() == 0 else []  # they are gathered at the end of the step
     return groups, drawn
