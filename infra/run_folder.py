@@ -116,7 +116,7 @@ def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
     may_change = MAY_CHANGE
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k"}
+        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
     return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
