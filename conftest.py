@@ -246,6 +246,7 @@ def in_a_copy(folder: Path, module: str) -> None:
     the copy's file `module`, which is "train" or another one that takes its place."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    torch.library.register_autocast = lambda *args: None  # it was called before, and torch 2.11 refuses a second call
     copied = {path.stem for path in folder.iterdir()}
     for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
         del sys.modules[name]
