@@ -435,6 +435,8 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch,
     go("out", steps=4, delay=2, learning_rate=0.02)
     assert [line["delay"] for line in metrics(out)] == [0, 1, 2, 2]
     assert [line["prompt"] for line in samples(out)] == prompts
+    drawn_now, drawn_before = (go(f"drawn {k}", delay=k, reward=paths("drawn"), **still) for k in (0, 2))
+    assert [line["reward"] for line in samples(drawn_before)] == [line["reward"] for line in samples(drawn_now)]
     texts, texts_without = ([line["completion"] for line in samples(folder)] for folder in (out, without))
     assert texts[:36] == texts_without[:36] and texts[36:] != texts_without[36:]  # 12 in each step
 
