@@ -193,6 +193,10 @@ class Config:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def sampler_dtype(self) -> str:
+        return self.rollout_dtype or self.dtype
+
+    @property
     def reads_sampler(self) -> bool:
         """Whether the loss reads the log-probs that the sampler recorded."""
         bounds = self.tis_cap, self.tis_floor, self.gate_low, self.gate_high, self.off_policy_mask

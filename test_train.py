@@ -458,6 +458,17 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch,
     assert [line["reward"] for line in before] == [line["reward"] for line in now]
 
 
+def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch):
+    """Also after a reply, which has none. A token that was not written has no head."""
+    calls = watch(train, "policy_loss")
+    go(**TURNS, score_centering=3, top_k=9, steps=1)
+    for call in calls:
+        *_, mask = call.args
+        policy, sampler = (call.kwargs[name][mask.bool()] for name in ("head_logp", "sampler_head_logp"))
+        assert policy.shape[1] == 4 and len(policy) > 5
+        torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
+
+
 def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
     """A checkpoint has the completions of the next steps, but not the rows of the task."""
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
@@ -526,7 +537,8 @@ def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tm
     run(sorting | distillation | dict(shard=True), tmp_path / "two", world=2)
     assert_same_run(tmp_path / "two", out)
 
-    char_tokenizer("xyz").save_pretrained(tmp_path / "teacher")
+    letters_by_id = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)[2:]  # after padding and the end token
+    char_tokenizer("".join(reversed(letters_by_id))).save_pretrained(tmp_path / "teacher")
     assert train.main(flags(sorting | distillation, tmp_path / "refused")) == 2
     assert "has another vocabulary than the model that is trained" in capsys.readouterr().err
 

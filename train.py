@@ -141,7 +141,7 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    dtype = getattr(torch, cfg.rollout_dtype or cfg.dtype)
+    dtype = getattr(torch, cfg.sampler_dtype)
     with decoding(run.model, dtype, cfg.decode, cfg.max_completion_length), ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
         own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)

@@ -175,6 +175,7 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=max_steps))
     rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
+    groups[1].completions[0].truncated = True
     # The time limit here only records what it is for.
     task.time_limit = lambda what: nullcontext(limited.append(what))
     judged, logged = call_rewards(task, groups, TOKENIZER, 2)
@@ -191,7 +192,10 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     expected |= {"prompts": [prompt] * 3, "completions": texts}
     assert calls == [
         expected
-        | {"truncated": [False] * 3, "completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}
+        | {
+            "truncated": [False, False, True],
+            "completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"],
+        }
     ]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
