@@ -294,6 +294,7 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     # The first step is on-policy, so its loss is 0, up to rounding. The second step also trains on replayed
     # completions, which are off-policy, so its loss is not 0.
     assert abs(first["loss"]) < 1e-6 and abs(second["loss"]) > 1e-4
+    assert (first["delay"], second["delay"]) == (0.0, 0.5)  # half of the second are of the first step
     # The replay run takes the first prompts of the data, in order. The curriculum of the other run draws a few of 8192
     # prompts. With this seed, it draws none of the first ones.
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))

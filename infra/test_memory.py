@@ -268,11 +268,12 @@ def test_a_row_that_does_not_fit_is_split_and_a_completion_that_does_not_fit_end
 
 
 def test_a_made_up_batch_has_all_that_a_batch_may_have():
-    cfg = replace(Config(), max_completion_length=5, top_k=3, normalization="global")
+    cfg = replace(Config(), max_completion_length=5, top_k=3, normalization="global", score_centering=2)
     run = SimpleNamespace(config=cfg, model=conftest.tiny_model(), device=torch.device("cpu"))
     batch = memory.made_up_batch(run, 4, 2, 3)
     assert batch.ids.shape == (6, 9) and batch.prompts.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()
     assert all(x.shape == (6, 9) for x in (batch.weights, batch.old_logp, batch.ref_logp)) and batch.mask[:, 4:].all()
+    assert batch.head_ids.shape == (6, 9, 2) and batch.sampler_head_logp.shape == (6, 9, 3)
     assert [None if ids is None else len(ids) for ids in batch.kept[5]] == [None] * 4 + [3] * 5
 
 

@@ -190,13 +190,8 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     assert limited == ["reward function first", "reward function second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
-    assert calls == [
-        expected
-        | {
-            "truncated": [False, False, True],
-            "completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"],
-        }
-    ]
+    ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]
+    assert calls == [expected | {"truncated": [False, False, True], "completion_ids": ids}]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
 
