@@ -314,9 +314,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
-    if measured:
-        log.say(measured)
-    return run, log, noted
+    return run, log, [*noted, measured] if measured else noted
 
 
 def train(typed: Config) -> int:

@@ -48,7 +48,7 @@ def larger_model(config: object) -> tuple:
 def measure(words: list[str], steps: int, shares_rows: bool, device: torch.device) -> tuple[dict, list[dict]]:
     """Train for some steps. Return what the last one shows of time and memory, and the metrics of all steps."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, device)  # on a GPU, this prints what was measured
+    run, _, noted = train.set_up(config, device)
     if not shares_rows:
         run.limits.hidden_size = None
     decode_calls: list[int] = []  # has an element for each decode step
@@ -68,6 +68,7 @@ def measure(words: list[str], steps: int, shares_rows: bool, device: torch.devic
     found |= {name: getattr(run.config, name) for name in ("rollout_tokens", "micro_batch_tokens", "dtype")}
     if torch.cuda.is_available():
         sync_debug_mode(0)
+        found["budgets"] = noted[-1]  # what was measured and chosen
         found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
     if config.decode == "plain":  # a graph switches the warnings off
         found["waits_per_token"] = len(waits) / len(decode_calls)

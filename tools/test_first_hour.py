@@ -34,6 +34,7 @@ def test_the_first_hour(flags, kinds, tmp_path):
     assert found["first difference of two runs"] == "none in five steps"
     for kind in kinds:
         numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
+        assert "GB may be filled" in numbers.pop("budgets")
         assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 2
         assert all(float(x) > 0 for name, x in numbers.items() if name != "waits_per_token")
         assert float(numbers["peak_memory_gb"]) < float(numbers["gpu_memory_gb"])
