@@ -182,7 +182,10 @@ def load(
 def open_reference(config: Config, tokenizer: Any) -> Opened:
     """Open the model of --reference, which must have the tokens of the policy."""
     with ranks.fail_together():
-        opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
+        try:
+            opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
+        except UserError as error:
+            raise UserError(str(error).replace("--model", "--reference")) from error
         if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"--reference {config.reference}: has another vocabulary than the model that is trained")
     return opened

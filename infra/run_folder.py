@@ -185,11 +185,13 @@ def read_lines(file: Path) -> list[dict]:
     texts = file.read_bytes().split(b"\n") if file.exists() else []
     lines = []
     for number, text in enumerate(texts, start=1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if number < len(texts):  # only what follows the last newline may be incomplete
-                raise UserError(f"{file}:{number}: not JSON: {text!r:.50}") from None
+        line = None
+        with suppress(ValueError):
+            line = json.loads(text)
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
+        elif number < len(texts):  # only what follows the last newline may be incomplete
+            raise UserError(f"{file}:{number}: not a line of a run: {text!r:.50}")
     return lines
 
 
