@@ -1,0 +1,178 @@
+"""Compare the gradients of objectives on the same completions: in which direction would each of them move the weights?
+
+    python -m tools.compare                                       every preset, at the policy that sampled
+    python -m tools.compare --updates 8 --learning_rate 5e-4      and after eight updates on these completions
+    python -m tools.compare --vary normalization=sequence,global --seeds 1,2,3
+
+All other flags are those of train.py. One rollout is made for each seed, and nothing is written but the picture. For
+each variant, the table shows the norm of its gradient and the cosine to the first variant. Variants whose cosine is
+1.000 are one class. The picture shows the cosines of all pairs. With several seeds, numbers are means, with the lowest
+and the highest.
+
+A model may be too large to keep the gradients of all variants. Then `--coordinates N` keeps the same N random entries
+of each. Norms stay exact. The error of the cosines is estimated from ten parts of these entries.
+
+Gradients are those that `update` gives to the optimizer, without clipping by --max_grad_norm. Dynamic sampling, whose
+groups depend on the preset, is not made. Left out: several processes.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import train
+from advantage import Group, set_advantages
+from batch import Batch, collate
+from config import ALGORITHMS, Config
+from infra import faults, ranks
+from infra.command_line import parse, ready
+
+SAME = 0.9995  # a cosine from here on is shown as 1.000
+AT_ONCE = 200_000_000  # how many numbers are kept if --coordinates is not given
+
+
+def variants_of(words: list[str], vary: str | None) -> dict[str, Config]:
+    """Return the settings of each variant by its name. The first one is what the others are compared with. Presets that
+    do not fit the other flags are left out."""
+    name, _, values = (vary or f"algorithm={','.join(ALGORITHMS)}").partition("=")
+    on_gpu, variants = torch.cuda.is_available(), {}
+    parse(words, on_gpu)  # a mistake in the other flags ends the process here
+    for value in values.split(","):
+        try:
+            variants[value] = ready(parse([*words, f"--{name}", value], on_gpu), on_gpu)
+        except SystemExit:
+            if vary:
+                raise
+            print(f"{value}: left out\n", file=sys.stderr)
+    return variants
+
+
+def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:
+    """Return the batch of these completions with the advantages of a variant, and the log-probs of `fixed`."""
+    run.config = replace(config, max_grad_norm=sys.float_info.max)
+    set_advantages(groups, run.task.weights, config)
+    batch = collate(groups, config.mask_truncated, run.device)
+    return replace(batch, old_logp=fixed.old_logp, ref_logp=fixed.ref_logp, entropy=fixed.entropy)
+
+
+def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+    """Return what `update` gives to an optimizer, and its norm. The weights stay as they are."""
+    own, seen = run.optimizer, []
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    run.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]))
+    )
+    _, norm, _ = train.update(run, batch, step=run.config.warmup_steps + 1)
+    run.optimizer = own
+    return (seen[0] if coordinates is None else seen[0][coordinates]).double().cpu(), float(norm)
+
+
+def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list[tuple[np.ndarray, np.ndarray, float]]:
+    """Return the norms (V,), the cosines (V, V) and their error, before and, if there are any, after the updates."""
+    first = next(iter(variants.values()))
+    # Old log-probs are computed where there are several updates, and entropies where they choose tokens.
+    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5), ranks.start(shard=False))
+    groups, _ = train.next_groups(run, 1)
+    set_advantages(groups, run.task.weights, first)
+    fixed = collate(groups, False, run.device)
+    train.score_fixed_policies(run, fixed)
+    size = sum(p.numel() for p in run.model.parameters())
+    kept = kept or (AT_ONCE // len(variants) if size * len(variants) > AT_ONCE else None)
+    coordinates = None
+    if kept is not None:
+        coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)).to(run.device)
+
+    found = []
+    for n in (0, updates) if updates else (0,):
+        for _ in range(n):
+            train.update(run, batch_of(run, first, groups, fixed), step=first.warmup_steps + 1)
+        batches = (batch_of(run, config, groups, fixed) for config in variants.values())
+        gradients, norms = zip(*(gradient(run, batch, coordinates) for batch in batches))
+        stacked = torch.stack(gradients)  # (V, D)
+        parts = np.stack([cosines(part) for part in stacked.chunk(10, dim=1)])
+        error = 0.0 if coordinates is None else float((parts.std(0, ddof=1) / np.sqrt(len(parts))).max())
+        found.append((np.array(norms), cosines(stacked), error))
+    return found
+
+
+def cosines(gradients: torch.Tensor) -> np.ndarray:
+    directions = gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return (directions @ directions.T).numpy()
+
+
+def in_order(matrix: np.ndarray) -> list[int]:
+    """Order the variants so that each stands beside the one that is most like it."""
+    order, left = [0], {*range(1, len(matrix))}
+    while left:
+        order.append(max(sorted(left), key=lambda i: matrix[order[-1], i]))
+        left.remove(order[-1])
+    return order
+
+
+def table(names: list[str], norms: np.ndarray, matrices: np.ndarray) -> list[str]:
+    """Return the lines of a table, from the norms (seeds, V) and the cosines (seeds, V, V)."""
+    mean, classes = matrices.mean(0), []
+    for i in in_order(mean):
+        if classes and mean[classes[-1][0], i] >= SAME:
+            classes[-1].append(i)
+        else:
+            classes.append([i])
+    lines = [f"{'variant':24} {'norm':>9}  cosine to {names[0]}"]
+    for i, name in enumerate(names):
+        low, high = matrices[:, 0, i].min(), matrices[:, 0, i].max()
+        spread = f" ({low:.3f} to {high:.3f})" if len(matrices) > 1 else ""
+        lines.append(f"{name:24} {norms[:, i].mean():9.4g}  {mean[0, i]:.3f}{spread}")
+    return [*lines, f"{len(classes)} directions: {'; '.join(' = '.join(names[i] for i in own) for own in classes)}"]
+
+
+def picture(names: list[str], titled: dict[str, np.ndarray]) -> Figure:
+    figure = Figure(figsize=(0.3 * len(names) * len(titled) + 2, 0.3 * len(names) + 1.2), layout="constrained")
+    order = in_order(next(iter(titled.values())))
+    for k, (title, matrix) in enumerate(titled.items()):
+        axes = figure.add_subplot(1, len(titled), k + 1)
+        image = axes.imshow(matrix[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r")
+        axes.set_xticks(range(len(names)), [names[i] for i in order], rotation=90)
+        axes.set_yticks(range(len(names)), [names[i] for i in order] if k == 0 else [])
+        axes.set_title(title)
+    figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.8)
+    return figure
+
+
+def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of this tool, and those of train.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--updates", type=int, default=0, help="compare again after so many updates by the first variant"
+    )
+    parser.add_argument("--vary", metavar="SETTING=VALUE,VALUE", help="compare these values; default: every preset")
+    parser.add_argument("--seeds", default="0", help="default: %(default)s")
+    parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
+    parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
+    return parser.parse_known_args(words)
+
+
+def main(words: list[str]) -> int:
+    args, flags = split(words)
+    seeds = args.seeds.split(",")
+    found = [
+        measure(variants_of([*flags, "--seed", seed], args.vary), args.updates, args.coordinates) for seed in seeds
+    ]
+    names, titled = [*variants_of(flags, args.vary)], {}
+    for phase, title in enumerate(["at the policy that sampled", f"after {args.updates} updates"][: len(found[0])]):
+        norms, matrices, errors = zip(*(of_seed[phase] for of_seed in found))
+        titled[title] = np.stack(matrices).mean(0)
+        error = f"; cosines have an error of {max(errors):.2g}" if max(errors) else ""
+        print(f"{title}{error}", *table(names, np.stack(norms), np.stack(matrices)), "", sep="\n")
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    picture(names, titled).savefig(args.picture, dpi=160)
+    print(args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    faults.leave(faults.run_to_the_end(main, sys.argv[1:]))
