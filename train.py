@@ -295,11 +295,10 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg, run.logged = run.config, []
     rows = run.task.eval[: cfg.eval_prompts]
-    # No log-prob of an evaluation is used, so nothing is recorded for them.
     own = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    sampled = sample_groups(run, rows, cfg.eval_k, step=0, keep_set=False, head=0, **own)
+    sampled = sample_groups(run, rows, cfg.eval_k, step=0, head=0, **own)
     add_rewards(run, sampled, steps_done=step)
-    greedy = sample_groups(run, rows, 1, step=0, keep_set=False, head=0, temperature=0.0)
+    greedy = sample_groups(run, rows, 1, step=0, head=0, temperature=0.0)
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
     judged = [group for group in greedy if group.right is not None]

@@ -69,7 +69,10 @@ def check_run(config: Config) -> None:
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     log = out / "metrics.jsonl"
-    if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
+    steps = [line.get("step") for line in read_lines(log)]
+    if None in steps:
+        raise UserError(f"{log}:{steps.index(None) + 1}: not a line of a run: it has no step")
+    if saved and saved[-1] not in steps:
         raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else max(saved, default=0)
     if config.steps < steps_made:
@@ -188,7 +191,7 @@ def read_lines(file: Path) -> list[dict]:
         line = None
         with suppress(ValueError):
             line = json.loads(text)
-        if isinstance(line, dict) and "step" in line:
+        if isinstance(line, dict):
             lines.append(line)
         elif number < len(texts):  # only what follows the last newline may be incomplete
             raise UserError(f"{file}:{number}: not a line of a run: {text!r:.50}")
