@@ -8,8 +8,8 @@ On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<
 in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
 `tools.bench`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
 `default` needs no command. Each command `python -m tools.plot ... --out results/...` on a page makes a picture, which
-contains a fingerprint of its logs and flags. Those of `tools.compare` have none. Not supported: --check does not notice if the code that draws the pictures
-has changed.
+contains a fingerprint of its logs and flags. Those of `tools.compare` have none. Not supported: --check does not notice
+if the code that draws the pictures has changed.
 """
 
 import argparse
