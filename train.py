@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config
-from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
+from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds, server
 from infra.decoding import decoding
 from infra.loading import load_run
 from logprob import token_logprobs
@@ -54,6 +55,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
+    server: server.Server | None = None  # where completions are sampled; made by the first rollout with --server
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
@@ -142,9 +144,11 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     dtype = getattr(torch, cfg.rollout_dtype or cfg.dtype)
-    with decoding(run.model, dtype, cfg.decode, cfg.max_completion_length), ranks.fail_together():
+    sample = server.sampler(run) if cfg.server else rollout
+    prepared = nullcontext() if cfg.server else decoding(run.model, dtype, cfg.decode, cfg.max_completion_length)
+    with prepared, ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
-        own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        own = sample(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
     completions = ranks.gather(with_replies(own, replies))
     groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
     for p, group in enumerate(groups):

@@ -37,6 +37,7 @@ def of_step(run: Any, step: int, drawn: list[Group], updates: list, logged: list
     metrics = {"step": step, "delay": mean(step - group.step for group in drawn)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     logged = logged + ranks.gather(run.logged)
+    metrics |= run.server.take_seconds() if run.server else {}
     return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
 
 
