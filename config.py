@@ -110,6 +110,9 @@ class Config:
     stop: list[str] = setting([], "texts that end a turn, as its end token does")
     keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
     delay: int = setting(0, "train on completions that were sampled this many steps before", at_least=0)
+    server: list[str] = setting([], "URLs of inference servers, such as vLLM's, that sample instead", may_change=True)
+    server_folder: str | None = setting(None, "where weights are handed over; default: the run's", may_change=True)
+    server_timeout: float = setting(600.0, "seconds that a server may be lost", above=0, at_most=1e5, may_change=True)
     rollout_dtype: str | None = setting(None, "of the rollout alone; default: as dtype", names=("float32", "bfloat16"))
 
     heading("The objective")

@@ -126,6 +126,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 ROOT = Path(__file__).parent
 # Metrics that differ from run to run.
 MEASURED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb", "peak_memory_reserved_gb"}
+MEASURED |= {"seconds_handover", "seconds_waited"}
 
 # Runs are forked from a server that has already imported everything, so that each starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from config import Config
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.loading import load_run
+from infra.server import Server, sampler
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
@@ -54,6 +56,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
+    server: Server | None = None  # where completions are sampled; made by the first rollout with --server
     progress: Progress | None = None  # called after each token of a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
@@ -141,10 +144,12 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
+    sample = sampler(run) if cfg.server else rollout
     dtype = getattr(torch, cfg.sampler_dtype)
-    with decoding(run.model, dtype, cfg.decode, cfg.max_completion_length), ranks.fail_together():
+    prepared = nullcontext() if cfg.server else decoding(run.model, dtype, cfg.decode, cfg.max_completion_length)
+    with prepared, ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
-        own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+        own = sample(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
     completions = ranks.gather(with_replies(own, replies))
     groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]

@@ -17,10 +17,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from graphlib import TopologicalSorter
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.request import Request
 
 import numpy as np
 import pytest
@@ -36,7 +34,7 @@ from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, for_argparse, parse, ready
 from loss import policy_loss, token_weights
-from rollout import Completion, Sampling, rollout
+from rollout import Completion
 from tasks import addition
 from tools import ablate, evidence
 
@@ -49,7 +47,6 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
-    "sampler": SECTIONS.pop("A sampler of your own"),
     "token_baseline": SECTIONS.pop("An optimal token baseline"),
     "kl_reward": SECTIONS.pop("The KL in the reward"),
     "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
@@ -488,31 +485,6 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
         A = r - (r.sum(1, keepdims=True) - r) / 7  # 8 is the default of --num_generations
         expected = -np.mean(A.flatten() * logps)
     assert metrics(two)[1]["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-4)  # log-probs are in float32
-
-
-def answering(urlopen: Callable) -> Callable:
-    """Return a function that replaces `urlopen` in the page's example. It answers the requests in this process, with
-    the sampler of this repository, so that no server is needed. `urlopen` itself is never called."""
-    server = SimpleNamespace(model=None)
-
-    def answer(request: Request) -> StringIO:
-        asked, made = json.loads(request.data), []
-        if request.selector == "/load":
-            server.model = AutoModelForCausalLM.from_pretrained(asked["folder"])
-        else:
-            sampling = Sampling(asked["max_tokens"], asked["stop_token_ids"], asked["temperature"])
-            made = rollout(server.model, asked["prompts"], np.array(asked["uniform"]), sampling)
-        answers = [dict(ids=x.ids.tolist(), logp=x.logp.tolist(), truncated=x.truncated) for x in made]
-        return StringIO(json.dumps(answers))
-
-    return answer
-
-
-def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
-    (words,) = commands(PROGRAMS["sampler"], "python train.py")
-    words += "--steps 3 --prompts_per_step 4 --eval_prompts 4".split()
-    here = partial(conftest.replace, "served.urlopen", answering)
-    assert_same_files(make(fork, "sampler", words, "asked", here), make(fork, "train", words, "not asked"))
 
 
 def test_a_reference_that_follows_the_policy(fork):

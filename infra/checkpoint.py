@@ -190,11 +190,16 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             if adapted_layers(model):
                 save_adapters(partial_folder, model)
             else:
-                # `save_pretrained` may refuse the generation settings that came with the model, so write them here.
-                own, model.generation_config = model.generation_config, GenerationConfig()
-                model.save_pretrained(partial_folder, state_dict=weights)
-                model.generation_config = own  # a run may continue after the model is saved
-                write_text(partial_folder / "generation_config.json", own.to_json_string())
+                write_model(partial_folder, model, weights)
+                write_text(partial_folder / "generation_config.json", model.generation_config.to_json_string())
+
+
+def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor] | None) -> None:
+    """Write the configuration of a model and its weights, or the ones that are given."""
+    # `save_pretrained` may refuse the generation settings that came with the model.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    model.save_pretrained(folder, state_dict=weights)
+    model.generation_config = own  # a run may continue after the model is saved
 
 
 # ---- Folders that are either complete or absent ----

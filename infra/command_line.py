@@ -135,6 +135,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
     if config.reads_sampler and config.cuts_vocabulary and not config.keep_set:
         yield "--keep_set false: cannot be used with settings that read the log-probs of the sampler"
+    if config.server and config.cuts_vocabulary and config.keep_set:
+        yield "--server: cannot record the tokens that --top_p, --top_k and --min_p leave; use --keep_set false"
     if config.score_centering:
         yield from (f"--score_centering: cannot be used with {other}" for other in not_centered(config, one_update))
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
@@ -145,7 +147,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
     only_with = dict.fromkeys(("kl_estimator", "kl_importance", "reference", "ref_sync_every"), "beta")
-    only_with |= dict(shard_size="shard", lora_alpha="lora_rank")
+    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", server_folder="server", server_timeout="server")
     only_with |= dict.fromkeys(("eval_k", "eval_data", "eval_temperature", "eval_top_p"), "eval_every")
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):

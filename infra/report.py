@@ -39,6 +39,7 @@ def of_step(
     metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
+    metrics |= run.server.take_seconds() if run.server else {}
     return metrics | of_logged(ranks.gather(run.logged), "logged/") | of_machine(metrics["tokens"], *seconds)
 
 
