@@ -31,6 +31,8 @@ class Batch:
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     kept: list[list[np.ndarray | None]] | None = None  # (N, T), the ids that the log-prob is normalized over
+    head_ids: Tensor | None = None  # (N, T, K), the ids that were likeliest at each token, for --score_centering
+    sampler_head_logp: Tensor | None = None  # (N, T, K + 1), of these and of all others together
     old_logp: Tensor | None = None  # (N, T); None with a single update, or with --old_policy sampler
     ref_logp: Tensor | None = None  # (N, T)
     entropy: Tensor | None = None  # (N, T), of the policy before the step; None unless --top_entropy needs it
@@ -74,6 +76,8 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     advantages, sampler_logp = torch.zeros(N, T), torch.zeros(N, T)
     prompts, prompt_lengths = (torch.zeros(N, dtype=torch.long) for _ in range(2))
+    K = 0 if (first := groups[0].completions[0].head_ids) is None else first.shape[1]
+    head_ids, head_logp = torch.zeros(N, T, K, dtype=torch.int32), torch.zeros(N, T, K + 1)
     kept: list[list[np.ndarray | None]] = [[None] * T for _ in range(N)]
     n = 0
     for p, group in enumerate(groups):
@@ -88,12 +92,16 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
             mask[n, start:end] = torch.as_tensor(is_trained)
             advantages[n, start:end] = torch.as_tensor(advantage)  # a number, or one for each token
             sampler_logp[n, start:end] = torch.as_tensor(completion.logp)
+            if K:
+                head_ids[n, start:end] = torch.as_tensor(completion.head_ids)
+                head_logp[n, start:end] = torch.as_tensor(completion.head_logp)
             if completion.kept is not None:
                 kept[n][start:end] = completion.kept
             n += 1
     has_kept_sets = any(completion.kept is not None for group in groups for completion in group.completions)
     tensors = (ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp)
-    return Batch(*(x.to(device) for x in tensors), kept=kept if has_kept_sets else None)
+    batch = Batch(*(x.to(device) for x in tensors), kept=kept if has_kept_sets else None)
+    return replace(batch, head_ids=head_ids.to(device), sampler_head_logp=head_logp.to(device)) if K else batch
 
 
 # ---- Tensors -> pieces ----

@@ -109,6 +109,8 @@ class Config:
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
     stop: list[str] = setting([], "texts that end a turn, as its end token does")
     keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
+    delay: int = setting(0, "train on completions that were sampled this many steps before", at_least=0)
+    rollout_dtype: str | None = setting(None, "of the rollout alone; default: as dtype", names=("float32", "bfloat16"))
 
     heading("The objective")
     algorithm: str = setting("grpo", "preset of the switches below", names=ALGORITHMS)
@@ -127,6 +129,7 @@ class Config:
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
     kl_estimator: str = setting("k3", "how the KL is estimated", names=KL_ESTIMATORS)
     kl_importance: bool = setting(False, "multiply the KL by the importance ratio, which corrects it off-policy")
+    reference: str | None = setting(None, "model of the KL, for instance a teacher; default: the policy at its start")
     ref_sync_every: int = setting(0, "copy the policy to the reference every N steps; 0: never", at_least=0)
     tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of pi_old / pi_sampler; without bounds, no correction", above=0)
@@ -135,8 +138,12 @@ class Config:
     gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
     off_policy_mask: float | None = setting(None, "drop completions with A < 0 and log(sampler/pi) > this", at_least=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
+    score_centering: int = setting(0, "subtract the expected score, from the sampler's K likeliest ids", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
+    overlong_buffer: int | None = setting(
+        None, "tokens of the reward overlong; default: a fifth of the limit", at_least=1
+    )
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
     dynamic_sampling: int | None = setting(None, "limit of extra rounds that replace groups without signal", at_least=0)
 
@@ -167,8 +174,11 @@ class Config:
 
     heading("Evaluation and files")
     eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
+    metrics_by: str | None = setting(None, "column of the rows: rewards for each of its values", may_change=True)
     eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
+    eval_temperature: float | None = setting(None, "of them; default: as temperature", above=0, may_change=True)
+    eval_top_p: float | None = setting(None, "of them; default: as top_p", above=0, at_most=1, may_change=True)
     save_every: int = setting(20, "save every N steps and at the end; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
@@ -181,6 +191,17 @@ class Config:
     def cuts_vocabulary(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary only."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def sampler_dtype(self) -> str:
+        return self.rollout_dtype or self.dtype
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the log-probs that the sampler recorded."""
+        bounds = self.tis_cap, self.tis_floor, self.gate_low, self.gate_high, self.off_policy_mask
+        is_corrected = self.old_policy == "sampler" or any(bound is not None for bound in bounds)
+        return is_corrected or self.sampler_coef > 0.0 or self.score_centering > 0
 
 
 def task_of(config: Config) -> str:

@@ -246,6 +246,7 @@ def in_a_copy(folder: Path, module: str) -> None:
     the copy's file `module`, which is "train" or another one that takes its place."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    torch.library.register_autocast = lambda *args: None  # it was called before, and torch 2.11 refuses a second call
     copied = {path.stem for path in folder.iterdir()}
     for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
         del sys.modules[name]
@@ -350,8 +351,9 @@ def assert_same_run(out: Path, whole: Path, tolerance: float = 1e-4) -> None:
             assert token == [other[0], *(pytest.approx(x, abs=0.01 + tolerance) for x in other[1:])]
         assert ours == theirs | {"advantage": pytest.approx(theirs["advantage"], abs=tolerance)}
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
-        # The sampler and the trainer differ by nothing but rounding in float32.
-        assert max(ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)) < 1e-5
+        # Without a delay, the sampler and the trainer differ by nothing but rounding in float32.
+        gaps = ours.pop("sampler_gap", 0.0), theirs.pop("sampler_gap", 0.0)
+        assert (ours.get("delay") or max(gaps) < 1e-5) and gaps[0] == pytest.approx(gaps[1], tolerance, 1e-5)
         assert ours == {name: x if x is None else pytest.approx(x, tolerance, 1e-6) for name, x in theirs.items()}
     ours, theirs = (load_file(*folder.glob("model/*.safetensors")) for folder in (out, whole))
     assert ours.keys() == theirs.keys()

@@ -39,15 +39,18 @@ def token_logprobs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     kept: Sequence[Sequence[Sequence[int] | None]] | None = None,
+    head_ids: Tensor | None = None,
     per_row: list[int] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
     all padding on the right.
 
     Position t of the result belongs to token t, and is 0 where completion_mask is 0. entropy_grad gives the entropy a
     gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None for the whole vocabulary. The
-    entropy is always over the whole vocabulary. per_row[r] is how many consecutive rows of input_ids, with the same
-    prompt, the model reads as one row (fast/shared_prompts.py). The result does not depend on it.
+    entropy is always over the whole vocabulary. If head_ids (B, T, K) are given, there is a third result (B, T, K + 1),
+    the log-probs of these ids at each token, and of all others together. per_row[r] is how many consecutive rows of
+    input_ids, with the same prompt, the model reads as one row (fast/shared_prompts.py). The result does not depend on
+    it.
     """
     lengths = attention_mask.sum(1)  # (B,)
     T = int(lengths.max())  # the columns behind are padding in every row
@@ -66,13 +69,15 @@ def token_logprobs(
         places[b, t - 1],  # (n,)
         ids[b, t],  # (n,)
         None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
+        None if head_ids is None else head_ids[b, t].long(),  # (n, K)
         temperature=temperature,
         chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # large sets take memory, too
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
-    )  # (n, 2)
+    )  # (n, 2), or (n, 2 + K + 1)
 
-    logp, entropy = values.new_zeros(*input_ids.shape, 2).index_put((b, t), values).unbind(-1)
-    if not with_entropy:
-        return logp, None
-    return logp, (entropy if entropy_grad else entropy.detach())
+    values = values.new_zeros(*input_ids.shape, values.shape[1]).index_put((b, t), values)
+    logp, entropy = values[..., 0], None
+    if with_entropy:
+        entropy = values[..., 1] if entropy_grad else values[..., 1].detach()
+    return (logp, entropy) if head_ids is None else (logp, entropy, values[..., 2:])

@@ -36,7 +36,7 @@ OBJECTIVES = {
     "vespo": (),
     "reinforce": (),
 }
-RATIOS = {"token": ("delta",), "sequence": ("delta",), "geometric": ()}
+RATIOS = {"token": ("delta",), "sequence": ("delta",), "sequence_token": ("delta",), "geometric": ()}
 OLD_POLICIES = {"policy": ("tis_mode", "tis_cap", "tis_floor", "gate_low", "gate_high"), "sampler": ()}
 KL_ESTIMATORS = {"k1": ("kl_importance",), "k2": (), "k3": ("kl_importance",), "abs": (), "k1+": (), "k3+": ()}
 SWITCHES_READ = dict(objective=OBJECTIVES, ratio=RATIOS, old_policy=OLD_POLICIES, kl_estimator=KL_ESTIMATORS)
@@ -115,6 +115,8 @@ def policy_loss(
     kl_estimator: str = "k3",
     kl_importance: bool = False,
     sampler_logp: Tensor | None = None,
+    head_logp: Tensor | None = None,
+    sampler_head_logp: Tensor | None = None,
     tis_mode: str = "token_truncate",
     tis_cap: float | None = None,
     tis_floor: float | None = None,
@@ -134,8 +136,9 @@ def policy_loss(
     the ratio is old_logp, or sampler_logp if old_policy is "sampler".
 
     The tis_* arguments correct the policy term for the difference between the old policy and the sampler. The gate_*
-    arguments drop completions in which this difference is too large. infra/command_line.py checks which arguments make
-    sense together.
+    arguments drop completions in which this difference is too large. head_logp and sampler_head_logp (B, T, K) center
+    the scores: they have the log-probs of the sampler's K likeliest ids at each token, under the policy and under the
+    sampler. infra/command_line.py checks which arguments make sense together.
     """
     if old_policy not in OLD_POLICIES:
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
@@ -161,6 +164,8 @@ def policy_loss(
     log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
+    elif ratio == "sequence_token":  # GSPO-token, 2507.18071 eq. 13: sg(s_i) pi / sg(pi), so A may differ by token
+        log_rho = _mean_over_tokens(log_rho, mask).detach() + logp - logp.detach()
     elif ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
         if delta is not None:
             raise ValueError("ratio='geometric' clips log-ratios, so it cannot be used with delta")
@@ -179,10 +184,10 @@ def policy_loss(
         log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T)
         tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
         beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
-        if has_tis:  # truncated to the bounds (TIS), or 0 outside of them (IcePop, MIS)
-            truncates = tis_mode.endswith("truncate")
-            correction = tis_ratio.clamp(tis_floor, tis_cap) if truncates else tis_ratio.masked_fill(beyond, 0.0)
-        # VACO 2603.01365: drop the completions whose geometric mean of pi_old / pi_sampler is outside of the gate.
+        if has_tis:
+            correction = _bounded(tis_ratio, tis_mode, tis_floor, tis_cap)
+        # The geometric sequence mask of Liu, Li et al. 2025, "When Speed Kills Stability": drop the completions whose
+        # geometric mean of pi_old / pi_sampler is outside of the gate.
         outside_gate = _is_beyond(_mean_over_tokens(log_tis_ratio, mask).exp(), gate_low, gate_high)
         tis_ratio = tis_ratio.masked_fill(~mask, 0.0)
         stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
@@ -218,6 +223,18 @@ def policy_loss(
 
     if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
+    if head_logp is not None:  # 2609.20807: subtract the score that the sampler expects at each token
+        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where f is the weight of the token.
+        head_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
+        head_ratio = head_logp.detach().exp() / mu  # infinite where the sampler has probability 0
+        if objective == "cispo" and old_policy == "sampler":
+            f = head_ratio.clamp(max=epsilon_high)
+        elif has_tis:
+            f = _bounded(head_ratio, tis_mode, tis_floor, tis_cap)
+        else:
+            f = torch.ones_like(mu)
+        c = (mu * f).masked_fill(mu == 0.0, 0.0)
+        policy = policy + A * (c * head_logp).sum(-1)
     if has_gate:
         policy = policy.masked_fill(outside_gate, 0.0)
     if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 where the policy has moved far
@@ -238,7 +255,7 @@ def policy_loss(
             kl = (logp - denominator).exp() * kl
         if beta != 0.0:
             loss = loss + beta * kl
-    if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276
+    if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276, by token; Kimi-k1.5 and DRO square the sum over the completion
         loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
 
     if objective in ("clip", "cispo", "dppo"):
@@ -254,6 +271,27 @@ def _sampler_ratio(log_ratio: Tensor, tis_mode: str) -> Tensor:
     if tis_mode.startswith("sequence"):
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     return log_ratio.exp()
+
+
+def _bounded(ratio: Tensor, tis_mode: str, floor: float | None, cap: float | None) -> Tensor:
+    """Return the ratio truncated to its bounds (TIS), or 0 outside of them (IcePop, MIS)."""
+    if tis_mode.endswith("truncate"):
+        return ratio.clamp(floor, cap)
+    return ratio.masked_fill(_is_beyond(ratio, floor, cap), 0.0)
+
+
+def _outcomes(head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probs (B, T, K + 1) under the policy and the probabilities under the sampler of the outcomes at
+    each token: K ids, and all others together, where the paper takes the sampler to be proportional to the policy. If
+    the given ones add up to 1, they are all, and the last one here has probability 0. For accuracy in fp32, a caller
+    gives the sum of the others as one of the outcomes, because 1 minus the sum of the head is rounded."""
+    head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
+    mu, given = sampler_head_logp.exp(), head_logp.exp().sum(-1, keepdim=True)
+    others = 1 - mu.sum(-1, keepdim=True)
+    has_others = others > 1e-5  # in fp32, a sum of 1000 probabilities is accurate to 1e-6
+    log_others = (1 - given).clamp(min=torch.finfo(given.dtype).tiny).where(has_others, 1.0).log()
+    mu = torch.cat([mu, others.where(has_others, 0.0)], -1)
+    return torch.cat([head_logp, log_others], -1).masked_fill(mu == 0.0, 0.0), mu
 
 
 def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -57,6 +57,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that remain after top_k, top_p and min_p, and normalize log-probs over them
+    head: int = 0  # record the log-probs of this many ids at each token, the likeliest ones
     tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
     drop_share: float = 0.25  # finished rows leave the batch once they make up this share of it
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -74,6 +75,8 @@ class Completion:
     kept: list[np.ndarray | None] | None = (
         None  # int32, the ids that each token was sampled from; None: nothing was cut
     )
+    head_ids: np.ndarray | None = None  # (T, K) int32, the likeliest ids at each token; None: not recorded
+    head_logp: np.ndarray | None = None  # (T, K + 1) float32, of these and of all others together; -inf: none left
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
     replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
 
@@ -223,6 +226,9 @@ def _token_loop(
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     logits = out.logits[:, -1][rows]
     logps = torch.zeros(N, L, dtype=torch.promote_types(logits.dtype, torch.float32), device=rows.device)
+    K = min(sampling.head, logits.shape[1])
+    head_ids = torch.zeros(N, L, K, dtype=torch.int32, device=rows.device)
+    head_logps = torch.zeros(N, L, K + 1, device=rows.device)
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
@@ -230,10 +236,12 @@ def _token_loop(
     live = torch.arange(N, device=rows.device)  # for each row of the batch, the number of its completion
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
-        token, logp, in_set = sample(logits, None if uniform is None else uniform[live, t], sampling)
+        token, logp, in_set, head = sample(logits, None if uniform is None else uniform[live, t], sampling)
         in_reply = reply_ids[live, t] >= 0
         token = torch.where(in_reply, reply_ids[live, t], token)
         tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
+        if head is not None:
+            head_ids[live, t], head_logps[live, t] = head
         lengths[live] += ~done
         if in_set is not None:
             kept_ids += _append_sets(kept, live, in_set & ~(done | in_reply)[:, None])
@@ -281,12 +289,15 @@ def _token_loop(
     if not logps.isfinite().all():
         raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
     ids, logp, written = tokens.int().cpu().numpy(), logps.float().cpu().numpy(), (reply_ids < 0).cpu().numpy()
+    head_ids, head_logps = head_ids.cpu().numpy(), head_logps.cpu().numpy()
     return [
         Completion(
             ids=ids[i, :n].copy(),  # a view would keep all N x L ids in memory
             logp=logp[i, :n].copy(),
             truncated=cut_off,
             kept=[kept_ids if len(kept_ids) else None for kept_ids in kept[i][:n]] or None,
+            head_ids=head_ids[i, :n].copy() if K else None,
+            head_logp=head_logps[i, :n].copy() if K else None,
             written=None if replies is None else written[i, :n].copy(),
         )
         for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
@@ -322,10 +333,12 @@ def may_end_stop(token: int, sampling: Sampling) -> bool:
     return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)
 
 
-def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample(
+    logits: Tensor, u: Tensor | None, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Pick the next token of each row from logits (B, V) and uniform numbers (B,). Return the tokens (B,), their
-    log-probs (B,), and a mask (B, V) of the kept sets, or None if log-probs are normalized over the whole
-    vocabulary."""
+    log-probs (B,), a mask (B, V) of the kept sets, or None if log-probs are normalized over the whole vocabulary, and
+    the ids (B, K) and log-probs (B, K + 1) of the head, or None if it is not recorded."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         whole = p = logits.softmax(-1)  # (B, V)
@@ -335,9 +348,18 @@ def sample(logits: Tensor, u: Tensor | None, sampling: Sampling) -> tuple[Tensor
         p = _cut(whole, sampling)
         token = _pick(p, u[:, None])
     logp = whole.gather(1, token).log().squeeze(1)
+    head = _head(p, min(sampling.head, p.shape[1])) if sampling.head else None
     if p is whole or not sampling.keep_set:  # `_cut` returns its argument if it cuts nothing
-        return token.squeeze(1), logp, None
-    return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0
+        return token.squeeze(1), logp, None, head
+    return token.squeeze(1), logp - p.sum(-1).log(), p > 0.0, head
+
+
+def _head(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest ids (B, K) under p (B, V), and the log-probs (B, K + 1) of each of them and of all others
+    together. p may not add up to 1, because it was cut."""
+    top, ids = p.topk(k)
+    others = p.scatter(1, ids, 0.0).sum(-1, keepdim=True)  # 1 - top.sum() would be rounded
+    return ids.int(), (torch.cat([top, others], -1) / p.sum(-1, keepdim=True)).log().float()
 
 
 def _pick(p: Tensor, u: Tensor) -> Tensor:

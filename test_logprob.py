@@ -20,6 +20,7 @@ from fast import output_head
 from fast.output_head import forward_replaced, returns_head_output
 from infra.model import reads_together
 from logprob import token_logprobs
+from loss import policy_loss
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # they cap or scale what the head returns
 # Completions cannot share a row if the model has a short sliding window, no position ids or a state.
@@ -244,6 +245,72 @@ def test_over_sets(returns_logits, temperature, chunk, entropy_grad, monkeypatch
     assert distance(gradient(model, *values), gradient(model, *expected)) < rounding(torch.float64)
 
 
+# ---- The head of a token: some ids, and all others together ----
+
+
+@pytest.mark.parametrize("returns_logits, with_sets, entropy_grad", product([True, False], repeat=3))
+def test_the_head(returns_logits, with_sets, entropy_grad, monkeypatch: pytest.MonkeyPatch):
+    """Compare log-probs and gradients with a plain log-softmax over the kept set. Ids of the head that are outside of
+    the set have no probability there, so nothing reads their log-probs."""
+    monkeypatch.setitem(logprob.CHUNK, "cpu", 5)
+    model, kept, K = tiny_model("gpt2"), some_sets() if with_sets else None, 4
+    monkeypatch.setitem(output_head._returns_logits, model, returns_logits)
+    generator = torch.Generator().manual_seed(3)
+    head_ids = torch.rand(*IDS.shape, VOCAB, generator=generator).argsort(-1)[..., :K]
+    heads = torch.zeros(*IDS.shape, K + 1, dtype=torch.float64)
+    for b, t in SCORED.nonzero().tolist():
+        log_p = (model(input_ids=IDS[b : b + 1, :t]).logits[0, -1].double() / 0.7).log_softmax(-1)
+        is_in = torch.ones(VOCAB, dtype=torch.bool)
+        if with_sets and kept[b][t] is not None:
+            is_in = torch.zeros_like(is_in).index_fill(0, torch.as_tensor(kept[b][t]).long(), True)
+        log_p = (log_p - log_p[is_in].logsumexp(0)).masked_fill(~is_in, -torch.inf)
+        is_other = is_in.index_fill(0, head_ids[b, t], False)
+        others = log_p[is_other].logsumexp(0) if is_other.any() else -torch.inf * torch.ones(())
+        heads[b, t] = torch.cat([log_p[head_ids[b, t]], others[None]])
+    there = heads.isfinite() & SCORED[..., None]
+    assert there[SCORED].all() != with_sets
+    logp, entropy, ours = score(model, temperature=0.7, kept=kept, head_ids=head_ids, entropy_grad=entropy_grad)
+    close = partial(torch.testing.assert_close, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))
+    close(ours[there], heads[there])
+    plain_logp, plain_entropy = reference(model, temperature=0.7, kept=kept)
+    g = torch.randn(heads.shape, dtype=torch.float64, generator=generator)
+    with_head = [
+        gradient(model, one + (g * head).masked_fill(~there, 0.0).sum(-1), its_entropy)
+        for one, head, its_entropy in (
+            (logp, ours, entropy),
+            (plain_logp, heads, plain_entropy if entropy_grad else None),
+        )
+    ]
+    if entropy is None or entropy_grad:
+        assert distance(*with_head) < rounding(torch.float64)
+
+
+def test_scores_are_centered_exactly_where_the_head_has_nearly_all_of_the_policy_but_not_of_the_sampler():
+    """Then the others are much likelier under the sampler, and 1 minus the sum of the head would be rounded to 0. With
+    S = sum of mu f over the head and m = f (1 - M), the gradient of the logits is mu_j f_j - pi_j (S + m) in the head,
+    and pi_j (m P / (1 - P) - S) outside, where P and M are the sums of pi and mu over the head."""
+    z = torch.tensor([[22.0, 21.0, 1.0, 0.5, -0.5, 0.0]])
+    mu, cap = torch.tensor([0.2, 0.3, 0.5]), 1.2  # the last number is for the four others together
+    logits = z.clone().requires_grad_()
+    values = output_head._ScoreTokens.apply(
+        logits, None, None, torch.tensor([1]), None, torch.tensor([[0, 1]]), 1.0, 8, False, False
+    )
+    one, sampler = torch.ones(1, 1), mu.log()[None, None]
+    switches = dict(objective="cispo", old_policy="sampler", epsilon_high=cap, sampler_logp=sampler[..., 1])
+    centering = dict(head_logp=values[None, :, 2:], sampler_head_logp=sampler)
+    policy_loss(values[:, :1], values[:, :1].detach(), one, one, one, **switches, **centering)[0].backward()
+
+    pi, mu = z[0].double().softmax(-1), mu.double()
+    others = pi[2:].sum()
+    f = (torch.cat([pi[:2], others[None]]) / mu).clamp(max=cap)
+    assert others < 1e-8
+    S, m = (mu * f)[:2].sum(), (mu * f)[2]
+    expected = torch.cat([(mu * f)[:2] - pi[:2] * (S + m), pi[2:] * (m * (1 - others) / others - S)])
+    expected += f[1] * (pi - torch.eye(6, dtype=torch.float64)[1])  # of the token itself: the loss is -f log pi
+    # float32 has 7 digits, and these numbers are sums of at most ten others.
+    torch.testing.assert_close(logits.grad[0].double(), expected, rtol=1e-5, atol=1e-7)
+
+
 # ---- Models that somebody has changed, and models that must stay as they were ----
 
 
@@ -255,7 +322,7 @@ class Scaled(transformers.GPT2LMHeadModel):
 
 
 SAME_LOGITS = {  # changes that leave the logits as they are
-    "activation checkpointing": lambda model: model.activation_checkpointing_enable(),
+    "activation checkpointing": lambda model: model.gradient_checkpointing_enable(),
     "frozen head": lambda model: model.get_output_embeddings().requires_grad_(False),
     "frozen body": lambda model: model.requires_grad_(False).get_output_embeddings().requires_grad_(True),
 }

@@ -384,6 +384,8 @@ def completion_by_hand(c, s):
         log_ratio = log_rho
     elif s.ratio == "sequence":
         log_ratio = [sum(log_rho) / T] * T
+    elif s.ratio == "sequence_token":
+        log_ratio = [sg(sum(log_rho) / T) + x - sg(x) for x in c.logp]
     elif s.ratio == "geometric":
         clipped = [least(x, s.epsilon_high) if A > 0 else x for x, A in zip(log_rho, c.A)]
         clipped = [most(x, -s.epsilon_low) if A < 0 else x for x, A in zip(clipped, c.A)]
@@ -394,12 +396,15 @@ def completion_by_hand(c, s):
     u = [math.exp(sum(log_u) if s.tis_mode.startswith("sequence") else x) for x in log_u]
     is_inside = [s.tis_floor <= x <= s.tis_cap for x in u]
     has_tis, has_gate = s.tis_floor > 0 or s.tis_cap < INF, s.gate_low > 0 or s.gate_high < INF
-    if not has_tis:
-        f = [1.0] * T
-    elif s.tis_mode.endswith("truncate"):
-        f = [min(max(x, s.tis_floor), s.tis_cap) for x in u]
-    elif s.tis_mode.endswith("mask"):
-        f = [x if inside else 0.0 for x, inside in zip(u, is_inside)]
+
+    def bounded(x):
+        if not has_tis:
+            return 1.0
+        if s.tis_mode.endswith("truncate"):
+            return min(max(x, s.tis_floor), s.tis_cap)
+        return x if s.tis_floor <= x <= s.tis_cap else 0.0
+
+    f = [bounded(x) for x in u]
     is_dropped = not s.gate_low <= math.exp(fmean(log_u)) <= s.gate_high
     is_far = fmean(y - sg(x) for x, y in zip(c.logp, c.sampler)) > s.off_policy_mask
 
@@ -433,6 +438,13 @@ def completion_by_hand(c, s):
             J = w**k * math.exp(lambda_ * (1 - w)) * A * logp
         elif s.objective == "reinforce":
             J = A * logp * f[t]
+        if s.score_centering:  # subtract what the sampler expects; the last outcome is any other id
+            outcomes = [*zip(c.head[t], c.sampler_head[t])]
+            others = 1 - sum(cmath.exp(x) for x, _ in outcomes), 1 - sum(math.exp(y) for _, y in outcomes)
+            for x, y in [*outcomes, (cmath.log(others[0]), math.log(others[1]))]:
+                v = math.exp(sg(x) - y)
+                is_capped = s.objective == "cispo" and s.old_policy == "sampler"
+                J -= A * math.exp(y) * (min(v, s.epsilon_high) if is_capped else bounded(v)) * x
         if is_dropped or (is_far and A < 0):
             J = 0.0
 
@@ -466,6 +478,9 @@ def mixed():
     garbage = torch.tensor([math.nan, INF, -INF, 1e30, -1e30] * 8, dtype=F64).view(8, 5)
     for name in ("logp", "old", "ref", "sampler", "A", "weight"):
         setattr(b, name, torch.where(b.mask, getattr(b, name), garbage))
+    # Two of the five ids of a vocabulary, at each token, and their log-probs under the policy and the sampler.
+    heads = (draw(seed, [25] * 8, spread=1.0).old.view(8, 5, 5).log_softmax(-1)[..., :2] for seed in (21, 22))
+    b.head, b.sampler_head = (torch.where(b.mask[..., None], head, garbage[..., None]) for head in heads)
     b.A[[0, 2, 3, 4, 7]] = torch.tensor([1.5, -0.7, math.nan, -1.2, 0.9], dtype=F64)[:, None]
     b.A[[1, 5, 6], [4, 2, 0]] = 0.0  # as top_entropy leaves it
     return b
@@ -483,19 +498,29 @@ def switches_of(settings):
     return {name: config[name] for name in policy_loss.__kwdefaults__ if name in config}
 
 
+def head_of(part, settings):
+    """Return the arguments of policy_loss that center the scores, or none."""
+    if not settings.get("score_centering"):
+        return {}
+    return dict(head_logp=part.head.clone().requires_grad_(), sampler_head_logp=part.sampler_head)
+
+
 def step_by_hand(settings):
-    """Return the loss of `mixed`, its gradient, and each statistic as [sum, count]."""
+    """Return the loss of `mixed`, its gradient with respect to logp and to the two of `head`, and each statistic as
+    [sum, count]."""
     b, loss, found = mixed(), 0.0, []
-    grad = torch.zeros_like(b.logp)
+    grad = torch.zeros(8, 5, 3, dtype=F64)
     s = SimpleNamespace(**{name: UNSET[name] if x is None else x for name, x in switches_of(settings).items()})
+    s.score_centering = settings.get("score_centering", 0)
     for i in (0, 1, 2, 4, 5, 6, 7):
         tokens = b.mask[i].nonzero()[:, 0].tolist()
         c = SimpleNamespace(**{name: x[i, tokens].tolist() for name, x in vars(b).items()})
-        for n, t in enumerate(tokens):
-            c.logp[n] += 1e-30j
+        for (n, t), k in product(enumerate(tokens), range(3 if s.score_centering else 1)):
+            numbers, at = (c.logp, n) if k == 0 else (c.head[n], k - 1)
+            numbers[at] += 1e-30j
             value, stats = completion_by_hand(c, s)
-            c.logp[n] -= 1e-30j
-            grad[i, t] = value.imag / 1e-30
+            numbers[at] -= 1e-30j
+            grad[i, t, k] = value.imag / 1e-30
         loss += value.real
         found.append(stats)
     counts = {"gate_dropped": len(found), "tis_ratio_max": 1}  # for the others, the number of tokens
@@ -507,11 +532,14 @@ def step_by_hand(settings):
 def step_in_parts(**settings):
     """Return the same from policy_loss, added up over micro-batches in the way of a run."""
     b, loss, found, switches = mixed(), 0.0, {}, switches_of(settings)
-    grad = torch.zeros_like(b.logp)
+    grad = torch.zeros(8, 5, 3, dtype=F64)
     for rows, width, one_each in PARTS:
         part = SimpleNamespace(**{name: x[rows, :width] for name, x in vars(b).items()})
         args = part.logp, part.old, part.A[:, 0] if one_each else part.A, part.weight, part.mask
-        part_loss, grad[rows, :width], stats = run(*args, ref_logp=part.ref, sampler_logp=part.sampler, **switches)
+        more = dict(ref_logp=part.ref, sampler_logp=part.sampler) | head_of(part, settings)
+        part_loss, grad[rows, :width, 0], stats = run(*args, **more, **switches)
+        if "head_logp" in more:
+            grad[rows, :width, 1:] = more["head_logp"].grad
         loss += part_loss
         found = {name: combine(name, found.get(name), torch.tensor(x, dtype=F64)) for name, x in stats.items()}
     return loss, grad, {name: x.tolist() for name, x in found.items()}
@@ -547,7 +575,7 @@ def test_every_switch_is_in_a_pair():
     """A new one joins by its line in config.py, unless no pair with it is allowed: see `needs` in allowed_pairs."""
     arguments = inspect.signature(policy_loss).parameters.values()
     switches = {x.name for x in arguments if x.kind is x.KEYWORD_ONLY and x.annotation != torch.Tensor | None}
-    assert switches == {name for _, switch in PAIRS for name in switch}
+    assert switches | {"score_centering"} == {name for _, switch in PAIRS for name in switch}
     values = {(name, x) for name, reads in SWITCHES_READ.items() for x in reads}
     assert values <= {pair for chosen, _ in PAIRS for pair in chosen.items()}
 
@@ -568,6 +596,62 @@ def several_pairs_at_once():
 @pytest.mark.parametrize("settings", islice(several_pairs_at_once(), 300), ids=words)
 def test_many_switches(settings):
     assert_is_by_hand(settings)
+
+
+CENTERED = [
+    dict(tis_mode=mode, tis_cap=1.3, tis_floor=0.8, score_centering=2) for mode in ("token_truncate", "token_mask")
+]
+CENTERED += [x | {"objective": "reinforce"} for x in CENTERED]
+CENTERED += [dict(objective="cispo", epsilon_high=1.2, old_policy="sampler", score_centering=2, num_iterations=2)]
+
+
+@pytest.mark.parametrize("settings", CENTERED, ids=words)
+def test_score_centering_with_a_correction(settings):
+    ready(Config(**settings), on_gpu=False)  # raises an error if it is not allowed
+    assert_is_by_hand({name: x for name, x in settings.items() if name != "num_iterations"})
+
+
+def vocabulary_of_six(seed, spread=1.0):
+    """Return theta, which needs a gradient, and the log-probs of policy and sampler (1, 1, 6) at one token."""
+    theta, other = spread * torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    theta = theta.requires_grad_()
+    return theta, theta.log_softmax(0)[None, None], other.log_softmax(0)[None, None]
+
+
+def gradient_of_token(theta, policy, sampler, v, head, **switches):
+    """Return the gradient, with respect to theta, of the loss of token v with A = 1 and w = 1. `head` are the ids that
+    center its score."""
+    one, logp = torch.ones(1, 1, dtype=F64), policy[..., v]
+    centering = {} if head is None else dict(head_logp=policy[..., head], sampler_head_logp=sampler[..., head])
+    more = switches | centering | dict(sampler_logp=sampler[..., v])
+    return gradients(theta, policy_loss(logp, logp.detach(), one, one, one, **more)[0])[0]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [dict(objective="reinforce"), dict(tis_cap=1.1), dict(tis_cap=2.0, tis_floor=0.5, tis_mode="token_mask"),
+     dict(objective="cispo", old_policy="sampler", epsilon_high=1.2)],
+)  # fmt: skip
+def test_centered_scores_have_mean_0(switches):
+    """If the head is the whole vocabulary, the gradient that the sampler expects is 0 for constant advantages. If the
+    sampler is the policy, the expected score is 0, so nothing changes. If the head is a part of the vocabulary, the
+    rest has the weight of the ratio of its probabilities, at ids in proportion to the policy."""
+    theta, policy, sampler = vocabulary_of_six(0)
+    tokens, mu, every = range(6), sampler[0, 0].exp(), [*range(6)]
+    mean = sum(mu[v] * gradient_of_token(theta, policy, sampler, v, every, **switches) for v in tokens)
+    without = sum(mu[v] * gradient_of_token(theta, policy, sampler, v, None, **switches) for v in tokens)
+    assert mean.abs().max() < 1e-12 < 0.01 < without.abs().max()  # sums of numbers near 1, in float64
+    for v, head in product(tokens, ([3], [0, 5, 2], every)):
+        on_policy = (gradient_of_token(theta, policy, policy.detach(), v, head_, **switches) for head_ in (head, None))
+        close(*on_policy, 1e-12)
+
+    head, rest = [4, 1, 0], [2, 3, 5]
+    pi = policy[0, 0].exp().detach()
+    alpha = mu[rest].sum() / pi[rest].sum()
+    proportional = sampler.clone()
+    proportional[0, 0, rest] = (alpha * pi[rest]).log()
+    of_head = gradient_of_token(theta, policy, sampler, 1, head, **switches)
+    close(of_head, gradient_of_token(theta, policy, proportional, 1, every, **switches), 1e-12)
 
 
 @pytest.mark.parametrize("choice, x", [(choice, x) for choice, reads in SWITCHES_READ.items() for x in reads])

@@ -66,6 +66,27 @@ def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
     assert max(a - b for x, y in zip(plain, full) for a, b in zip(x.logp, y.logp)) > 0.01, "the kept set matters"
 
 
+@pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9), dict(top_k=2)], ids=str)
+@torch.no_grad()
+def test_the_head_has_the_likeliest_ids_and_is_scored_as_sampled(cut):
+    """Whatever was sampled. `others` is the log of what is left, -inf if nothing is."""
+    model, K = build("qwen2"), 3
+    for prompt, one in zip(PROMPTS, rollout(model, PROMPTS, streams(), replace(SAMPLING, head=K, **cut)), strict=True):
+        ids, start = torch.tensor([[*prompt, *one.ids]]), len(prompt)
+        mask = (torch.arange(ids.shape[1]) >= start).long()[None]
+        heads = torch.zeros(*ids.shape, K, dtype=torch.int32)
+        heads[0, start:] = torch.as_tensor(one.head_ids)
+        kept = None if one.kept is None else [[None] * start + one.kept]
+        scored = token_logprobs(model, ids, torch.ones_like(ids), mask, temperature=0.9, kept=kept, head_ids=heads)[2]
+        p = (model(ids).logits[0, start - 1 : -1] / 0.9).softmax(-1)
+        for t, (head_ids, head_logp) in enumerate(zip(one.head_ids, one.head_logp)):
+            is_there = np.isfinite(head_logp)
+            assert is_there.sum() == min(K + 1, cut.get("top_k", 99), 99 if one.kept is None else len(one.kept[t]))
+            assert head_ids[is_there[:-1]].tolist() == p[t].argsort(descending=True)[: is_there[:-1].sum()].tolist()
+            assert np.exp(head_logp).sum() == pytest.approx(1.0, rel=1e-5)
+            close(torch.as_tensor(head_logp)[is_there], scored[0, start + t].float()[is_there])
+
+
 def kept_ids(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
     """Return the ids that the cuts keep of a distribution p (V,). Probabilities are added up one by one."""
     ids = p.argsort(descending=True).tolist()[: top_k or None]
@@ -302,7 +323,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored(training):
     model, modes = build().train(training), []
     expected = rollout(model, PROMPTS, streams(), SAMPLING)
     # Checkpointing has an effect only in training mode, so it must not change a rollout.
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, eos_token_id=7, max_length=5,
         bad_words_ids=[[9]], min_new_tokens=9, num_beams=2, num_return_sequences=2,

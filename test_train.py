@@ -24,11 +24,24 @@ import train
 from advantage import on_high_entropy
 from batch import minibatches
 from config import Config
-from conftest import ROOT, assert_same_run, distance, flags, gradient_of, lines, metrics, run, samples, save_chat_model
+from conftest import (
+    ROOT,
+    assert_same_files,
+    assert_same_run,
+    distance,
+    flags,
+    flat_gradient,
+    gradient_of,
+    lines,
+    metrics,
+    run,
+    samples,
+    save_chat_model,
+)
 from infra import faults
 from loss import policy_loss
 from tasks import Task
-from tasks._characters import EOS, EOS_ID
+from tasks._characters import EOS, EOS_ID, char_tokenizer
 from tasks.sorting import model as sorting_model
 
 G = 4  # the num_generations of the fixture `sorting`
@@ -151,8 +164,12 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
         5, dict(prompts_per_step=2, num_generations=2, reward=paths("letters"), dynamic_sampling=2, eval_every=1,
         eval_prompts=4, eval_k=1), {},
     ),
+    "completions of an earlier step, with centered scores": (
+        3, dict(steps=3, delay=1, score_centering=4, tis_cap=1.1, top_p=0.95, learning_rate=0.02),
+        dict(micro_batch_size=2),
+    ),
     "several turns": (
-        2, TURNS | dict(num_iterations=2, beta=0.1, top_p=0.9, eval_every=1, eval_prompts=5),
+        2, TURNS | dict(delay=1, num_iterations=2, beta=0.1, top_p=0.9, eval_every=1, eval_prompts=5),
         dict(shard=True, rollout_tokens=70, micro_batch_size=2),
     ),
 }  # fmt: skip
@@ -326,9 +343,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         assert torch.equal(batch.advantages * batch.mask, expected)
 
     loss, totals = 0.0, np.zeros((len(train.STATS), 2))
-    # Keep the calls in which `accumulate` scores the policy. Only they have a keyword argument: it asks for entropies.
+    # Keep the calls in which `accumulate` scores the policy. Only they may ask for a head.
     # The other calls score the old policy and the reference.
-    entropies = [call.result[1].detach() for call in logprob_calls if call.kwargs]
+    entropies = [call.result[1].detach() for call in logprob_calls if "head_ids" in call.kwargs]
     for call, entropy in zip(loss_calls, entropies, strict=True):
         assert of_loss.items() <= call.kwargs.items()
         *_, weights, mask = call.args
@@ -348,6 +365,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     assert any({*right[i : i + 3]} == {None} for i in range(0, len(rows), 3)), "there are such groups"
     expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
         "step": 1,
+        "delay": 0,
         "reward": mean(rewards),
         "reward/sometimes": mean(named["sometimes"] for named in rewards_by_name),
         "reward/judged": mean(named["judged"] for named in rewards_by_name),
@@ -370,9 +388,18 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "seconds_update": 20.0,
         "tokens_per_second": sum(lengths) / 23.0,
     }
-    assert [name for name, x in expected.items() if not x] == ["groups_replaced"], "a figure of 0 would show nothing"
+    assert [name for name, x in expected.items() if not x] == ["delay", "groups_replaced"], (
+        "a figure of 0 would show nothing"
+    )
     assert {name: figures.pop(name) for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32
-    assert figures.keys() == {"turns", "reply_length", "peak_memory_gb", "peak_memory_reserved_gb"}
+    assert figures.keys() == {
+        "ess",
+        "sampler_chi2",
+        "turns",
+        "reply_length",
+        "peak_memory_gb",
+        "peak_memory_reserved_gb",
+    }
 
 
 # ---- Log-probs of the sampler, the old policy and the reference ----
@@ -392,21 +419,79 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
     assert abs(first["kl"]) < 1e-9 < second["kl"] and first["grad_norm"] > 0.01
 
 
-def test_completions_of_earlier_steps_need_the_sampler_as_the_old_policy(go, monkeypatch, capsys):
-    """Such completions are refused with --old_policy policy. With --old_policy sampler, no old log-probs are computed,
-    so sampler_gap compares the sampler with the current policy. Here the two differ only by rounding."""
+# ---- Completions of earlier steps ----
 
-    def one_is_old(draw_groups, run, step):
-        groups, drawn = draw_groups(run, step)
-        groups[0].step = 0
-        return groups, drawn
 
-    monkeypatch.setattr(train, "draw_groups", functools.partial(one_is_old, train.draw_groups))
-    out = go("sampler", old_policy="sampler", top_p=0.9)
-    assert all(0.0 < line["sampler_gap"] < 1e-5 for line in metrics(out))
-    with pytest.raises(AssertionError):  # `go` asserts that the run ends with exit code 0
-        go("refused")
-    assert "--old_policy policy: some completions are of earlier steps" in capsys.readouterr().err
+def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch, capsys):
+    """Step t trains on completions of the policy at the start of step t - 2, or of step 1, with the prompts and random
+    numbers of step t. A run whose weights hardly change shows what these are. W is the ratio of the probabilities of a
+    completion under the policy before the step and under the sampler, and ess is mean(W)^2 / mean(W^2)."""
+    still, prompts = dict(learning_rate=1e-30), [line["prompt"] for line in samples(go("now", steps=4))]
+    without, calls = go("still", steps=4, **still), watch(train, "policy_loss")
+    capsys.readouterr()
+    out = go("out", steps=3, delay=2, learning_rate=0.02)
+    assert capsys.readouterr().out.count("nothing corrects for it") == 1
+    earlier = len(calls)
+    go("out", steps=4, delay=2, learning_rate=0.02)
+    assert [line["delay"] for line in metrics(out)] == [0, 1, 2, 2]
+    assert [line["prompt"] for line in samples(out)] == prompts
+    texts, texts_without = ([line["completion"] for line in samples(folder)] for folder in (out, without))
+    assert texts[:36] == texts_without[:36] and texts[36:] != texts_without[36:]  # 12 in each step
+
+    last = metrics(out)[-1]
+    w = []
+    for call in calls[earlier:]:  # those of step 4
+        _, old_logp, _, _, mask = call.args
+        w += [math.exp(x) for x in ((old_logp - call.kwargs["sampler_logp"]).double() * mask).sum(1).tolist()]
+    squares = statistics.fmean(x**2 for x in w)
+    assert last["ess"] == pytest.approx(statistics.fmean(w) ** 2 / squares, rel=1e-5) and last["ess"] < 0.9
+    assert last["sampler_chi2"] == pytest.approx(squares / statistics.fmean(w) ** 2 - 1, rel=1e-4)
+
+    capsys.readouterr()
+    go("corrected", steps=2, delay=1, old_policy="sampler")
+    assert "nothing corrects" not in capsys.readouterr().out
+    # On-policy, the two differ by rounding only, also in the updates after the first one.
+    (line,) = metrics(go("on-policy", steps=1, old_policy="sampler", num_iterations=2, learning_rate=0.02))
+    assert line["ess"] == pytest.approx(1.0, abs=1e-6) and abs(line["sampler_chi2"]) < 1e-6
+    # What rewards draw depends on the step that trains.
+    now, before = (samples(go(f"drawn {k}", delay=k, reward=paths("drawn"))) for k in (0, 2))
+    assert [line["reward"] for line in before] == [line["reward"] for line in now]
+
+
+def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch):
+    """Also after a reply, which has none. A token that was not written has no head."""
+    calls = watch(train, "policy_loss")
+    go(**TURNS, score_centering=3, top_k=9, steps=1)
+    for call in calls:
+        *_, mask = call.args
+        policy, sampler = (call.kwargs[name][mask.bool()] for name in ("head_logp", "sampler_head_logp"))
+        assert policy.shape[1] == 4 and len(policy) > 5
+        torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
+
+
+def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
+    """A checkpoint has the completions of the next steps, but not the rows of the task."""
+    settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
+    whole = go("whole", steps=4, **settings)
+    loads = watch(train.checkpoint, "load")
+    go("out", steps=2, **settings)
+    assert_same_files(go("out", steps=4, **settings), whole)
+    queue = train.checkpoint.load(whole, 4, *loads[0].args[2:])[1]["queue"]
+    assert len(queue) == 2
+    for groups, drawn, logged in queue:
+        assert len(drawn) >= len(groups) > 0 and not any(group.row for group in drawn) and logged
+
+
+def test_the_rollout_and_the_evaluation_may_have_settings_of_their_own(go, watch):
+    calls = watch(train, "rollout")
+    own = dict(eval_every=1, eval_prompts=2, eval_k=2, eval_temperature=0.5, eval_top_p=0.9, temperature=0.8, steps=1)
+    go("own", **own)
+    # Evaluations before and after the step: samples, then greedy completions.
+    assert [(call.args[3].temperature, call.args[3].top_p) for call in calls] == [
+        (0.5, 0.9), (0.0, 1.0), (0.8, 1.0), (0.5, 0.9), (0.0, 1.0)
+    ]  # fmt: skip
+    gaps = [metrics(go(dtype, rollout_dtype=dtype))[-1]["sampler_gap"] for dtype in ("float32", "bfloat16")]
+    assert gaps[0] < 1e-5 < 1e-4 < gaps[1]
 
 
 def test_a_fork_can_add_a_statistic_to_the_loss(go, monkeypatch):
@@ -430,6 +515,47 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
     go(steps=1, beta=0.1, num_iterations=2, dtype="bfloat16")
     logp, old_logp, *_ = losses[0].args
     assert max((logp - other).abs().max() for other in (old_logp, losses[0].kwargs["ref_logp"])) < 1e-5
+
+
+def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates, capsys):
+    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has one
+    layer, and the vocabulary of the student."""
+    student, tokenizer = sorting_model(Config())
+    torch.manual_seed(1)
+    teacher = type(student)(copy.deepcopy(student.config))
+    teacher.model.layers, teacher.config.num_hidden_layers = teacher.model.layers[:1], 1
+    for part in (teacher, tokenizer):
+        part.save_pretrained(tmp_path / "teacher")
+    distillation = dict(reference=tmp_path / "teacher", beta=1, kl_estimator="k1+", reward_weights=[0], steps=1)
+    out = go("out", **distillation, micro_batch_size=5)
+    loss, rows = 0.0, to_rows(samples(out), G)
+    for row in rows:
+        logp, ref = (log_probs(model.double(), row, 1.0)[0] for model in (student, teacher))
+        loss = loss + ((logp - ref).detach() * logp).mean() / len(rows)
+    loss.backward()
+    assert distance(updates[0][0], flat_gradient(student)) < ONE_UPDATE
+    run(sorting | distillation | dict(shard=True), tmp_path / "two", world=2)
+    assert_same_run(tmp_path / "two", out)
+
+    letters_by_id = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)[2:]  # after padding and the end token
+    char_tokenizer("".join(reversed(letters_by_id))).save_pretrained(tmp_path / "teacher")
+    assert train.main(flags(sorting | distillation, tmp_path / "refused")) == 2
+    assert "has another vocabulary than the model that is trained" in capsys.readouterr().err
+
+
+def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
+    rows = [json.loads(line) for line in sorting["data"].read_text().splitlines()]
+    rows = [row | {"source": "short" if len(row["prompt"]) < 5 else "long"} for row in rows]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = dict(data=tmp_path / "mixed.jsonl", prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
+    (line,) = metrics(out := go(**own))[1:]
+    for source in ("short", "long"):
+        own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
+        assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(own_rewards))
+        assert line[f"groups/source={source}"] == len(own_rewards) / G
+    counts = [line[f"groups/source={source}"] for source in ("short", "long")]
+    of_eval = [line[f"eval/accuracy/source={source}"] for source in ("short", "long")]
+    assert sum(counts) == 8 and min(counts) > 0 and all(0 <= x <= 1 for x in of_eval)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import Config, UserError
+from config import Config
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.loading import load_run
@@ -65,17 +65,13 @@ class Run:
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
-    cfg = run.config
-    seeds.seed_everything(cfg.seed, step)
-    start, run.logged = time.perf_counter(), []
+    cfg, start = run.config, time.perf_counter()
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
-    groups, drawn = draw_groups(run, step)  # those to train on, and all that were sampled
+    groups, drawn = next_groups(run, step)  # those to train on, and all that were sampled
     set_advantages(groups, run.task.weights, cfg)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
-    if cfg.old_policy == "policy" and any(group.step != step for group in groups):  # you have added replayed ones
-        raise UserError("--old_policy policy: some completions are of earlier steps; give --old_policy sampler")
     sampled = time.perf_counter()
 
     score_fixed_policies(run, batch)
@@ -85,7 +81,27 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
             updates.append(update(run, batch[rows], step))
 
     seconds = sampled - start, time.perf_counter() - sampled
-    return report.of_step(run, step, drawn, updates, seconds), groups
+    return report.of_step(run, step, groups, drawn, updates, seconds), groups
+
+
+def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
+    """Sample for step + cfg.delay, and return what was sampled for this step: cfg.delay steps ago, or before the first
+    update. All random numbers are those of the step that trains, so runs with other delays have the same ones."""
+    queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
+    while len(queue) <= run.config.delay:
+        of_step, run.logged = step + len(queue), []
+        seeds.seed_everything(run.config.seed, of_step)
+        groups, drawn = draw_groups(run, of_step)
+        for group in drawn:
+            group.step = step
+            if group.index is not None and group.row is run.task.train[group.index]:
+                group.row = {}  # the index is enough, and a checkpoint stays small
+        queue.append((groups, drawn, ranks.gather(run.logged)))
+    groups, drawn, logged = queue.pop(0)
+    for group in drawn:
+        group.row = group.row or run.task.train[group.index]
+    run.logged = logged if ranks.rank() == 0 else []  # they are gathered at the end of the step
+    return groups, drawn
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
@@ -114,21 +130,24 @@ def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
 
-def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0, greedy: bool = False) -> list[Group]:
-    """Sample n completions of each row's prompt. Each rank samples its share of them, and every rank gets all groups.
-    The random numbers depend on the prompt's number in the step, which is `first` for the first row."""
+def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0, **differing: Any) -> list[Group]:
+    """Sample n completions of each row's prompt, as run.sampling says, but for the fields of it that are given. Each
+    rank samples its share of them, and every rank gets all groups. The random numbers depend on the prompt's number in
+    the step, which is `first` for the first row."""
     cfg = run.config
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
     own_rows = [rows[p] for p, _ in mine]
-    sampling = replace(run.sampling, temperature=0.0) if greedy else run.sampling
+    sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, cfg.max_completion_length), ranks.fail_together():
+    dtype = getattr(torch, cfg.sampler_dtype)
+    with decoding(run.model, dtype, cfg.decode, cfg.max_completion_length), ranks.fail_together():
         prompts = [row["prompt_ids"] for row in own_rows]
         own = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+    run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
     completions = ranks.gather(with_replies(own, replies))
-    groups = [Group(row["prompt_ids"], row, index=row.get("_index"), step=step) for row in rows]
+    groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
     for p, group in enumerate(groups):
         group.completions = completions[p * n : (p + 1) * n]
     return groups
@@ -151,9 +170,8 @@ def score_fixed_policies(run: Run, batch: Batch) -> None:
     """Compute what stays fixed during the updates of a step, where it is needed: the log-probs of the old policy and of
     the reference, and the entropies that choose the tokens for --top_entropy."""
     cfg = run.config
-    # With a single update, the old log-probs are those that `accumulate` computes. With --old_policy sampler,
-    # `policy_loss` uses those of the sampler.
-    needs_old = cfg.old_policy == "policy" and cfg.num_iterations * cfg.minibatches > 1
+    # With a single update, the old log-probs are those that `accumulate` computes.
+    needs_old = cfg.num_iterations * cfg.minibatches > 1
     needs_entropy = cfg.top_entropy < 1.0
     if needs_old or needs_entropy:
         logp, batch.entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
@@ -171,7 +189,7 @@ def fixed_logprobs(
     and every rank gets all of them."""
     logp, entropy = torch.zeros_like(batch.sampler_logp), torch.zeros_like(batch.sampler_logp)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        part_logp, part_entropy = logprobs(run, part, model, with_entropy)
+        part_logp, part_entropy = logprobs(run, part, model, with_entropy=with_entropy)
         # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
         logp[rows] += part_logp
         if with_entropy:
@@ -217,15 +235,20 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         has_gradient = always_backward or bool(part.has_gradient.any())
         with torch.set_grad_enabled(has_gradient):
-            logp, entropy = logprobs(run, part, run.model, with_entropy=True)
+            entropy_grad = cfg.entropy_coef != 0.0
+            how = dict(with_entropy=True, entropy_grad=entropy_grad, head_ids=part.head_ids)
+            logp, entropy, *head = logprobs(run, part, run.model, **how)
+        old_logp = logp.detach() if part.old_logp is None else part.old_logp
         part_loss, stats = policy_loss(
             logp,
-            logp.detach() if part.old_logp is None else part.old_logp,
+            old_logp,
             part.advantages,
             part.weights,
             part.mask,
             ref_logp=part.ref_logp,
             sampler_logp=part.sampler_logp,
+            head_logp=head[0] if head else None,
+            sampler_head_logp=part.sampler_head_logp,
             **{name: getattr(cfg, name) for name in LOSS_SWITCHES},
         )
         if cfg.entropy_coef:
@@ -237,11 +260,13 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
             totals[name] = report.combine(name, totals.get(name), torch.stack(pair).double())
+        log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1).masked_fill(~part.mask.any(1), math.nan)
+        totals["log_w"] = report.combine("log_w", totals.get("log_w"), log_w)
     return loss, totals
 
 
-def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob (B, T) and the entropy (B, T) of each token, with the settings of the run."""
+def logprobs(run: Run, part: Batch, model: PreTrainedModel, **more: Any) -> tuple[Tensor, Tensor | None] | tuple:
+    """Return what `token_logprobs` returns, with the settings of the run."""
     cfg = run.config
     with torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         return token_logprobs(
@@ -252,8 +277,7 @@ def logprobs(run: Run, part: Batch, model: PreTrainedModel, with_entropy: bool =
             temperature=cfg.temperature,
             kept=part.kept,
             per_row=part.per_row,
-            with_entropy=with_entropy,
-            entropy_grad=with_entropy and cfg.entropy_coef != 0.0,
+            **more,
         )
 
 
@@ -271,11 +295,14 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg, run.logged = run.config, []
     rows = run.task.eval[: cfg.eval_prompts]
-    sampled = sample_groups(run, rows, cfg.eval_k, step=0)
+    own = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
+    sampled = sample_groups(run, rows, cfg.eval_k, step=0, head=0, **own)
     add_rewards(run, sampled, steps_done=step)
-    greedy = sample_groups(run, rows, 1, step=0, greedy=True)
+    greedy = sample_groups(run, rows, 1, step=0, head=0, temperature=0.0)
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
+    judged = [group for group in greedy if group.right is not None]
+    metrics |= report.by_column(judged, cfg.metrics_by, "eval/accuracy", lambda group: group.right)
     return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged/"), sampled
 
 
@@ -286,9 +313,7 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
-    if measured:
-        log.say(measured)
-    return run, log, noted
+    return run, log, [*noted, measured] if measured else noted
 
 
 def train(typed: Config) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -33,7 +34,7 @@ from advantage import combine_rewards, group_advantages
 from batch import Group
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
-from infra.command_line import flags, parse, ready
+from infra.command_line import flags, for_argparse, parse, ready
 from loss import policy_loss, token_weights
 from rollout import Completion, Sampling, rollout
 from tasks import addition
@@ -48,9 +49,10 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
-    "distillation": SECTIONS.pop("On-policy distillation"),
     "sampler": SECTIONS.pop("A sampler of your own"),
     "token_baseline": SECTIONS.pop("An optimal token baseline"),
+    "kl_reward": SECTIONS.pop("The KL in the reward"),
+    "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
     "turns": SECTIONS.pop("Several turns"),
     "recipes": SECTIONS.pop("What a run remembers"),
 }
@@ -122,7 +124,9 @@ def test_every_command_is_understood(page, monkeypatch):
                 runpy.run_module(module, run_name="__main__")
             # The tool passes on to train.py only the words after "--". A tool without a parser passes on all words.
             words = words[words.index("--") + 1 :] if "--" in words else []
-        parse_args(flags(), words)  # flags() is the parser of train.py
+        if "parse_known_args" in (HERE / f"{module.replace('.', '/')}.py").read_text():
+            _, words = importlib.import_module(module).split(words)
+        parse_args(flags(), [*for_argparse(words)])  # flags() is the parser of train.py
 
 
 def test_imports_run_one_way():
@@ -262,15 +266,16 @@ def make(copy: Path, module: str, words: list[str], out: str, *before: Callable,
 
 def test_every_command_of_an_addition(fork):
     """One run of README's ablation is made, with the flags that all its runs share and those of its last variant."""
-    (ablation,) = map(ablate.parse, commands(README, "python -m tools.ablate"))
+    ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    lines += [("optimizer", words) for words in commands(PROGRAMS["optimizer"], "python train.py")]
+    for name in ("optimizer", "follows"):
+        lines += [(name, words) for words in commands(PROGRAMS[name], "python train.py")]
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
-    assert len(lines) == 6
+    assert len(lines) == 9
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
@@ -292,6 +297,7 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     # The first step is on-policy, so its loss is 0, up to rounding. The second step also trains on replayed
     # completions, which are off-policy, so its loss is not 0.
     assert abs(first["loss"]) < 1e-6 and abs(second["loss"]) > 1e-4
+    assert (first["delay"], second["delay"]) == (0.0, 0.5)  # half of the second are of the first step
     # The replay run takes the first prompts of the data, in order. The curriculum of the other run draws a few of 8192
     # prompts. With this seed, it draws none of the first ones.
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))
@@ -392,13 +398,22 @@ def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
 
 def test_the_functions_of_the_page(fork):
     """Each function on the page computes its equation."""
-    assert names_in(fork, "my_rewards").overlong([], [], [[0] * n for n in (5, 32, 48, 64)]) == [0.0, 0.0, -0.5, -1.0]
+    coin, state = names_in(fork, "control").coin, SimpleNamespace(global_step=3)
+    prompts = [str(i // 8) for i in range(800)]  # the flips do not depend on which prompts share a call
+    flips = coin(prompts, state)
+    assert flips == [*coin(prompts[:80], state), *coin(prompts[80:], state)] and 300 < sum(flips) < 500
+    assert flips != coin(prompts, SimpleNamespace(global_step=4)) and 0 < sum(flips[:8]) < 8
     mask = torch.arange(8) < torch.tensor([5, 0, 2, 7])[:, None]
     # VL norm: the weight of a token is |o_i|^-0.75 / (L Σ_j |o_j|^-0.75), where L = max_completion_length = 10. The
     # empty completion has no part in the sum.
     powers = torch.tensor([5**-0.75, 0, 2**-0.75, 7**-0.75], dtype=torch.float64)
     weights = names_in(fork, "loss").token_weights(mask, "vl", max_completion_length=10)
     torch.testing.assert_close(weights, mask * powers[:, None] / (10 * powers.sum()), rtol=1e-14, atol=0.0)
+    of_block = names_in(fork, "loss").token_weights
+    for n, same in (1, "sequence"), (2, "prompt"), (4, "global"):
+        of_block.__globals__["BLOCK"] = n
+        expected = token_weights(mask, same, prompts=torch.tensor([7, 7, 3, 3]))
+        torch.testing.assert_close(of_block(mask, "block"), expected, rtol=1e-14, atol=0.0)
     rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
     # The advantage of the best completion is its lead over the second best one. All others have the advantage 0. If two
     # completions are equally good and best, the lead is 0.
@@ -409,7 +424,7 @@ def test_the_functions_of_the_page(fork):
         sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)
         logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(100, 3)
         # `masks` has a row for each of the 100 draws, which is True for the tokens that are kept.
-        tokens, logp, masks = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
+        tokens, logp, masks, _ = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(row.nonzero().squeeze(1).tolist() == kept for row in masks)
 
@@ -437,6 +452,44 @@ def test_the_token_baseline_of_the_page(fork):
     assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=1e-5)
 
 
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
+    """RLOO: r_i - beta Σ_t (log π_old - log π_ref) takes the place of r_i. REINFORCE++: the advantage of token t has
+    the sum from t on, and is then whitened over all tokens. The policy of step 2 is the model of a run of one step."""
+    name, settings = "kl_reward", "--algorithm rloo"
+    if of_tokens:
+        name, settings = "kl_returns", "--algorithm reinforce++ --normalization sequence"
+        (replacement,) = blocks(PROGRAMS["kl_reward"], "python")
+        program = (fork / "kl_reward.py").read_text()
+        first, last = program.index("    rewards = torch.cat("), program.index("    batch.advantages = batch.mask * A")
+        end = program.index("\n", last) + 1
+        (fork / "kl_returns.py").write_text(program[:first] + replacement + program[end:])
+    words = f"{settings} --beta 0.5 --learning_rate 1e-3 --prompts_per_step 4 --eval_every 0 --samples_per_step -1"
+    one, two = (make(fork, name, [*words.split(), "--steps", str(n)], f"{name}{n}") for n in (1, 2))
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (one / "model", addition.model(None))]
+    tokenizer = AutoTokenizer.from_pretrained(addition.model(None))
+    rows = [line for line in conftest.samples(two) if line["step"] == 2]
+    logps, kls = [], []
+    for row in rows:
+        prompt, ids = (tokenizer(row[key]).input_ids for key in ("prompt", "completion"))
+        at = [*range(len(prompt) - 1, len(prompt) + len(ids) - 1)]
+        own, ref = (model(torch.tensor([prompt + ids])).logits[0, at].log_softmax(-1).detach() for model in models)
+        own, ref = (x.gather(1, torch.tensor(ids)[:, None])[:, 0].double() for x in (own, ref))
+        logps.append(own.sum().item())
+        kls.append((own - ref).tolist())
+    assert max(abs(sum(kl)) for kl in kls) > 0.05
+    if of_tokens:
+        values = [[row["reward"] - 0.5 * sum(kl[t:]) for t in range(len(kl))] for row, kl in zip(rows, kls)]
+        flat = [x for of_row in values for x in of_row]
+        mean, std = np.mean(flat), np.std(flat, ddof=1) + 1e-4
+        expected = -np.mean([np.mean([(x - mean) / std for x in of_row]) for of_row in values])
+    else:
+        r = np.array([row["reward"] - 0.5 * sum(kl) for row, kl in zip(rows, kls)]).reshape(4, 8)
+        A = r - (r.sum(1, keepdims=True) - r) / 7  # 8 is the default of --num_generations
+        expected = -np.mean(A.flatten() * logps)
+    assert metrics(two)[1]["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-4)  # log-probs are in float32
+
+
 def answering(urlopen: Callable) -> Callable:
     """Return a function that replaces `urlopen` in the page's example. It answers the requests in this process, with
     the sampler of this repository, so that no server is needed. `urlopen` itself is never called."""
@@ -462,22 +515,13 @@ def test_a_sampler_behind_a_server_leaves_the_same_files(fork):
     assert_same_files(make(fork, "sampler", words, "asked", here), make(fork, "train", words, "not asked"))
 
 
-def test_distillation_has_the_gradient_of_the_kl(fork):
-    """A run with the diff changes the weights like a run whose whole loss is the k2 term, with the same teacher."""
-    teacher = AutoModelForCausalLM.from_pretrained(fork / "models" / "addition")
-    teacher.get_output_embeddings().weight.data *= 0.8
-    teacher.save_pretrained(fork / "teacher")
-    # The second run has the usual advantages. With --reward_weights 0 they are all 0, so only the KL term is left.
-    distillation = (fork / "distillation.py").read_text()
-    (fork / "only_kl.py").write_text(distillation.replace("part.ref_logp - logp.detach(),", "part.advantages,"))
-    (words,) = commands(PROGRAMS["distillation"], "python train.py")
-    words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
-    k2 = "--reward exact_sum --reward_weights 0 --beta 1 --kl_estimator k2".split()
-    made = [make(fork, name, words + more, name) for name, more in (("distillation", []), ("only_kl", k2))]
-    before = load_file(fork / "models/addition/model.safetensors")
-    after = [load_file(folder / "model" / "model.safetensors") for folder in made]
-    ours, theirs = (torch.cat([(w[name] - x).flatten() for name, x in before.items()]) for w in after)
-    # Adam divides by the size of the gradient, which enlarges the rounding errors of fp32.
-    assert conftest.distance(ours, theirs) < 1e-3 and theirs.norm() > 1e-3
-    for line, other in zip(*map(metrics, made), strict=True):
-        assert line["kl"] > 0 and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+def test_a_reference_that_follows_the_policy(fork):
+    """After step 1, the reference is 0.1 of the policy and 0.9 of the policy at its start."""
+    words = "--beta 0.1 --ref_sync_every 1 --steps 1 --prompts_per_step 4 --eval_every 0 --learning_rate 1e-2".split()
+    out = make(fork, "follows", words, "follows")
+    (line,) = metrics(out)
+    assert 0.0 < line["probability"] < 1.0
+    start, end = (load_file(folder / "model.safetensors") for folder in (fork / "models/addition", out / "model"))
+    (file,) = (out / "checkpoint/000001/reference").glob("*.safetensors")
+    for name, x in load_file(file).items():
+        torch.testing.assert_close(x, start[name].lerp(end[name], 0.1))

@@ -9,6 +9,9 @@ The plain computation, with the logits z of the positions that predict the targe
 The kept set of a token is the set of ids that top-k, top-p and min-p left for the sampler to choose from. If a token
 has a kept set, its log-prob is normalized over this set: `logp - all_logp[kept].logsumexp(-1)`.
 
+A token may also have a head, some ids whose log-probs are wanted as well, together with that of all others (in the kept
+set): `all_logp[head]` and `all_logp[others].logsumexp(-1)`.
+
 8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would keep several
 copies of them. So only the positions that are needed go through the output head, one chunk at a time. Inside the
 forward pass of the model, the head returns (logp, entropy) instead of V logits, and its hand-written backward pass
@@ -23,6 +26,7 @@ output head that is split over devices.
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,13 +74,15 @@ def score_tokens(
     predictors: Tensor,
     targets: Tensor,
     sets: Sequence[Sequence[int] | None] | None = None,
+    head_ids: Tensor | None = None,
     *,
     temperature: float,
     chunk: int,
     with_entropy: bool,
     entropy_grad: bool,
 ) -> Tensor:
-    """Return the log-prob and the entropy of each target, (n, 2).
+    """Return the log-prob and the entropy of each target, (n, 2). With head_ids (n, K), return (n, 2 + K + 1): also the
+    log-probs of these ids and, last, of all others together.
 
     `inputs` are R rows of L tokens, as keyword arguments of the model. Target i is predicted at position predictors[i]
     of these R * L tokens, and sets[i] are the ids of its kept set.
@@ -86,8 +92,8 @@ def score_tokens(
     def score(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, part: slice | None = None):
         """Score this part of the targets. x are their states, or their logits if there is no weight."""
         part = part or slice(0, len(targets))
-        how = temperature, chunk, with_entropy, entropy_grad
-        return _ScoreTokens.apply(x, weight, bias, targets[part], None if kept is None else kept[part], *how)
+        of_part = targets[part], *(None if each is None else each[part] for each in (kept, head_ids))
+        return _ScoreTokens.apply(x, weight, bias, *of_part, temperature, chunk, with_entropy, entropy_grad)
 
     path = _from_head if returns_head_output(model, inputs["input_ids"]) else _from_logits
     return path(model, inputs, predictors, score)
@@ -170,27 +176,36 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Compute (n, 2) from states (n, H), a linear head and targets (n,). Without a head, the states are logits (n, V).
+    """Compute (n, 2 + K + 1) from states (n, H), a linear head and targets (n,). Without a head, the states are logits
+    (n, V).
 
     The head is used in the dtype of the states. The gradient of its weight has the dtype of the weight, which is fp32
     under autocast. Let z be the logits divided by the temperature, let p = softmax(z), and let q be the softmax over
     the target's kept set only (q = p without a set):
 
         d logp / dz = onehot(target) - q,      d entropy / dz = -p (log p + entropy)
+
+    The log-prob of an id in the head has the same gradient as that of a target. For the log-prob of all others
+    together, the place of onehot(target) is taken by their distribution, q restricted to them.
     """
 
     @staticmethod
-    def forward(ctx, states, weight, bias, targets, sets, temperature, chunk, with_entropy, entropy_grad):
-        ctx.save_for_backward(states, weight, bias, targets)
+    def forward(ctx, states, weight, bias, targets, sets, head_ids, temperature, chunk, with_entropy, entropy_grad):
+        ctx.save_for_backward(states, weight, bias, targets, head_ids)
         ctx.settings = sets, temperature, chunk, entropy_grad
         weight, bias = (None if x is None else x.to(states.dtype) for x in (weight, bias))
-        values = torch.zeros(len(states), 2, dtype=at_least_fp32(states.dtype), device=states.device)
+        width = 2 if head_ids is None else 3 + head_ids.shape[1]
+        values = torch.zeros(len(states), width, dtype=at_least_fp32(states.dtype), device=states.device)
         for start in range(0, len(states), chunk):
             rows = slice(start, min(start + chunk, len(states)))
             log_p = _log_softmax(states[rows], weight, bias, temperature)  # (chunk, V)
             values[rows, 0] = log_p.gather(1, targets[rows, None]).squeeze(1)
-            if sets is not None:
-                values[rows, 0] -= _log_mass(log_p, sets[rows])[1]
+            places, log_mass = (None, 0.0) if sets is None else _log_mass(log_p, sets[rows])
+            values[rows, 0] -= log_mass
+            if head_ids is not None:
+                values[rows, 2:-1] = log_p.gather(1, head_ids[rows])
+                values[rows, -1] = _others(log_p, head_ids[rows], places).logsumexp(-1)
+                values[rows, 2:].T.sub_(log_mass)
             if with_entropy:
                 values[rows, 1] = _entropy(log_p.exp(), log_p)
             del log_p  # free it before the next chunk makes its own
@@ -198,7 +213,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        states, own_weight, own_bias, targets = ctx.saved_tensors
+        states, own_weight, own_bias, targets, head_ids = ctx.saved_tensors
         sets, temperature, chunk, entropy_grad = ctx.settings
         weight, bias = (None if x is None else x.to(states.dtype) for x in (own_weight, own_bias))
         dtype = at_least_fp32(states.dtype)
@@ -208,24 +223,32 @@ class _ScoreTokens(torch.autograd.Function):
 
         for start in range(0, len(states), chunk):
             rows = slice(start, min(start + chunk, len(states)))
-            h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:]  # the gradients are (chunk, 1)
+            h, g_logp, g_entropy = states[rows], grad[rows, :1], grad[rows, 1:2]  # the gradients are (chunk, 1)
+            g_head = grad[rows, 2:]  # (chunk, K + 1), or (chunk, 0)
+            g_q = g_logp + g_head.sum(1, keepdim=True)  # every log-prob is normalized by the same sum
             log_p = _log_softmax(h, weight, bias, temperature)
-            # d_z = g_logp * onehot(target)  -  g_logp * q  -  g_entropy * p * (log_p + entropy)
-            # Without kept sets, q is p. With kept sets, q is 0 outside of a set, so g_logp * q is computed for the ids
-            # in the sets only, as d_sets, before the memory of log_p is used for d_z.
+            # d_z = g_logp * onehot(target)  -  g_q * q  -  g_entropy * p * (log_p + entropy)  +  that of the head
+            # Without kept sets, q is p. With kept sets, q is 0 outside of a set, so g_q * q is computed for the ids in
+            # the sets only, as d_sets, before the memory of log_p is used for d_z.
+            places = None
             if sets is not None:
                 of_rows = sets[rows]
                 places, log_mass = _log_mass(log_p, of_rows)
                 log_q = log_p.view(-1)[places].sub_(of_rows.for_each_id(log_mass))  # (m,)
-                d_sets = log_q.exp_().mul_(of_rows.for_each_id(-g_logp[:, 0]))
-            g_p = g_logp if sets is None else torch.zeros_like(g_logp)  # what is multiplied by p
+                d_sets = log_q.exp_().mul_(of_rows.for_each_id(-g_q[:, 0]))
+            if head_ids is not None:  # NaN where there are no others
+                d_others = _others(log_p, head_ids[rows], places).softmax(-1).nan_to_num_(0.0).mul_(g_head[:, -1:])
+            g_p = g_q if sets is None else torch.zeros_like(g_q)  # what is multiplied by p
             if entropy_grad:
                 d_z = _times_p_in_place(log_p, g_p, g_entropy)
             else:
                 d_z = log_p.exp_().mul_(-g_p)
             if sets is not None:
                 d_z.view(-1).scatter_add_(0, places, d_sets)  # no place occurs twice
-                del of_rows, places, log_q, d_sets
+                del of_rows, log_q, d_sets
+            if head_ids is not None:
+                d_z += d_others.scatter_(1, head_ids[rows], g_head[:, :-1])
+                del d_others
             d_z.scatter_add_(1, targets[rows, None], g_logp)
             if temperature != 1.0:
                 d_z.div_(temperature)
@@ -238,10 +261,10 @@ class _ScoreTokens(torch.autograd.Function):
                 d_weight.addmm_(d_z.T, h)
             elif d_weight is not None:
                 d_weight += linear_in_fp32(d_z.T, h.T)  # d_z.T @ h
-            del log_p, d_z  # free them before the next chunk makes its own
+            del log_p, d_z, places  # free them before the next chunk makes its own
         d_weight = None if d_weight is None else d_weight.to(own_weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(own_bias.dtype)
-        return d_states, d_weight, d_bias, None, None, None, None, None, None
+        return d_states, d_weight, d_bias, None, None, None, None, None, None, None
 
 
 def _log_softmax(states: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
@@ -262,6 +285,16 @@ def _log_mass(log_p: Tensor, sets: KeptSets) -> tuple[Tensor, Tensor]:
     top = torch.segment_reduce(inside, "max", lengths=sets.sizes, unsafe=True)
     ratios = inside.sub_(sets.for_each_id(top)).exp_()
     return places, top + torch.segment_reduce(ratios, "sum", lengths=sets.sizes, unsafe=True).log()
+
+
+def _others(log_p: Tensor, head_ids: Tensor, places: Tensor | None) -> Tensor:
+    """Return log_p (n, V), but -inf at the ids in the head, and outside of the kept sets if they are given by their
+    places in the flat log_p."""
+    if places is not None:
+        inside = torch.full_like(log_p, -math.inf)
+        inside.view(-1)[places] = log_p.view(-1)[places]
+        log_p = inside
+    return log_p.scatter(1, head_ids, -math.inf)
 
 
 def _times_p_in_place(log_p: Tensor, g_p: Tensor, g_entropy: Tensor) -> Tensor:

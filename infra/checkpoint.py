@@ -215,5 +215,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         for path in [*partial_folder.rglob("*"), partial_folder]:
             flush(path)
         shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_file():  # not ours
+            folder.rename(folder.with_name(f"{folder.name}.moved"))
         partial_folder.rename(folder)
         flush(folder.parent)

@@ -109,7 +109,7 @@ def contradictions(config: Config) -> Iterator[str]:
         # A run that only evaluates on --eval_data needs no prompts to train on.
         needed += ["reward"] if config.steps == 0 and config.eval_data else ["data", "reward"]
     yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
-    if config.reward_weights and len(config.reward_weights) != len(config.reward):
+    if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # The objective. A switch that nothing reads must have its default value, or the value that --algorithm sets.
@@ -118,8 +118,9 @@ def contradictions(config: Config) -> Iterator[str]:
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
-    if config.objective == "reinforce" and config.num_iterations * config.minibatches > 1:
-        yield "--objective reinforce: has no ratio, so use --num_iterations 1 --minibatches 1, one update per rollout"
+    one_update = config.num_iterations * config.minibatches == 1
+    if config.objective == "reinforce" and not one_update and not config.sampler_coef:
+        yield "--objective reinforce: has no ratio, so use one update per rollout, or --sampler_coef"
     if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
         yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
@@ -132,10 +133,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
     if config.objective == "vespo" and not config.tis_mode.startswith("token"):
         yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
-    bounds = config.tis_cap, config.tis_floor, config.gate_low, config.gate_high, config.off_policy_mask
-    reads_sampler = config.old_policy == "sampler" or config.sampler_coef or any(x is not None for x in bounds)
-    if reads_sampler and config.cuts_vocabulary and not config.keep_set:
-        yield "--keep_set false: cannot be used with old_policy sampler, tis_*, gate_*, off_policy_mask or sampler_coef"
+    if config.reads_sampler and config.cuts_vocabulary and not config.keep_set:
+        yield "--keep_set false: cannot be used with settings that read the log-probs of the sampler"
+    if config.score_centering:
+        yield from (f"--score_centering: cannot be used with {other}" for other in not_centered(config, one_update))
     if config.scale_rewards == "mean" and config.combine_rewards == "gdpo":
         yield "--scale_rewards mean: cannot divide by the means, because --combine_rewards gdpo makes them 0"
     if config.normalization == "prompt" and config.minibatches > 1:
@@ -143,8 +144,9 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
-    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "ref_sync_every"), "beta")
-    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", eval_k="eval_every", eval_data="eval_every")
+    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "reference", "ref_sync_every"), "beta")
+    only_with |= dict(shard_size="shard", lora_alpha="lora_rank")
+    only_with |= dict.fromkeys(("eval_k", "eval_data", "eval_temperature", "eval_top_p"), "eval_every")
     for name, other in only_with.items():
         if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
             yield f"--{name}: has no effect without --{other}"
@@ -152,14 +154,18 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--keep_set false: has no effect without --top_p, --top_k or --min_p; leave --keep_set out"
     if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
         yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
+    if config.ref_sync_every and config.reference:
+        yield "--ref_sync_every: cannot be used with --reference, which is another model than the policy"
+    if config.overlong_buffer and not any(name.endswith("overlong") for name in config.reward):
+        yield "--overlong_buffer: has no effect without --reward overlong"
     if config.ref_sync_every and config.lora_rank:
         yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
         yield f"--tis_floor {config.tis_floor:g} --tis_cap {config.tis_cap:g}: the floor must not be above the cap"
     if not (config.gate_low or 1.0) <= 1.0 <= (config.gate_high or 1.0):
         yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
-    if config.top_entropy < 1 and config.ratio != "token" and config.objective in ("clip", "sapo"):
-        yield f"--top_entropy with --ratio {config.ratio}: all tokens are trained through the ratio; use --ratio token"
+    if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
+        yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
     if config.minibatches > config.prompts_per_step * config.num_generations:
         yield f"--minibatches {config.minibatches}: a step has fewer completions"
 
@@ -170,13 +176,33 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
 
 
+def not_centered(config: Config, one_update: bool) -> Iterator[str]:
+    """Yield each setting with which the weight of a token is not a function of pi / pi_sampler at that token. The score
+    that is expected under the sampler needs this function at other ids."""
+    if config.objective not in ("clip", "cispo", "reinforce"):
+        yield f"--objective {config.objective}"
+    if config.ratio != "token":
+        yield f"--ratio {config.ratio}"
+    if config.objective == "clip" and config.old_policy == "sampler":  # where it clips depends on the sign of A
+        yield "--objective clip --old_policy sampler"
+    has_tis = config.tis_cap is not None or config.tis_floor is not None
+    has_ratio_of_policies = config.old_policy == "policy" and config.objective != "reinforce"
+    if not one_update and (has_tis or has_ratio_of_policies):
+        yield "several updates, whose pi / pi_old is not pi / pi_sampler"
+    if has_tis and config.tis_mode.startswith("sequence"):
+        yield f"--tis_mode {config.tis_mode}"
+    for name in ("gate_low", "gate_high", "off_policy_mask", "delta"):
+        if getattr(config, name) is not None:
+            yield f"--{name}"
+
+
 def allowed_pairs() -> Iterator[tuple[dict, dict]]:
     """Yield each objective, ratio, old policy and KL estimator with each value of every other switch of policy_loss
     that is allowed with it. A pair is two dictionaries of settings: the first choice with what the two need, and the
     switch. A number is 0.8 or 1.3. Tests and tools go through these pairs, so that a new switch joins by its name."""
     needs = dict(kl_estimator={"beta": 0.5}, kl_importance={"beta": 0.5}, cispo={"epsilon_high": 2.0})
     needs["tis_mode"] = {"tis_floor": 0.8, "tis_cap": 1.3}
-    settings = [SETTINGS[name] for name in policy_loss.__kwdefaults__ if name in SETTINGS]
+    settings = [SETTINGS[name] for name in [*policy_loss.__kwdefaults__, "score_centering"] if name in SETTINGS]
     values = {x.name: x.metadata["names"] or {kind_of(x)(0.8), kind_of(x)(1.3)} for x in settings}
     switches = [(name, x) for name in values for x in values[name]]
     choices = [(name, x) for name in SWITCHES_READ for x in SWITCHES_READ[name]]

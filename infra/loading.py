@@ -37,6 +37,7 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         top_p=cfg.top_p,
         min_p=cfg.min_p,
         keep_set=cfg.keep_set,
+        head=cfg.score_centering,
         stop=cfg.stop,
         to_text=opened.tokenizer.decode,
         tokens_at_once=cfg.rollout_tokens,
@@ -53,4 +54,8 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         sampling=sampling,
         limits=limits_of(cfg, model, longest_prompt),
     )
-    return fields, longest_prompt, [*notes(task, opened.tokenizer), *command_line.warnings(cfg), *lora.notes(model)]
+    return (
+        fields,
+        longest_prompt,
+        [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)],
+    )

@@ -70,7 +70,7 @@ def rollout_budget(run: Any, length: int) -> tuple[int, str]:
         n = tokens // length
         rollout(run.model, [prompt] * n, np.full((n, SAMPLED), 0.5), few, progress=leave_out_the_prompt)
 
-    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, SAMPLED):
+    with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, SAMPLED):
         return largest_budget(compute, length, length, MOST_ROLLOUT_TOKENS, cfg.shard)
 
 
@@ -140,6 +140,9 @@ def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) 
     batch = collate(groups, cfg.mask_truncated, run.device)
     batch.weights = batch.mask.double()
     batch.old_logp = batch.ref_logp = batch.sampler_logp
+    if cfg.score_centering:
+        batch.sampler_head_logp = batch.sampler_logp[..., None].repeat(1, 1, cfg.score_centering + 1)
+        batch.head_ids = torch.zeros_like(batch.sampler_head_logp[..., 1:], dtype=torch.int32)
     return batch
 
 

@@ -131,22 +131,30 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
     """Load the weights; with --shard, the first rank loads them for all ranks. Return the model, the reference (None
     unless the KL term needs a second model), and the ids that end a completion."""
-    has_reference = config.beta != 0.0 and opened.adapt is None
+    teacher = open_reference(config, opened.tokenizer) if config.reference else None
+    has_reference = config.beta != 0.0 and (teacher is not None or opened.adapt is None)
     if config.shard:
         dtype = getattr(torch, config.dtype)
         with ranks.fail_together():
             mesh = make_mesh(config.shard_size, device)
             whole = opened.load() if ranks.rank() == 0 else None
         model = shard(empty_model(opened.config, config), whole, mesh, dtype, device)
-        reference = shard(empty_model(opened.config, config), whole, mesh, dtype, device) if has_reference else None
         model.generation_config = ranks.on_first(lambda: whole.generation_config)
+        reference = None
+        if has_reference:
+            with ranks.fail_together():
+                whole = teacher.load() if teacher and ranks.rank() == 0 else whole
+            reference = shard(empty_model((teacher or opened).config, config), whole, mesh, dtype, device)
     else:
         with ranks.fail_together():
             model = opened.load().to(device)
         if ranks.world() > 1:
             checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
             ranks.check_same({"the weights": checksums})
-        reference = copy.deepcopy(model) if has_reference else None
+        reference = None
+        if has_reference:
+            with ranks.fail_together():
+                reference = teacher.load().to(device) if teacher else copy.deepcopy(model)
     with ranks.fail_together():
         if opened.adapt is not None:
             opened.adapt(model)  # changes the model in place
@@ -159,7 +167,7 @@ def load(
         # memory for (T x T) scores. So let transformers repeat the key heads instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train in eval mode, as when sampling, so that dropout is off. Only layers with gradient checkpointing are in train
     # mode, because in eval mode they would not checkpoint.
     for module in model.modules():
@@ -169,6 +177,18 @@ def load(
     elif config.beta != 0.0:
         reference = model  # with adapters, which are switched off for the reference
     return model, reference, ends
+
+
+def open_reference(config: Config, tokenizer: Any) -> Opened:
+    """Open the model of --reference, which must have the tokens of the policy."""
+    with ranks.fail_together():
+        try:
+            opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
+        except UserError as error:
+            raise UserError(str(error).replace("--model", "--reference")) from error
+        if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"--reference {config.reference}: has another vocabulary than the model that is trained")
+    return opened
 
 
 def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:

@@ -46,9 +46,10 @@ def start(shard: bool = False) -> torch.device:
             raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}: start with torchrun, or unset RANK")
         try:
             # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+            master = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][4][0]
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
+        check_own_address(master)
         # `rendezvous` waits half an hour for the other ranks, which is PyTorch's default. That is enough, because all
         # ranks start at about the same time. All later calls wait for TIMEOUT.
         store, number, count = next(dist.rendezvous("env://"))
@@ -65,6 +66,19 @@ def start(shard: bool = False) -> torch.device:
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def check_own_address(master: str) -> None:
+    """Make sure that ranks on other machines can reach this one. Gloo listens at the address of the host's name, and
+    some systems give the name an address that only the machine itself can reach."""
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError:  # without an address for the name, Gloo listens at 127.0.0.1
+        own = "127.0.0.1"
+    several_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not master.startswith(("127.", "::1"))
+    if several_machines and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+        advice = "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
+        raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {own}; {advice}")
 
 
 def backend(device: torch.device) -> str:

@@ -30,10 +30,15 @@ from tasks import columns_of
 # ---- Metrics ----
 
 
-def of_step(run: Any, step: int, drawn: list[Group], updates: list, seconds: tuple[float, float]) -> dict:
-    """Compute all metrics of a step. `drawn` are all groups that were sampled, `updates` is what each call of `update`
-    returned, and `seconds` are those of the rollout and of the updates. All ranks must call this."""
-    metrics = {"step": step} | of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
+def of_step(
+    run: Any, step: int, groups: list[Group], drawn: list[Group], updates: list, seconds: tuple[float, float]
+) -> dict:
+    """Compute all metrics of a step. `groups` were trained on, `drawn` are all that were sampled, `updates` is what
+    each call of `update` returned, and `seconds` are those of the rollout and of the updates. All ranks must call
+    this."""
+    metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
+    metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
+    metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     return metrics | of_logged(ranks.gather(run.logged), "logged/") | of_machine(metrics["tokens"], *seconds)
 
 
@@ -69,6 +74,16 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
     }
 
 
+def by_column(groups: list[Group], column: str | None, name: str, values_of: Callable) -> dict[str, float | None]:
+    """Average what values_of(group) returns, over the groups with each value of a column, and count the groups."""
+    metrics = {}
+    for value in sorted({str(group.row[column]) for group in groups} if column else ()):
+        own = [group for group in groups if str(group.row[column]) == value]
+        metrics[f"{name}/{column}={value}"] = mean(x for group in own for x in values_of(group))
+        metrics[f"{name.rpartition('/')[0]}/groups/{column}={value}".lstrip("/")] = len(own)
+    return metrics
+
+
 def of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
     """Average each metric over the values that reward functions and `run.log` have logged for it."""
     names = sorted({name for name, _ in logged})
@@ -84,18 +99,32 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimize
     sums: dict[str, Tensor] = {}
     for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
         sums[name] = combine(name, sums.get(name), pair)
+    log_w = sums.pop("log_w")
     means = {name: float(total / count) if count else None for name, (total, count) in sums.items()}
+    means |= of_weights(log_w[~log_w.isnan()])
     rates = [group["lr"] for group in optimizer.param_groups]
     means |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
 
 
+def of_weights(log_w: Tensor) -> dict[str, float | None]:
+    """Compute how far the completions are from those of the policy before the step. log_w has for each completion the
+    log of W, the ratio of its probabilities under this policy and under the sampler. `ess` is the effective sample
+    size, as a share of the completions. 2602.17616"""
+    if not len(log_w):
+        return {"ess": None, "sampler_chi2": None}
+    w = (log_w - log_w.max()).exp()  # a factor changes nothing
+    return {"ess": float(w.mean() ** 2 / (w**2).mean()), "sampler_chi2": float((w**2).mean() / w.mean() ** 2 - 1)}
+
+
 def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
     """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
     in _max has (maximum, 1) instead, or (0, 0) where nothing was counted. Two such pairs are combined by taking the
-    maximum of each number, so the second stays 0 or 1."""
+    maximum of each number, so the second stays 0 or 1. log_w has a number for each completion instead."""
     if one is None:  # there is no earlier part
         return other
+    if name == "log_w":
+        return torch.cat([one, other])
     return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
@@ -207,7 +236,7 @@ class RunLog:
         if groups:
             names = "reward", "without_signal", "truncated", "completion_length", "entropy", "tokens_per_second"
             self.say(f"step {step}/{self.config.steps}  {'  '.join(f'{name} {show(metrics[name])}' for name in names)}")
-            for hint in hints(metrics, groups, self.config.prompts_per_step):
+            for hint in hints(metrics, groups, self.config):
                 self.say_once(f"note: {hint}")
         if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
             self.say(f"step {step}, held out: {'  '.join(values)}")
@@ -271,16 +300,20 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
 
-def hints(metrics: dict, groups: list[Group], prompts_per_step: int) -> Iterator[str]:
+def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
     """Yield each sign that the run may not be learning."""
     # An advantage is a number, or a tensor with a number for each token.
     useful = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
-    if 2 * len(useful) < prompts_per_step:
+    if 2 * len(useful) < config.prompts_per_step:
         yield "fewer than half of this step's groups have advantages other than 0; see without_signal"
     if useful and metrics["grad_norm"] == 0.0:
         yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
     if metrics["truncated"] >= 0.9:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
+    if metrics["delay"] and not config.reads_sampler:
+        yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
+    if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
+        yield "no completion of this step is right; look at some with python -m tools.look"
     if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
         yield "in every group of this step, all rewards are equal"
 

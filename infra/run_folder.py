@@ -69,7 +69,10 @@ def check_run(config: Config) -> None:
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     log = out / "metrics.jsonl"
-    if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
+    steps = [line.get("step") for line in read_lines(log)]
+    if None in steps:
+        raise UserError(f"{log}:{steps.index(None) + 1}: not a line of a run: it has no step")
+    if saved and saved[-1] not in steps:
         raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else max(saved, default=0)
     if config.steps < steps_made:
@@ -116,7 +119,7 @@ def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
     may_change = MAY_CHANGE
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k"}
+        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
     return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
 
 
@@ -185,11 +188,13 @@ def read_lines(file: Path) -> list[dict]:
     texts = file.read_bytes().split(b"\n") if file.exists() else []
     lines = []
     for number, text in enumerate(texts, start=1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if number < len(texts):  # only what follows the last newline may be incomplete
-                raise UserError(f"{file}:{number}: not JSON: {text!r:.50}") from None
+        line = None
+        with suppress(ValueError):
+            line = json.loads(text)
+        if isinstance(line, dict):
+            lines.append(line)
+        elif number < len(texts):  # only what follows the last newline may be incomplete
+            raise UserError(f"{file}:{number}: not a line of a run: {text!r:.50}")
     return lines
 
 

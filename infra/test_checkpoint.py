@@ -241,6 +241,13 @@ def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not
         file.write_bytes(whole)
 
 
+def test_a_file_in_the_place_of_a_folder_is_moved_away(tmp_path):
+    (tmp_path / "000001").write_text("a note")
+    with checkpoint.whole_folder(tmp_path / "000001") as folder:
+        (folder / "state.pt").write_text("")
+    assert contents(tmp_path) == {"000001/state.pt": b"", "000001.moved": b"a note"}
+
+
 def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     models, optimizer = a_model()
     for out in (tmp_path / "one", tmp_path / "other"):  # with the same settings
@@ -343,7 +350,16 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
     (partial(with_file, unfinished, "metrics.jsonl", '{"step"\n{"step": 4}\n'), dict(steps=9), "metrics.jsonl:1: not"),
-    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "metrics.jsonl:2: not JSON"),
+    (
+        partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'),
+        dict(steps=9),
+        "metrics.jsonl:2: not a line",
+    ),
+    (
+        partial(with_file, unfinished, "metrics.jsonl", '{"a": 4}\n{"step": 4}\n'),
+        dict(steps=9),
+        "metrics.jsonl:1: not a line",
+    ),
     (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
     *[(partial(with_file, made, "config.json", text), {}, BROKEN) for text in ("", "[]", '{"settings": {', "7")],
     (partial(with_file, made, "config.json", '{"settings": {"steps": "4"}}'), {}, "config.json: steps cannot be '4'"),

@@ -76,8 +76,9 @@ def some_reward(completions: list[str], **columns) -> list[float]:
     return [float(i % 3) for i in range(len(completions))]
 
 
-def set_up(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> train.Run:
-    """Make a run on a pretended GPU of this size, with prompts of `prompt` tokens and completions of up to `length`."""
+def set_up(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> tuple[train.Run, list[str]]:
+    """Make a run on a pretended GPU of this size, with prompts of `prompt` tokens and completions of up to `length`.
+    Return it and its notes."""
     if "--shard" in flags:
         one_of_eight()
     sizes = dict(zip(FIELDS, SHAPES[shape]))
@@ -98,15 +99,14 @@ def set_up(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -
         prompts.write_text(f'{{"prompt": "{prompt}"}}\n' * 64)
         flags = f"--num_generations 8 {flags} --model Qwen --data {prompts} --reward infra.test_memory:some_reward"
         flags += f" --max_completion_length {length} --eval_every 0 --warmup_steps 0 --out {folder}/out"
-        return train.set_up(ready(parse(flags.split(), on_gpu=True), on_gpu=True), torch.device("cuda"))[0]
+        run, _, noted = train.set_up(ready(parse(flags.split(), on_gpu=True), on_gpu=True), torch.device("cuda"))
+        return run, noted
 
 
 def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> list[tuple[int, float, float, float]]:
     """Let a run choose its budgets, and use them up. Return for the rollout and for the update: the budget, and how
     many GB may be in use, are in use on the straight line, and were in use."""
-    said: list[str] = []
-    conftest.replace("infra.report.RunLog.say", lambda _: lambda self, text, **how: said.append(text))
-    run = set_up(shape, gigabytes, prompt, length, flags)
+    run, noted = set_up(shape, gigabytes, prompt, length, flags)
     cfg, world, rng = run.config, 8 if "--shard" in flags else 1, np.random.default_rng(0)
 
     # Two steps, of which the first makes Adam's moments. Each rank has at least two full micro-batches.
@@ -136,7 +136,7 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
         prompts = [[2 + i // 8 % 900] + [0] * (prompt - 1) for i in range(rows)]
         rollout(run.model, prompts, rng.random((rows, 4)), few, progress=progress)
 
-    found = re.findall(r"(\d+) \((\d+) tokens take (\S+) GB, \d+ (?:at most )?(\S+); (\S+) of (\S+) GB", said[0])
+    found = re.findall(r"(\d+) \((\d+) tokens take (\S+) GB, \d+ (?:at most )?(\S+); (\S+) of (\S+) GB", noted[-1])
     table = []
     for figures, peak in zip(found, (max(peaks), peak_of_step), strict=True):
         budget, n, one, two, room, free = map(float, figures)
@@ -231,7 +231,7 @@ def trial(flags: str, fits: int = 10**9) -> tuple[str, Config, list[int], list[d
 
     conftest.replace("infra.memory.choose_budgets", watched)
     conftest.replace("train.accumulate", limited)
-    config = set_up("tiny", 80, 8, 16, flags).config
+    config = set_up("tiny", 80, 8, 16, flags)[0].config
     return lines[0], config, limits, states
 
 
@@ -268,11 +268,12 @@ def test_a_row_that_does_not_fit_is_split_and_a_completion_that_does_not_fit_end
 
 
 def test_a_made_up_batch_has_all_that_a_batch_may_have():
-    cfg = replace(Config(), max_completion_length=5, top_k=3, normalization="global")
+    cfg = replace(Config(), max_completion_length=5, top_k=3, normalization="global", score_centering=2)
     run = SimpleNamespace(config=cfg, model=conftest.tiny_model(), device=torch.device("cpu"))
     batch = memory.made_up_batch(run, 4, 2, 3)
     assert batch.ids.shape == (6, 9) and batch.prompts.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()
     assert all(x.shape == (6, 9) for x in (batch.weights, batch.old_logp, batch.ref_logp)) and batch.mask[:, 4:].all()
+    assert batch.head_ids.shape == (6, 9, 2) and batch.sampler_head_logp.shape == (6, 9, 3)
     assert [None if ids is None else len(ids) for ids in batch.kept[5]] == [None] * 4 + [3] * 5
 
 
@@ -326,7 +327,7 @@ CASES = {  # shape, GB of the GPU, tokens of a prompt and of a completion, flags
 def budgets(shape: str, gigabytes: float) -> str:
     """Return how many thousands of tokens fit into a rollout and into a micro-batch with adapters and checkpointing."""
     try:
-        config = set_up(shape, gigabytes - CONTEXT, 256, 1024, ADAPTERS).config
+        config = set_up(shape, gigabytes - CONTEXT, 256, 1024, ADAPTERS)[0].config
     except (UserError, torch.OutOfMemoryError):
         return "no"
     return f"{config.rollout_tokens / 1e3:.0f}k/{config.micro_batch_tokens / 1e3:.0f}k"

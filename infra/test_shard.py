@@ -209,7 +209,7 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
         with torch.device("meta"):
             empty = type(whole)(whole.config)
         model = shard.shard(empty, whole, shard.make_mesh(2, cpu), torch.bfloat16, cpu)
-        model.train().activation_checkpointing_enable({"use_reentrant": False})
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
         with SentBytes() as rollout, shard.unsharded(model):
             pass
         # The first pass also calls the model once more, to see what its head returns. Only the second pass is counted.

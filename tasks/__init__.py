@@ -8,16 +8,17 @@
     model(config)           optional, for a task's own small model: returns a folder, or (model, tokenizer)
 
 The shortest example is tldr.py, and the shortest with its own small model is sorting.py. A row is a dictionary. Its
-"prompt" is a string or a list of chat messages, and its other columns, the same in every row, are for the rewards. A
+"prompt" is a string or a list of chat messages, and its other columns are for the rewards. A
 reward has the signature of TRL's:
 
-    f(prompts, completions, completion_ids, **columns) -> list[float | None]
+    f(prompts, completions, completion_ids, truncated, **columns) -> list[float | None]
 
 It returns a list with one value for each completion; None means that it does not judge that completion. `columns` are
-the other columns of the rows, repeated for each completion. `completion_ids` are the sampled ids with their
-end-of-sequence token. A completion is a string, or a list of messages if its prompt is a chat. A call gets all the
-completions of some prompts. Which prompts share a call depends on the number of ranks, so a reward must not compare
-completions of different prompts.
+the other columns of the rows, repeated for each completion, None where a row lacks one. `completion_ids` are the
+sampled ids with their end-of-sequence token, and `truncated` says which completions were cut off at the limit. A
+completion is a string, or a list of messages if its prompt is a chat. A call gets all the completions of some prompts.
+Which prompts share a call depends on the number of ranks, so a reward must not compare completions of different
+prompts.
 
 A task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
 model wrote. Not supported: prompts with images.
@@ -40,16 +41,14 @@ from torch import Tensor
 from advantage import Group
 from config import Config, UserError
 from rollout import Completion
-from tasks._files import ADDED_COLUMNS, hold_out, read_rows
-from tasks._rewards import as_list, check_arguments, load_function, values_of
+from tasks._files import ADDED_COLUMNS, REWARD_ARGUMENTS, hold_out, read_rows, with_all_columns
+from tasks._rewards import as_list, check_arguments, load_function, overlong, values_of
 
 TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
 # The defaults for a real model. A task's DEFAULTS may replace these, and set nothing else.
 REAL_MODEL_DEFAULTS = dict(
     num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
 )
-# What every reward may take, besides the columns of the rows. If the task replies, there is also `turns`.
-REWARD_ARGUMENTS = ["prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"]
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Task:
     to_row: Callable[[dict], dict] = dict  # makes a row of this task from a row of --data; by default, a copy
     eos_id: int | None = None  # the end-of-sequence token that the rewards expect, if they expect a certain one
     notes: list[str] = field(default_factory=list)  # shown to the user
-    max_steps: int | None = None  # the --steps of the run, for the rewards; set by load_task
+    of_run: dict[str, Any] = field(default_factory=dict)  # what rewards see of the settings; set by load_task
     time_limit: Callable = nullcontext  # time_limit(what) is a context manager around each call of a reward or a reply
     reply: Callable | None = None  # (row, turns) -> the reply to the model's last turn (_turns.py); None: only one turn
 
@@ -127,12 +126,17 @@ def task_defaults(name: str, model: str | None) -> dict:
 def load_task(config: Config) -> Task:
     """Load the task, and replace its rows, rewards and reply function with those that the user gives."""
     task = task_module(config.task).load(config)
-    task.max_steps = config.steps
+    task.of_run = dict(max_completion_length=config.max_completion_length, overlong_buffer=config.overlong_buffer)
+    task.of_run["max_steps"] = config.steps or 1  # not 0, because a user's reward may divide by it
     if config.data:
         count = config.eval_prompts if config.eval_every and not config.eval_data else 0
         task.train, task.eval = hold_out(read_rows(config.data, task.to_row), count)
     if config.eval_data:
         task.eval = read_rows(config.eval_data, task.to_row)
+    task.train, task.eval = with_all_columns(task.train), with_all_columns(task.eval)
+    for rows in (task.train, task.eval):
+        if config.metrics_by and rows and config.metrics_by not in columns_of(rows[0]):
+            raise UserError(f"--metrics_by {config.metrics_by}: the columns are {', '.join(columns_of(rows[0]))}")
     set_rewards(task, config)
     if config.reply:
         task.reply = load_function(config.reply, {}, "--reply")
@@ -150,8 +154,14 @@ def set_rewards(task: Task, config: Config) -> None:
     """Replace the task's rewards with those of --reward. One of the task's own that is among them keeps its weight and,
     if it says which answers are right, still says it, unless --correct names another."""
     correct = task.correct
+    if config.reward_weights and not config.reward:
+        if len(config.reward_weights) != len(task.rewards):
+            raise UserError(
+                f"--reward_weights: the task has {len(task.rewards)} rewards, one weight for each is needed"
+            )
+        task.weights = config.reward_weights
     if config.reward:
-        own = dict(zip(task.reward_names, task.rewards, strict=True))
+        own = {"overlong": overlong} | dict(zip(task.reward_names, task.rewards, strict=True))
         weights = dict(zip(task.reward_names, task.weights, strict=True))
         task.rewards = [load_function(name, own) for name in config.reward]
         task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
@@ -211,6 +221,7 @@ def call_rewards(
     columns["prompts"] = [row["prompt"] for row, _ in pairs]
     columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     columns["completion_ids"] = [completion.ids.tolist() for _, completion in pairs]
+    columns["truncated"] = [bool(completion.truncated) for _, completion in pairs]
     if task.reply is not None:
         columns["turns"] = [turns_of(completion, tokenizer) for _, completion in pairs]
     logged, extras = [], [[{} for _ in group.completions] for group in groups]
@@ -222,8 +233,7 @@ def call_rewards(
         for extra, value in zip(itertools.chain(*extras), as_list(values), strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # samples.jsonl needs a value of JSON
 
-    # max_steps is not 0, because a user's reward may divide by it.
-    state = SimpleNamespace(global_step=steps_done, max_steps=task.max_steps or 1)
+    state = SimpleNamespace(global_step=steps_done, **task.of_run)
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
     values = torch.tensor(
         values_of(task.rewards, columns, of_the_run, task.time_limit), dtype=torch.float64

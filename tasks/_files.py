@@ -11,12 +11,14 @@ from config import Config, UserError
 # suffix -> the name of the format in Hugging Face's `datasets`
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 ADDED_COLUMNS = ("prompt_ids", "_index")  # check_prompts adds these to the rows
+# What every reward may take, besides the columns of the rows. If the task replies, there is also `turns`.
+REWARD_ARGUMENTS = ["prompts", "completions", "completion_ids", "truncated"]
+REWARD_ARGUMENTS += ["trainer_state", "log_metric", "log_extra"]
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """Read the rows of a .jsonl file, of another file that the package `datasets` can read, or of the train split of a
-    data set on the hub. A file with an unknown suffix is read as .jsonl. If a row lacks a column that others
-    have, the value is None there, because a reward gets each column as a list, with a value for each row."""
+    data set on the hub. A file with an unknown suffix is read as .jsonl."""
     kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)
     if kind and not Path(source).is_file():
         raise UserError(f"{source}: there is no such file")
@@ -32,9 +34,16 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
         if not is_prompt(row.get("prompt")):
             raise UserError(f'{source}:{number}: needs a "prompt", a string or chat messages: {content!r:.200}')
         rows.append(row)
-    columns = dict.fromkeys(name for row in rows for name in row)
-    if taken := [name for name in ADDED_COLUMNS if name in columns]:
+    columns = {name for row in rows for name in row}
+    if taken := [name for name in (*ADDED_COLUMNS, *REWARD_ARGUMENTS, "turns") if name in columns]:
         raise UserError(f"{source}: has a column {taken[0]}, a name that this program uses itself: rename the column")
+    return with_all_columns(rows)
+
+
+def with_all_columns(rows: list[dict]) -> list[dict]:
+    """Give every row the columns of all rows, with None where it has none: a reward gets each column as a list, with a
+    value for each row."""
+    columns = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in columns} for row in rows]
 
 

@@ -62,12 +62,12 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
     return max(len(row["prompt_ids"]) for row in task.train + task.eval)
 
 
-def notes(task: Task, tokenizer: Any) -> list[str]:
+def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
     """Return the task's notes, and warnings about rows that may not be what the user meant."""
     found = [*task.notes]
     trained_on = {json.dumps(row["prompt"]) for row in task.train}
     in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)
-    if in_both and task.max_steps != 0:
+    if in_both and trains:
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append("prompts that are strings do not get the model's chat template; chat messages do")

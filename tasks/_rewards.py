@@ -91,6 +91,17 @@ def folder_of(name: str) -> Path:
     return Path((spec.submodule_search_locations or [spec.origin])[0]).parent.resolve()
 
 
+# ---- A reward for every task ----
+
+
+def overlong(completion_ids: list[list[int]], trainer_state: Any, **columns: list) -> list[float]:
+    """Penalize long completions, DAPO 2503.14476 eq. 13: 0, and from -1 / buffer to -1 over the last tokens before the
+    limit."""
+    limit = trainer_state.max_completion_length
+    buffer = trainer_state.overlong_buffer or max(1, limit // 5)
+    return [-min(max(0, len(ids) - (limit - buffer)) / buffer, 1.0) for ids in completion_ids]
+
+
 # ---- Call functions ----
 
 

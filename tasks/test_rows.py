@@ -156,7 +156,7 @@ def test_a_task_with_its_own_small_model_refuses_other_models():
 def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_evaluation():
     task = task_of("1", CHAT, held_out=["2", CHAT, "1"])
     task.notes = ["before"]
-    assert notes(task, PLAIN) == ["before", "2 of the 3 held-out prompts are trained on as well"]
-    assert len(notes(task, WITH_TEMPLATE)) == 3, "strings do not get its template"
+    assert notes(task, PLAIN, trains=True) == ["before", "2 of the 3 held-out prompts are trained on as well"]
+    assert len(notes(task, WITH_TEMPLATE, trains=True)) == 3, "strings do not get its template"
     task.max_steps = 0
-    assert notes(task, PLAIN) == ["before"]
+    assert notes(task, PLAIN, trains=False) == ["before"]

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from config import Config, UserError
 from rollout import Completion
 from tasks import Task, call_rewards, load_task, task_defaults, task_module, task_names
 from tasks._characters import EOS_ID, char_tokenizer
+from tasks._rewards import overlong
 
 NAMES = ["addition", "chain", "countdown", "data", "gsm8k", "guess", "gym", "math", "sorting", "tldr"]
 TOKENIZER = char_tokenizer("0123456789+=[]: abc")
@@ -80,7 +82,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     # Of these five names, only `steps` is a setting that a task may set. There is no setting `step`.
     (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, delta=3, baseline='none', steps=1)")
     task = load_task(Config(task="mine", steps=7))
-    assert (task.train, task.eval, task.max_steps) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
+    assert (task.train, task.eval, task.of_run["max_steps"]) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
     with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_module("other")
@@ -127,7 +129,7 @@ POOR = [  # settings -> which rows lack a column, or None if nothing is refused
 
 @pytest.mark.parametrize(("settings", "which"), POOR)
 def test_a_column_that_a_reward_needs_is_missing(folder, settings, which):
-    there = "prompts, completions, completion_ids, trainer_state, log_metric, log_extra, target"
+    there = "prompts, completions, completion_ids, truncated, trainer_state, log_metric, log_extra, target"
     message = f"^reward function short_2: missing a required argument: 'answer'; for {which}, there are {there}$"
     with pytest.raises(UserError, match=message) if which else nullcontext():
         load_task(Config(task="data", reward=[SHORT, SHORT_2], **settings))
@@ -151,9 +153,9 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps"), [("1+1=", 100), ([{"role": "user", "content": "1+1"}], 0)])
+@pytest.mark.parametrize(("prompt", "max_steps"), [("1+1=", 100), ([{"role": "user", "content": "1+1"}], 1)])
 def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps):
-    """Two steps are done. Rewards see a max_steps of 0 as 1."""
+    """Two steps are done."""
     calls, limited = [], []
 
     def first(trainer_state, log_metric, log_extra, **columns):
@@ -170,14 +172,15 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
         return [trainer_state.max_steps] * 3
 
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
-    task = Task(rows, [], [first, second], [1.0, 1.0], max_steps=max_steps)
+    task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=max_steps))
     rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
+    groups[1].completions[0].truncated = True
     # The time limit here only records what it is for.
     task.time_limit = lambda what: nullcontext(limited.append(what))
     judged, logged = call_rewards(task, groups, TOKENIZER, 2)
     texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [[step, max_steps or 1] for step in (2.0, math.nan, 3.0)]
+    values = [[step, max_steps] for step in (2.0, math.nan, 3.0)]
     extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
     found = [(parts.tolist(), each) for parts, each in judged]
     np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
@@ -187,7 +190,8 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     assert limited == ["reward function first", "reward function second"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
-    assert calls == [expected | {"completion_ids": [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]}]
+    ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]
+    assert calls == [expected | {"truncated": [False, False, True], "completion_ids": ids}]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
 
 
@@ -195,3 +199,40 @@ def test_a_log_of_the_wrong_length():
     task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
     with pytest.raises(ValueError):
         call_rewards(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
+
+
+def test_the_reward_overlong_is_that_of_dapo_for_every_task():
+    """2503.14476, eq. 13, with a limit of 20 and a buffer of 8: 0 up to 12 tokens, -1/2 at 16, and -1 from 20 on. By
+    default, the buffer is a fifth of the limit."""
+    state = SimpleNamespace(max_completion_length=20, overlong_buffer=8)
+    ids = [[0] * n for n in (0, 12, 16, 20, 25)]
+    assert overlong(ids, state) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert overlong(ids, SimpleNamespace(max_completion_length=20, overlong_buffer=None)) == [0.0, 0.0, 0.0, -1.0, -1.0]
+    config = Config(task="addition", reward=["exact_sum", "overlong"], max_completion_length=4, overlong_buffer=2)
+    task = load_task(config)
+    assert task.reward_names == ["exact_sum", "overlong"] and task.correct == "exact_sum"
+    groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
+    ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
+    assert parts[:, 1].tolist() == [-0.5, -1.0]
+
+
+def test_rows_of_several_tasks_have_the_columns_of_all(tmp_path):
+    """A reward gives None for rows that are not its own, which does not make them wrong."""
+    rows = [{"prompt": "1", "source": "sums", "answer": "1"}, {"prompt": "2", "source": "words", "letters": "ab"}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_task(
+        Config(task="addition", data=str(tmp_path / "mixed.jsonl"), steps=1, eval_every=0, metrics_by="source")
+    )
+    assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
+
+    def exact_sum(answer, **columns):
+        return [None if x is None else 1.0 for x in answer]
+
+    task.rewards = [exact_sum]
+    judged, _ = call_rewards(task, [group_of(row, "1") for row in task.train], TOKENIZER, 0)
+    rights = [task.right(parts) for parts, _ in judged]
+    assert rights[0].tolist() == [1.0] and rights[1] is None
+    with pytest.raises(UserError, match="--metrics_by topic: the columns are source, answer, letters"):
+        load_task(
+            Config(task="addition", data=str(tmp_path / "mixed.jsonl"), steps=1, eval_every=0, metrics_by="topic")
+        )

@@ -1,207 +1,178 @@
-"""Compare the gradients of objectives on the same completions: their directions and their sizes.
+"""Compare the gradients of objectives on the same completions: in which direction would each of them move the weights?
 
-    python -m tools.compare                                                 all presets, on the default task
-    python -m tools.compare --updates 8 --picture compare.png               also after eight updates
-    python -m tools.compare --vary normalization=sequence,global --seeds 1,2,3 --beta 0.04
+    python -m tools.compare                                       every preset, at the policy that sampled
+    python -m tools.compare --updates 8 --learning_rate 5e-4      and after eight updates on these completions
+    python -m tools.compare --vary normalization=sequence,global --seeds 1,2,3
 
-Takes the flags of train.py. The rollout and the updates are those of the run that these flags describe, at its full
-learning rate. The table shows the cosine of every pair of gradients, and the norm of each gradient before clipping. With
---seeds, it shows the means over the seeds and their 95 % intervals (Student's t). If the model has more weights than
---coordinates, cosines are estimated from that many weights, drawn by --seed, and their standard errors are shown. Norms
-are always exact. Nothing is written but the picture.
+All other flags are those of train.py. One rollout is made for each seed, and nothing is written but the picture. For
+each variant, the table shows the norm of its gradient and the cosine to the first variant. Variants whose cosine is
+1.000 are one class. The picture shows the cosines of all pairs. With several seeds, numbers are means, with the lowest
+and the highest.
+
+A model may be too large to keep the gradients of all variants. Then `--coordinates N` keeps the same N random entries
+of each. Norms stay exact. The error of the cosines is estimated from ten parts of these entries.
+
+Gradients are those that `update` gives to the optimizer, without clipping by --max_grad_norm. Dynamic sampling, whose
+groups depend on the preset, is not made. Left out: several processes.
 """
 
 import argparse
-import itertools
 import sys
 from dataclasses import replace
+from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 import train
-from advantage import Group, has_signal, on_high_entropy, set_advantages
+from advantage import Group, set_advantages
 from batch import Batch, collate
-from config import ALGORITHMS, SETTINGS, Config, UserError
-from infra import command_line, ranks, seeds
-from loss import token_weights
+from config import ALGORITHMS, Config
+from infra import faults, ranks
+from infra.command_line import parse, ready
 
-BLOCKS = 20  # of coordinates; leaving out one at a time gives the standard error of a cosine
-T_95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]  # Student's t for 1 to 9 degrees of freedom
+SAME = 0.9995  # a cosine from here on is shown as 1.000
+AT_ONCE = 200_000_000  # how many numbers are kept if --coordinates is not given
 
 
-def variants_of(typed: Config, words: list[str], vary: list[str]) -> dict[str, Config]:
-    """Return the settings of each variant by its name: the presets, or the grid of --vary."""
-    on_gpu = torch.cuda.is_available()
-    grid = [[(name, value) for value in values.split(",")] for name, _, values in (x.partition("=") for x in vary)]
-    for name, _ in itertools.chain(*grid):
-        if name not in SETTINGS or SETTINGS[name].metadata["heading"] != "The objective":
-            raise UserError(f"--vary {name}: not a setting of the objective, so the completions could not be the same")
-    if grid:
-        configs = {}
-        for chosen in itertools.product(*grid):
-            flags = [word for name, value in chosen for word in (f"--{name}", value)]
-            label = ",".join(value for _, value in chosen)
-            configs[label] = command_line.ready(command_line.parse([*words, *flags], on_gpu), on_gpu)
-        return configs
-    configs = {}
-    for name in ALGORITHMS:
+def variants_of(words: list[str], vary: str | None) -> dict[str, Config]:
+    """Return the settings of each variant by its name. The first one is what the others are compared with. Presets that
+    do not fit the other flags are left out."""
+    name, _, values = (vary or f"algorithm={','.join(ALGORITHMS)}").partition("=")
+    on_gpu, variants = torch.cuda.is_available(), {}
+    parse(words, on_gpu)  # a mistake in the other flags ends the process here
+    for value in values.split(","):
         try:
-            configs[name] = command_line.ready(replace(typed, algorithm=name), on_gpu)
-        except UserError as error:
-            print(f"left out: {name}: {error}")
-    return configs
+            variants[value] = ready(parse([*words, f"--{name}", value], on_gpu), on_gpu)
+        except SystemExit:
+            if vary:
+                raise
+            print(f"{value}: left out\n", file=sys.stderr)
+    return variants
 
 
-def batch_for(run: train.Run, groups: list[Group], cfg: Config, fixed: Batch | None = None) -> Batch:
-    """Return the completions with the advantages of these settings, and the log-probs of the policies in `fixed`."""
-    for group in groups:
-        group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
-    set_advantages(groups, run.task.weights, cfg)
-    batch = collate(groups, cfg.mask_truncated, run.device)
-    if fixed is not None:
-        batch.old_logp, batch.ref_logp, batch.entropy = fixed.old_logp, fixed.ref_logp, fixed.entropy
-    return batch
+def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:
+    """Return the batch of these completions with the advantages of a variant, and the log-probs of `fixed`."""
+    run.config = replace(config, max_grad_norm=sys.float_info.max)
+    set_advantages(groups, run.task.weights, config)
+    batch = collate(groups, config.mask_truncated, run.device)
+    return replace(batch, old_logp=fixed.old_logp, ref_logp=fixed.ref_logp, entropy=fixed.entropy)
 
 
-def gradient(run: train.Run, batch: Batch, cfg: Config, chosen: list[Tensor]) -> tuple[Tensor, float]:
-    """Return the chosen coordinates of the gradient, and the norm of the whole gradient."""
-    run.config = cfg
-    batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
-    if cfg.top_entropy < 1.0:
-        batch.advantages = on_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
-    train.accumulate(run, batch)
-    weights = [p for p in run.model.parameters() if p.requires_grad]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-    part = torch.cat([g.flatten()[index].double().cpu() for g, index in zip(grads, chosen, strict=True)])
-    norm = torch.stack([g.double().norm() for g in grads]).norm().item()
-    run.optimizer.zero_grad()
-    return part, norm
+def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+    """Return what `update` gives to an optimizer, and its norm. The weights stay as they are."""
+    own, seen = run.optimizer, []
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    run.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]))
+    )
+    _, norm, _ = train.update(run, batch, step=run.config.warmup_steps + 1)
+    run.optimizer = own
+    return (seen[0] if coordinates is None else seen[0][coordinates]).double().cpu(), float(norm)
 
 
-def coordinates(run: train.Run, limit: int, seed: int) -> list[Tensor]:
-    """Draw `limit` of all trained weights. Return the indices in each parameter."""
-    sizes = [p.numel() for p in run.model.parameters() if p.requires_grad]
-    if sum(sizes) <= limit:
-        return [torch.arange(n) for n in sizes]
-    drawn = np.sort(np.random.default_rng(seed).choice(sum(sizes), limit, replace=False, shuffle=False))
-    starts = np.cumsum([0, *sizes])
-    return [torch.from_numpy(drawn[(drawn >= a) & (drawn < b)] - a) for a, b in itertools.pairwise(starts)]
-
-
-def cosines(rows: Tensor) -> Tensor:
-    unit = rows / rows.norm(dim=1, keepdim=True)
-    return unit @ unit.T
-
-
-def standard_error(rows: Tensor, seed: int) -> float:
-    """Return the largest standard error of a cosine, by the jackknife over blocks of coordinates."""
-    block = torch.from_numpy(np.random.default_rng(seed + 1).integers(BLOCKS, size=rows.shape[1]))
-    without = torch.stack([cosines(rows[:, block != k]) for k in range(BLOCKS)])
-    return ((BLOCKS - 1) * without.var(0, correction=0)).sqrt().max().item()
-
-
-def measure(cfg: Config, variants: dict[str, Config], updates: int, limit: int) -> list[tuple[Tensor, Tensor, float]]:
-    """Return the cosines, the norms and the largest standard error, before the updates and after them."""
-    loaded = replace(cfg, beta=max(x.beta for x in [cfg, *variants.values()]))  # a variant may need the reference
-    run, _, _ = train.set_up(loaded, ranks.start(False))
-    cfg = replace(run.config, beta=cfg.beta)  # on a GPU, with the measured budgets
-    run.config, run.progress = cfg, None
-    seeds.seed_everything(cfg.seed, 1)
-    groups, _ = train.draw_groups(run, 1)
-    # More than one update and a share of tokens, so that all log-probs and entropies are computed.
-    run.config = replace(cfg, num_iterations=2, top_entropy=0.5, old_policy="policy")
-    fixed = batch_for(run, groups, cfg)
+def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list[tuple[np.ndarray, np.ndarray, float]]:
+    """Return the norms (V,), the cosines (V, V) and their error, before and, if there are any, after the updates."""
+    first = next(iter(variants.values()))
+    # Old log-probs are computed where there are several updates, and entropies where they choose tokens.
+    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5), ranks.start(shard=False))
+    groups, _ = train.next_groups(run, 1)
+    set_advantages(groups, run.task.weights, first)
+    fixed = collate(groups, False, run.device)
     train.score_fixed_policies(run, fixed)
-    chosen = coordinates(run, limit, cfg.seed)
+    size = sum(p.numel() for p in run.model.parameters())
+    kept = kept or (AT_ONCE // len(variants) if size * len(variants) > AT_ONCE else None)
+    coordinates = None
+    if kept is not None:
+        coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)).to(run.device)
 
-    def measured() -> tuple[Tensor, Tensor, float]:
-        pairs = [gradient(run, batch_for(run, groups, x, fixed), x, chosen) for x in variants.values()]
-        rows, norms = torch.stack([part for part, _ in pairs]), torch.tensor([norm for _, norm in pairs])
-        all_weights = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-        return cosines(rows), norms, standard_error(rows, cfg.seed) if all_weights > limit else 0.0
+    found = []
+    for n in (0, updates) if updates else (0,):
+        for _ in range(n):
+            train.update(run, batch_of(run, first, groups, fixed), step=first.warmup_steps + 1)
+        batches = (batch_of(run, config, groups, fixed) for config in variants.values())
+        gradients, norms = zip(*(gradient(run, batch, coordinates) for batch in batches))
+        stacked = torch.stack(gradients)  # (V, D)
+        parts = np.stack([cosines(part) for part in stacked.chunk(10, dim=1)])
+        error = 0.0 if coordinates is None else float((parts.std(0, ddof=1) / np.sqrt(len(parts))).max())
+        found.append((np.array(norms), cosines(stacked), error))
+    return found
 
-    moments = [measured()]
-    for _ in range(updates):
-        run.config = cfg
-        train.update(run, batch_for(run, groups, cfg, fixed), cfg.warmup_steps + 1)
-    return moments + ([measured()] if updates else [])
+
+def cosines(gradients: torch.Tensor) -> np.ndarray:
+    directions = gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return (directions @ directions.T).numpy()
 
 
-def ordered(C: Tensor) -> list[int]:
-    """Return an order in which each variant is followed by the one that is most like it."""
-    order, rest = [0], list(range(1, len(C)))
-    while rest:
-        order.append(max(rest, key=lambda k: C[order[-1], k].nan_to_num(-2.0).item()))
-        rest.remove(order[-1])
+def in_order(matrix: np.ndarray) -> list[int]:
+    """Order the variants so that each stands beside the one that is most like it."""
+    order, left = [0], {*range(1, len(matrix))}
+    while left:
+        order.append(max(sorted(left), key=lambda i: matrix[order[-1], i]))
+        left.remove(order[-1])
     return order
 
 
-def interval(values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the mean over seeds, and half of its 95 % interval, or None for one seed."""
-    n = len(values)
-    return values.mean(0), None if n == 1 else T_95[min(n, 10) - 2] * values.std(0) / n**0.5
+def table(names: list[str], norms: np.ndarray, matrices: np.ndarray) -> list[str]:
+    """Return the lines of a table, from the norms (seeds, V) and the cosines (seeds, V, V)."""
+    mean, classes = matrices.mean(0), []
+    for i in in_order(mean):
+        if classes and mean[classes[-1][0], i] >= SAME:
+            classes[-1].append(i)
+        else:
+            classes.append([i])
+    lines = [f"{'variant':24} {'norm':>9}  cosine to {names[0]}"]
+    for i, name in enumerate(names):
+        low, high = matrices[:, 0, i].min(), matrices[:, 0, i].max()
+        spread = f" ({low:.3f} to {high:.3f})" if len(matrices) > 1 else ""
+        lines.append(f"{name:24} {norms[:, i].mean():9.4g}  {mean[0, i]:.3f}{spread}")
+    return [*lines, f"{len(classes)} directions: {'; '.join(' = '.join(names[i] for i in own) for own in classes)}"]
 
 
-def table(title: str, names: list[str], order: list[int], C: Tensor, norms: Tensor, error: float) -> None:
-    """Print the cosines (S, V, V) and the norms (S, V) of S seeds."""
-    (C, C_half), (norms, norms_half) = interval(C), interval(norms)
-    cell = (lambda x, half: f"{x:.3f}") if C_half is None else (lambda x, half: f"{x:.3f}±{half:.3f}")
-    width = 8 if C_half is None else 14
-    print(f"\n{title}" + (f"; standard error of a cosine at most {error:.4f}" if error else ""))
-    print(" " * 21 + "".join(f"{names[k][: width - 1]:>{width}}" for k in order) + "    norm")
-    for i in order:
-        halves = torch.zeros(len(names)) if C_half is None else C_half[i]
-        row = "".join(f"{cell(C[i, j], halves[j]):>{width}}" for j in order)
-        print(f"{names[i]:21}{row}    {norms[i]:.4g}" + ("" if norms_half is None else f"±{norms_half[i]:.2g}"))
-
-
-def picture(path: str, titles: list[str], names: list[str], order: list[int], matrices: list[Tensor]) -> None:
-    figure = Figure(figsize=(6.2 * len(matrices), 5.6), layout="constrained")
-    panels = figure.subplots(1, len(matrices), squeeze=False)[0]
-    for axes, title, C in zip(panels, titles, matrices, strict=True):
-        image = axes.imshow(C[order][:, order], vmin=-1, vmax=1, cmap=matplotlib.colormaps["RdBu"])
+def picture(names: list[str], titled: dict[str, np.ndarray]) -> Figure:
+    figure = Figure(figsize=(0.3 * len(names) * len(titled) + 2, 0.3 * len(names) + 1.2), layout="constrained")
+    order = in_order(next(iter(titled.values())))
+    for k, (title, matrix) in enumerate(titled.items()):
+        axes = figure.add_subplot(1, len(titled), k + 1)
+        image = axes.imshow(matrix[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r")
+        axes.set_xticks(range(len(names)), [names[i] for i in order], rotation=90)
+        axes.set_yticks(range(len(names)), [names[i] for i in order] if k == 0 else [])
         axes.set_title(title)
-        axes.set_xticks(range(len(names)), [names[k] for k in order], rotation=90)
-        axes.set_yticks(range(len(names)), [names[k] for k in order])
-    figure.colorbar(image, ax=list(panels), label="cosine")
-    figure.savefig(path, dpi=110)
+    figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.8)
+    return figure
 
 
-def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser("tools.compare", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--updates", type=int, default=0, help="also compare after this many updates")
-    parser.add_argument("--vary", action="append", default=[], help="SETTING=VALUE,VALUE in place of the presets")
-    parser.add_argument("--seeds", help="such as 1,2,3, for intervals; default: --seed")
-    parser.add_argument("--coordinates", type=int, default=1_000_000, help="limit of weights that cosines are over")
-    parser.add_argument("--picture", help="file for a picture of the cosines")
-    args, words = parser.parse_known_args(words)
-    typed = command_line.parse(words, torch.cuda.is_available())
-    if args.updates < 0 or args.coordinates < BLOCKS:
-        parser.error(f"--updates must be at least 0, and --coordinates at least {BLOCKS}")
-    try:
-        variants = variants_of(typed, words, args.vary)
-        cfg = command_line.ready(typed, torch.cuda.is_available())
-        numbers = [int(seed) for seed in args.seeds.split(",")] if args.seeds else [cfg.seed]
-        results = []
-        for seed in numbers:
-            own = {name: replace(x, seed=seed) for name, x in variants.items()}
-            results.append(measure(replace(cfg, seed=seed), own, args.updates, args.coordinates))
-    except UserError as error:
-        parser.error(str(error))
-    names, titles = list(variants), ["at the policy that sampled", f"after {args.updates} updates with {cfg.algorithm}"]
-    order, matrices = None, []
-    for title, moment in zip(titles, zip(*results, strict=True), strict=False):
-        C, norms = torch.stack([x[0] for x in moment]), torch.stack([x[1] for x in moment])
-        order = order or ordered(C.mean(0))
-        matrices.append(C.mean(0))
-        table(title, names, order, C, norms, max(x[2] for x in moment))
-    if args.picture:
-        picture(args.picture, titles[: len(matrices)], names, order, matrices)
+def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of this tool, and those of train.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--updates", type=int, default=0, help="compare again after so many updates by the first variant"
+    )
+    parser.add_argument("--vary", metavar="SETTING=VALUE,VALUE", help="compare these values; default: every preset")
+    parser.add_argument("--seeds", default="0", help="default: %(default)s")
+    parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
+    parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
+    return parser.parse_known_args(words)
+
+
+def main(words: list[str]) -> int:
+    args, flags = split(words)
+    seeds = args.seeds.split(",")
+    found = [
+        measure(variants_of([*flags, "--seed", seed], args.vary), args.updates, args.coordinates) for seed in seeds
+    ]
+    names, titled = [*variants_of(flags, args.vary)], {}
+    for phase, title in enumerate(["at the policy that sampled", f"after {args.updates} updates"][: len(found[0])]):
+        norms, matrices, errors = zip(*(of_seed[phase] for of_seed in found))
+        titled[title] = np.stack(matrices).mean(0)
+        error = f"; cosines have an error of {max(errors):.2g}" if max(errors) else ""
+        print(f"{title}{error}", *table(names, np.stack(norms), np.stack(matrices)), "", sep="\n")
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    picture(names, titled).savefig(args.picture, dpi=160)
+    print(args.picture)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    faults.leave(faults.run_to_the_end(main, sys.argv[1:]))

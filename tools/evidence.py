@@ -8,8 +8,8 @@ On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<
 in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
 `tools.bench`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
 `default` needs no command. Each command `python -m tools.plot ... --out results/...` on a page makes a picture, which
-contains a fingerprint of its logs and flags. Not supported: --check does not notice if the code that draws the pictures
-has changed.
+contains a fingerprint of its logs and flags. Those of `tools.compare` have none. Not supported: --check does not notice
+if the code that draws the pictures has changed.
 """
 
 import argparse
@@ -69,11 +69,13 @@ def pictures() -> dict[Path, tuple[plot.Figure, str]]:
 
 def mismatches(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.Figure, str]]) -> Iterator[str]:
     """Yield a message for every table and picture that does not match the logs."""
+    compared = {ROOT / words[words.index("--picture") + 1] for words in commands("compare") if "--picture" in words}
     for page in pages:
         page_name, text = page.relative_to(ROOT), page.read_text()
         wrong = [name for _, name, table, _ in BLOCK.findall(text) if table.strip() != made.get(name, "")]
         yield from (f"{page_name}: the table {name} does not match the logs" for name in wrong)
-        wrong = [link for link in PICTURE.findall(text) if (page.parent / link).resolve() not in drawn]
+        linked = {link: (page.parent / link).resolve() for link in PICTURE.findall(text)}
+        wrong = [link for link, file in linked.items() if file not in {*drawn, *compared}]
         yield from (f"{page_name}: no command on a page draws {link}" for link in wrong)
     for file, (_, fingerprint) in drawn.items():
         if not file.exists() or fingerprint.encode() not in file.read_bytes():

@@ -1,54 +1,91 @@
-"""The first hour on a GPU: does training work, does it stay within the memory, how fast is it, does it learn?
+"""The first hour on a GPU: does training work, does it stay within the memory, how fast is it, does it learn, and does
+the same command give the same numbers?
 
-    python -m tools.first_hour                                  a small model from this repository
+    python -m tools.first_hour                                  a small model from this repository, and one of 0.5B
     torchrun --nproc_per_node 8 -m tools.first_hour --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
 
-It takes every setting of train.py. It prints what it measures, and writes it to first_hour.json and, as text, to
-first_hour.txt in the current directory. docs/distributed.md says how to read it. Please send us one of the two files,
-or paste the text into an issue.
+It takes every setting of train.py. It prints what it measures, and writes it to first_hour.txt in the current
+directory. docs/distributed.md says how to read it. Please send us this file.
 """
 
-import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
 from infra import ranks, run_folder
 from infra.command_line import parse, ready
+from infra.decoding import sync_debug_mode
+from tasks import addition
+from tasks._characters import EOS_ID, char_tokenizer
 
-KINDS = {  # for each kind of run its flags, and the number of its steps
-    "plain": ("--decode plain", 20),
-    "graph": ("--decode graph", 3),
-    "sharded": ("--decode plain --shard", 3),
+# For each kind of run: its flags, the number of its steps, and whether completions share rows in an update.
+KINDS = {
+    "plain": ("--decode plain", 20, True),
+    "graph": ("--decode graph", 3, True),
+    "separate rows": ("--decode graph", 3, False),
+    "sharded": ("--decode plain --shard", 3, True),
 }
+# The model of 0.5B has random weights, so no answer is right, and only the entropy gives it a gradient.
+LARGER = ["--entropy_coef", "1e-6"]
 
 
-def measure(words: list[str], steps: int, device: torch.device) -> dict:
-    """Train for some steps. Return the rewards of all steps, and the other metrics of the last one."""
+def larger_model(config: object) -> tuple:
+    """Make a model with the shape of Qwen2.5-0.5B and random weights."""
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+    shape = Qwen2Config(
+        **sizes, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, eos_token_id=EOS_ID
+    )
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(shape), char_tokenizer(addition.ALPHABET)
+
+
+def measure(words: list[str], steps: int, shares_rows: bool, device: torch.device) -> tuple[dict, list[dict]]:
+    """Train for some steps. Return what the last one shows of time and memory, and the metrics of all steps."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, *_ = train.set_up(config, device)  # on a GPU, this prints what was measured
+    run, _, noted = train.set_up(config, device)
+    if not shares_rows:
+        run.limits.hidden_size = None
     decode_calls: list[int] = []  # has an element for each decode step
     run.progress = lambda tokens, rows: decode_calls.append(tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    rewards = []
+        sync_debug_mode(1)  # each wait for the GPU is a warning
+    lines = []
     for step in range(1, steps + 1):
         decode_calls.clear()
-        metrics, _ = train.training_step(run, step)
-        rewards.append(round(metrics["reward"], 3))
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            lines.append(train.training_step(run, step)[0])
+    metrics = lines[-1]
     names = "tokens completion_length seconds_rollout seconds_update sampler_gap peak_memory_reserved_gb peak_memory_gb"
     found = {name: metrics[name] for name in names.split()}
     found |= {name: getattr(run.config, name) for name in ("rollout_tokens", "micro_batch_tokens", "dtype")}
     if torch.cuda.is_available():
+        sync_debug_mode(0)
+        found["budgets"] = noted[-1]  # what was measured and chosen
         found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
+    if config.decode == "plain":  # a graph switches the warnings off
+        found["waits_per_token"] = len(waits) / len(decode_calls)
     found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decode_calls)
     for part in ("rollout", "update"):
         found[f"tokens_per_second_{part}"] = metrics["tokens"] / metrics[f"seconds_{part}"]
-    return found | {"rewards": rewards}
+    return found | {"rewards": [round(line["reward"], 3) for line in lines]}, lines
+
+
+def first_difference(words: list[str], device: torch.device) -> str:
+    """Make five steps twice, with one seed, and name the first metric that differs."""
+    one, two = (measure(words, 5, True, device)[1] for _ in range(2))
+    for line, other in zip(one, two, strict=True):
+        for name in ("reward", "tokens", "loss", "grad_norm", "sampler_gap"):
+            if line[name] != other[name]:
+                return f"step {line['step']}, {name}: {line[name]} and {other[name]}"
+    return "none in five steps"
 
 
 def gpu_tests() -> str:
@@ -64,17 +101,26 @@ def main(words: list[str]) -> None:
     device = ranks.start(shard=True)  # needed for the kind "sharded", and harmless for the others
     found = run_folder.provenance() | {"settings": words, "ranks": ranks.world()}
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
-    for kind, (flags, steps) in KINDS.items():
-        try:
-            found[kind] = measure([*words, *flags.split()], steps, device)
-        except Exception as error:  # the other kinds may still work
-            found[kind] = {"failed": f"{type(error).__name__}: {error}"}
+    report(found)
+    found["first difference of two runs"] = first_difference([*words, "--decode", "plain"], device)
+    for larger in (False, True) if "--model" not in words else (False,):
+        if larger:
+            addition.model = larger_model
+        for kind, (flags, steps, shares_rows) in KINDS.items():
+            more = [*flags.split(), *(LARGER if larger else ())]
+            name = f"0.5B {kind}" if larger else kind
+            found[name], _ = measure([*words, *more], steps, shares_rows, device)  # a failure ends all ranks
+            report(found)
+
+
+def report(found: dict) -> None:
+    """Print what was measured so far, and write it to the file. If a later kind of run fails, it stays there."""
     if ranks.rank() == 0:
-        text = [f"{name}: {x}" for name, x in found.items() if name not in KINDS]
-        text += [f"{kind}, {name}: {x}" for kind in KINDS for name, x in found[kind].items()]
-        run_folder.write_text(Path("first_hour.json"), json.dumps(found, indent=1))
+        text = []
+        for name, x in found.items():
+            text += [f"{name}, {part}: {y}" for part, y in x.items()] if isinstance(x, dict) else [f"{name}: {x}"]
         run_folder.write_text(Path("first_hour.txt"), "\n".join([*text, ""]))
-        print(*text, "all of this is in first_hour.json and first_hour.txt", sep="\n")
+        print(*text, "all of this is in first_hour.txt", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

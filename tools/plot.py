@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from config import ALGORITHMS
 from infra import run_folder
 
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
@@ -43,9 +44,14 @@ def read_log(folder: Path) -> Log:
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
-    """Group the runs that differ only in their seed. The label of a group names the settings that vary."""
+    """Group the runs that differ only in their seed. The label of a group names the settings that vary, without those
+    that follow from the algorithm if it varies."""
     names = [name for name in logs[0].settings if name not in ("seed", "out", "overwrite", "report_to")]
     differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
+    if "algorithm" in differ and all(
+        log.settings[name] == x for log in logs for name, x in ALGORITHMS[log.settings["algorithm"]].items()
+    ):
+        differ = [name for name in differ if name not in ALGORITHMS["grpo"]]
     groups: dict[str, list[Log]] = {}
     for log in logs:
         label = ", ".join(f"{name} {log.settings.get(name)}" for name in differ) or log.settings["algorithm"]

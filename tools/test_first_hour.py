@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import conftest
 from conftest import ROOT
@@ -17,7 +18,7 @@ def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
     # `replace` calls the outer lambda with the original function. The inner lambda takes the place of gpu_tests.
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
     # Keep the flags of each kind, but make only 2 steps.
-    conftest.replace("tools.first_hour.KINDS", lambda found: {kind: (found[kind][0], 2) for kind in kinds})
+    conftest.replace("tools.first_hour.KINDS", lambda all: {kind: (all[kind][0], 2, all[kind][2]) for kind in kinds})
     first_hour.main(words)
 
 
@@ -27,11 +28,42 @@ def test_the_first_hour(flags, kinds, tmp_path):
     # LoRA needs --model: saved adapters name the model that they belong to, and the task's own model has no name.
     words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 {flags}"
     on_pretended_gpu(first_hour_of, words.split(), kinds, tmp_path)
-    found = json.loads((tmp_path / "first_hour.json").read_text())
-    assert found["hardware"]["gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == 1
-    text = (tmp_path / "first_hour.txt").read_text()
+    lines = (tmp_path / "first_hour.txt").read_text().splitlines()
+    found = dict(line.split(": ", 1) for line in lines)
+    assert found["hardware, gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == "1"
+    assert found["first difference of two runs"] == "none in five steps"
     for kind in kinds:
-        assert all(f"{kind}, {name}: {x}\n" in text for name, x in found[kind].items())
-        assert found[kind]["dtype"] == "bfloat16" and len(found[kind]["rewards"]) == 2
-        assert all(value > 0 for name, value in found[kind].items() if name not in ("dtype", "rewards"))
-        assert found[kind]["peak_memory_gb"] < found[kind]["gpu_memory_gb"]
+        numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
+        assert "GB may be filled" in numbers.pop("budgets")
+        assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 2
+        assert all(float(x) > 0 for name, x in numbers.items() if name != "waits_per_token")
+        assert float(numbers["peak_memory_gb"]) < float(numbers["gpu_memory_gb"])
+
+
+def test_two_runs_that_differ_are_told_apart_by_step_and_metric(monkeypatch):
+    line = dict(step=1, reward=0.5, tokens=10, loss=0.25, grad_norm=1.0, sampler_gap=0.0)
+    runs = iter([[line, line | dict(step=2)], [line, line | dict(step=2, grad_norm=1.5)]])
+    monkeypatch.setattr(first_hour, "measure", lambda *_: ({}, next(runs)))
+    assert first_hour.first_difference([], None) == "step 2, grad_norm: 1.0 and 1.5"
+
+
+def test_the_larger_model_has_the_parameters_of_qwen2_5_of_half_a_billion():
+    with torch.device("meta"):
+        model, tokenizer = first_hour.larger_model(None)
+    assert model.num_parameters() == 494_032_768 and tokenizer("1+1=").input_ids
+
+
+def test_what_was_measured_stays_in_the_files_when_a_later_kind_of_run_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def measure(words: list[str], *_) -> tuple:
+        if "graph" in words:
+            raise RuntimeError("out of order")
+        return {"rewards": [0.5]}, []
+
+    monkeypatch.setattr(first_hour, "measure", measure)
+    monkeypatch.setattr(first_hour, "gpu_tests", lambda: "7 passed")
+    monkeypatch.setattr(first_hour.ranks, "start", lambda shard: None)
+    with pytest.raises(RuntimeError, match="out of order"):
+        first_hour.main([])
+    assert "plain, rewards: [0.5]\n" in (tmp_path / "first_hour.txt").read_text()

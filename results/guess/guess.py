@@ -2,7 +2,7 @@
 compared with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
 
     python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
-    python results/guess/guess.py table                prints the tables of docs/findings.md and what halving would find
+    python results/guess/guess.py table                prints the table of docs/findings.md and what halving would find
 """
 
 import json
@@ -63,17 +63,12 @@ def size_of(game: dict) -> int:
     return high - low + 1
 
 
-def near_middle(game: dict) -> list[bool]:
-    """Return for each guess whether it is near the middle: if n other numbers are possible, at least n // 3 of them are
+def near_middle(game: dict) -> bool:
+    """Return whether the first guess is near the middle: if n other numbers are possible, at least n // 3 of them are
     below it, and at least n // 3 are above it."""
     low, high = map(int, game["prompt"].rstrip(":").split("-"))
-    near = []
-    for turn in game["turns"]:
-        number = int(turn) if turn.isdecimal() else 0
-        near.append(min(number - low, high - number) >= (high - low) // 3)
-        if low <= number <= high and number != game["number"]:
-            low, high = (number + 1, high) if number < game["number"] else (low, number - 1)
-    return near
+    number = int(game["turns"][0]) if game["turns"][0].isdecimal() else 0
+    return min(number - low, high - number) >= (high - low) // 3
 
 
 def read_games(name: str) -> list[dict]:
@@ -89,11 +84,8 @@ def line(name: str) -> str:
     cells = [
         f"{statistics.fmean(found):.3f} ± {half:.3f}",
         f"{statistics.fmean(len(game['turns']) for game in games):.2f}",
+        f"{statistics.fmean(map(near_middle, games)):.2f}",
     ]
-    near_in_games = [near_middle(game) for game in games]
-    for turn in range(guess.GUESSES):
-        near_in_turn = [near[turn] for near in near_in_games if len(near) > turn]
-        cells.append(f"{statistics.fmean(near_in_turn):.2f}")
     label = "before training" if name == "before" else name.replace("-", " ")
     return f"| {label} | {' | '.join(cells)} |"
 
@@ -104,22 +96,11 @@ def table() -> str:
     chance = statistics.fmean(map(random_player, sizes))
     best = statistics.fmean(map(bisection, sizes))
     head = [
-        "| | found (95 % interval) | mean turns | near the middle: guess 1 | guess 2 | guess 3 | guess 4 | guess 5 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | found (95 % interval) | mean turns | first guess near the middle |",
+        "|---|---|---|---|",
     ]
-    rows = [f"| random player | {chance:.3f} | | | | | | |", *map(line, names)]
-    return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}.", "", *games_of("before", "seed-4")])
-
-
-def games_of(*names: str, count: int = 5) -> list[str]:
-    """Return a table with a line for each of the first held-out rows. It has the first game of each model on this
-    row."""
-    rows = ["| range | number | before | after, seed 4 |", "|---|---|---|---|"]
-    first_games = [read_games(name)[: count * SAMPLES : SAMPLES] for name in names]
-    for games in zip(*first_games):
-        said = [" ".join(game["turns"]) for game in games]
-        rows.append(f"| {games[0]['prompt'].rstrip(':')} | {games[0]['number']} | {' | '.join(said)} |")
-    return rows
+    rows = [f"| random player | {chance:.3f} | | |", *map(line, names)]
+    return "\n".join([*head, *rows, "", f"Halving the range would find {best:.3f}."])
 
 
 if __name__ == "__main__":

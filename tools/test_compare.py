@@ -1,0 +1,77 @@
+"""The comparison of gradients, held to plain loops over the completions."""
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from config import ALGORITHMS
+from tools import compare
+
+FLAGS = "--task sorting --prompts_per_step 3 --num_generations 4".split()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Record the completions and the model of each comparison."""
+    runs, next_groups = [], train.next_groups
+
+    def recording(run, step):
+        groups, drawn = next_groups(run, step)
+        runs.append((run.model, groups))
+        return groups, drawn
+
+    monkeypatch.setattr(train, "next_groups", recording)
+    return runs
+
+
+def test_norms_and_cosines_are_those_of_plain_loops(seen):
+    """At the policy that sampled, the gradient is that of −Σ w A log π. It is not clipped by --max_grad_norm."""
+    variants = compare.variants_of([*FLAGS, "--max_grad_norm", "1e-3"], "normalization=sequence,global,sum")
+    ((norms, matrix, error),) = compare.measure(variants, updates=0, kept=None)
+    ((model, groups),) = seen
+    rows = []
+    for group in groups:
+        r = group.rewards.double()
+        A = (r - r.mean()) / (r.std() + 1e-4)
+        rows += [(group.prompt_ids, one.ids.tolist(), a) for one, a in zip(group.completions, A.tolist())]
+    tokens, expected = sum(len(ids) for _, ids, _ in rows), []
+    model.double()
+    for weight_of in (lambda n: 1 / (12 * n), lambda n: 1 / tokens, lambda n: 1 / 12):
+        loss = 0.0
+        for prompt, ids, a in rows:
+            logp = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            loss = loss - weight_of(len(ids)) * a * logp[range(len(ids)), ids].sum()
+        expected.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]))
+    expected = torch.stack(expected)
+    np.testing.assert_allclose(norms, expected.norm(dim=1).numpy(), rtol=1e-4)  # ours are in float32
+    directions = expected / expected.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(matrix, (directions @ directions.T).numpy(), atol=1e-5)
+    assert error == 0.0 and matrix[0, 1] < 0.999 < matrix[1, 2]
+
+
+def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
+    """Completions of one length would make `sequence` and `global` one direction."""
+    words = "--seeds 1,2 --updates 4 --learning_rate 5e-4 --prompts_per_step 8".split()
+    assert compare.main([*words, "--picture", str(tmp_path / "compare.png")]) == 0
+    shown = capsys.readouterr().out
+    first, second = (line for line in shown.splitlines() if " directions: " in line)
+    classes = [{*own.split(" = ")} for own in first.partition(": ")[2].split("; ")]
+    assert len(classes) == 7 and {name for own in classes for name in own} == {*ALGORITHMS}
+    assert {"grpo", "gspo", "sapo", "gmpo", "gdpo"} in classes and {"dr_grpo", "rloo"} in classes
+    assert {"dapo", "cispo", "luspo", "dppo", "vespo"} in classes and int(second.split()[0]) > 7
+    assert "after 4 updates" in shown and (tmp_path / "compare.png").stat().st_size > 0
+
+
+def test_random_entries_give_the_cosines_within_their_error():
+    variants = compare.variants_of(FLAGS, "algorithm=grpo,dapo,rloo")
+    ((norms, whole, _),) = compare.measure(variants, updates=0, kept=None)
+    ((same_norms, part, error),) = compare.measure(variants, updates=0, kept=5000)
+    assert norms.tolist() == same_norms.tolist() and 0.0 < np.abs(whole - part).max() < 4 * error < 0.2
+
+
+@pytest.mark.parametrize("words", [["--nope", "3"], ["--vary", "delta=0.5"]])
+def test_wrong_flags_are_refused_as_train_refuses_them(words):
+    with pytest.raises(SystemExit) as exit_code:
+        compare.main(words)
+    assert exit_code.value.code == 2
