@@ -62,27 +62,30 @@ class Symbol(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        name = func.__name__
-        if name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__setitem__", "numpy"):
-            x = node_of(args[0])
-            if x in (True, False) and isinstance(x, bool):
-                return x if name == "__bool__" else out
+            return remember(func, func(*args, **(kwargs or {})), args, kwargs or {})
+
+
+def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
+    """Return the result of an operation as a symbol, or as it is if it is no tensor."""
+    name, x = func.__name__, node_of(args[0])
+    if name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__setitem__"):
+        if not (name == "__bool__" and isinstance(x, bool)):
             file, line = place()
             code = linecache.getline(file, line).strip()
             tracer.untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
-        if name == "numel" and node_of(args[0])[0] == "unique":
-            return symbol(torch.tensor(out), ("leaf", "P"))
-        if isinstance(out, tuple | list):
-            parts = [symbol(x, apply(func, args, kwargs or {}, len(out), k)) for k, x in enumerate(out)]
-            return type(out)(parts) if type(out) in (tuple, list) else tuple(parts)
-        if not isinstance(out, Tensor):
-            return out
-        out = symbol(out.as_subclass(Tensor), apply(func, args, kwargs or {}))
-        if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
-            args[0].node = out.node
-        tracer.places.setdefault(out.node, set()).add(place())
+        return x if name == "__bool__" and isinstance(x, bool) else out
+    if name == "numel" and x == ("unique", ("leaf", "prompt")):
+        return symbol(torch.tensor(out), ("leaf", "P"))
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
+        node = apply(func, args, kwargs)
+        return tuple(symbol(part, node if len(out) == 1 else (node, k)) for k, part in enumerate(out))
+    if not isinstance(out, Tensor):
         return out
+    out = symbol(out.as_subclass(Tensor), apply(func, args, kwargs))
+    if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
+        args[0].node = out.node
+    tracer.places.setdefault(out.node, set()).add(place())
+    return out
 
 
 def symbol(values: Tensor, node: Node) -> Symbol:
@@ -107,11 +110,11 @@ def node_of(x: Any) -> Node:
     return tuple(node_of(y) for y in x) if isinstance(x, list | tuple) else x
 
 
-def apply(func: Any, args: tuple, kwargs: dict, outputs: int = 1, k: int = 0) -> Node:
+def apply(func: Any, args: tuple, kwargs: dict) -> Node:
     """Return the expression of the result of an operation."""
     name = func.__name__.strip("_")
     a = [node_of(x) for x in args]
-    if func.__name__ in KEEPS or (name == "unbind" and outputs == 1) or (name == "stack" and len(a[0]) == 1):
+    if func.__name__ in KEEPS or (name == "unbind" and args[0].shape[-1] == 1) or (name == "stack" and len(a[0]) == 1):
         return a[0][0] if name == "stack" else a[0]
     if name.endswith("_like") or name.startswith("new_"):
         return {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}.get(name, a[-1])
@@ -317,6 +320,8 @@ def papers(x: Node) -> list[str]:
     found: dict[str, None] = {}
     for file, line in sorted(set().union(*(tracer.places.get(node, set()) for node in inside(x)))):
         source = linecache.getlines(file)
+        if line > len(source):  # code without a file
+            continue
         indent = len(source[line - 1]) - len(source[line - 1].lstrip())
         comments, k = [source[line - 1]], line - 2
         while k >= 0 and not source[k].startswith("def "):
