@@ -39,7 +39,7 @@ NAMES |= dict(
 )
 REDUCTIONS = dict(sum="Σ", nansum="Σ", mean="mean", nanmean="mean", amax="max", amin="min", max="max", min="min")
 REDUCTIONS |= {"any": "any", "all": "all", "logsumexp": "logsumexp"}
-LEVELS = {"or": 0, "and": 1, "not": 2, "<": 3, ">": 3, "<=": 3, ">=": 3, "==": 3, "!=": 3, "+": 4, "-": 4, "neg": 4}
+LEVELS = {"or": 0, "and": 1, "not": 2, "<": 3, ">": 3, "<=": 3, ">=": 3, "==": 3, "!=": 3, "+": 4, "-": 4, "neg": 5}
 LEVELS |= {"*": 5, "/": 5, "^": 7}
 
 Node = Any  # a number, or a tuple of an operation and its arguments; ("leaf", name) is a symbol without arguments
@@ -70,11 +70,11 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     name, x = func.__name__, node_of(args[0])
     if name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__setitem__"):
         if not (name == "__bool__" and isinstance(x, bool)):
-            file, line = place()
+            file, line = places()[0]
             code = linecache.getline(file, line).strip()
             tracer.untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
         return x if name == "__bool__" and isinstance(x, bool) else out
-    if name == "numel" and x == ("unique", ("leaf", "prompt")):
+    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", ("leaf", "prompt")):
         return symbol(torch.tensor(out), ("leaf", "P"))
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
         node = apply(func, args, kwargs)
@@ -84,7 +84,7 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     out = symbol(out.as_subclass(Tensor), apply(func, args, kwargs))
     if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
         args[0].node = out.node
-    tracer.places.setdefault(out.node, set()).add(place())
+    tracer.places.setdefault(out.node, set()).update(places())
     return out
 
 
@@ -94,12 +94,15 @@ def symbol(values: Tensor, node: Node) -> Symbol:
     return made
 
 
-def place() -> tuple[str, int]:
-    """Return the file and the line of the code that is being traced."""
-    frame = sys._getframe(1)
+def places() -> list[tuple[str, int]]:
+    """Return the files and lines of the code that is being traced, the innermost call first."""
+    frame, found = sys._getframe(1), []
     while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    while frame is not None and frame.f_code.co_filename != __file__:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
 
 
 def node_of(x: Any) -> Node:
@@ -188,7 +191,9 @@ def make(op: str, *a: Node) -> Node:
         return False
     if op == "clip":
         low, high = (None if bound in (None, math.inf, -math.inf) else bound for bound in a[1:])
-        if (low is None and high is None) or (is_count(x) and high is None and low == 1):
+        if low == (1 if is_count(x) else 0) and (is_count(x) or (not number[0] and x[0] == "exp")):
+            low = None  # such an x is never lower
+        if low is None and high is None:
             return x
         if not number[0]:
             return ("max", x, low) if high is None else ("min", x, high) if low is None else (op, x, low, high)
@@ -199,6 +204,10 @@ def make(op: str, *a: Node) -> Node:
         return y
     if (op == "*" and 0 in (x, y)) or (op == "-" and x == y):
         return 0.0
+    if op == "*" and number[1] and not number[0]:
+        return (op, y, x)
+    if op in ("min", "max") and x == y:
+        return x
     if op == "neg" and number[0]:
         return -x
     if op in ("exp", "log", "detach") and number[0]:
@@ -277,7 +286,7 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
         return f"({x:.12g})" if level > 4 and not isinstance(x, bool) and x < 0 else f"{x:.12g}"
     op, *a = x
     if x in names:
-        return names[x]
+        return names[x].replace("_i", f"_{index}")
     if op == "leaf":
         return a[0].replace("_i", f"_{index}")
     if op == "neg":
@@ -302,16 +311,19 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
     return f"({out})" if LEVELS[op] < level else out
 
 
-def named(x: Node) -> dict[Node, str]:
-    """Give names to ratios and cases that occur more than once."""
+def named(x: Node, letter: str) -> dict[Node, str]:
+    """Give names to ratios and cases that occur more than once, the innermost first."""
     names: dict[Node, str] = {}
-    for node, count in Counter(inside(x)).items():
-        if isinstance(node, tuple) and count > 1 and node[0] in ("exp", "if", "clip"):
-            is_ratio = node[0] == "exp" and ("leaf", "log π") in inside(node)
-            name = "s_i" if any(y[:2] == ("Σ", "t") for y in inside(node) if isinstance(y, tuple)) else "ρ_it"
-            name = name if is_ratio else "x"
-            taken = sum(re.match(f"{name}\\d*$", other) is not None for other in names.values())
-            names[node] = name + (str(taken + 1) if taken or name == "x" else "")
+    distinct = dict.fromkeys(inside(x))
+    used = Counter(child for node in distinct if isinstance(node, tuple) for child in node[1:])
+    for node in reversed(distinct):
+        if isinstance(node, tuple) and used[node] > 1 and node[0] in ("exp", "if", "clip"):
+            parts = inside(node)
+            name = letter
+            if node[0] == "exp" and ("leaf", "log π") in parts:
+                name = "s" if any(isinstance(y, tuple) and y[:2] == ("Σ", "t") for y in parts) else "ρ"
+            number = sum(other.startswith(name) for other in names.values())
+            names[node] = f"{name}{number + 1 if number else ''}_i{'t' if name == 'ρ' else ''}"
     return names
 
 
@@ -339,16 +351,14 @@ def papers(x: Node) -> list[str]:
 
 def written(cfg: Config) -> dict[str, str]:
     """Return the lines of the equation, each by the name of what it defines."""
-    equation = trace(cfg)
-    names, loss = named(equation.loss), equation.loss
-    lines = {"A_i": text(equation.advantage, {}), "w_it": text(equation.weight, {})}
-    for node, name in names.items():
-        lines[name] = text(node, {other: its for other, its in names.items() if other != node})
-    match loss:
-        case ("Σ", "all", ("Σ", "t", term)):
-            lines["L"] = f"Σ_it({text(term, names)})"
-        case _:
-            lines["L"] = text(loss, names)
+    equation, lines = trace(cfg), {}
+    loss = equation.loss
+    is_sum = loss[:2] == ("Σ", "all") and loss[2][:2] == ("Σ", "t")
+    for name, x, letter in (("A_i", equation.advantage, "b"), ("w_it", equation.weight, "u"), ("L", loss, "x")):
+        names = named(x, letter)
+        for node, its_name in names.items():
+            lines[its_name] = text(node, {other: its for other, its in names.items() if other != node})
+        lines[name] = f"Σ_it({text(loss[2][2], names)})" if name == "L" and is_sum else text(x, names)
     return lines
 
 
