@@ -248,9 +248,10 @@ def trace(cfg: Config) -> Equation:
     """Call the functions of a training step with symbols."""
 
     def leaf(name: str, *shape: int) -> Symbol:
-        return symbol(torch.rand(shape, dtype=torch.float64) - 2.0, ("leaf", name))
+        return symbol(torch.randn(shape, dtype=torch.float64), ("leaf", name))
 
     tracer.__init__()
+    torch.manual_seed(0)  # numbers that cannot be traced are the same every time
     rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
     lengths = symbol(torch.full((P, G), T), ("leaf", "|o_i|"))
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)
@@ -311,6 +312,12 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
     return f"({out})" if LEVELS[op] < level else out
 
 
+def varies_by_token(x: Node) -> bool:
+    if not isinstance(x, tuple) or x[:2] == ("Σ", "t"):
+        return False
+    return x[1].startswith(("log", "w_it")) if x[0] == "leaf" else any(map(varies_by_token, x[1:]))
+
+
 def named(x: Node, letter: str) -> dict[Node, str]:
     """Give names to ratios and cases that occur more than once, the innermost first."""
     names: dict[Node, str] = {}
@@ -318,12 +325,11 @@ def named(x: Node, letter: str) -> dict[Node, str]:
     used = Counter(child for node in distinct if isinstance(node, tuple) for child in node[1:])
     for node in reversed(distinct):
         if isinstance(node, tuple) and used[node] > 1 and node[0] in ("exp", "if", "clip"):
-            parts = inside(node)
             name = letter
-            if node[0] == "exp" and ("leaf", "log π") in parts:
-                name = "s" if any(isinstance(y, tuple) and y[:2] == ("Σ", "t") for y in parts) else "ρ"
+            if node[0] == "exp" and ("leaf", "log π") in inside(node):
+                name = "s" if any(isinstance(y, tuple) and y[:2] == ("Σ", "t") for y in inside(node)) else "ρ"
             number = sum(other.startswith(name) for other in names.values())
-            names[node] = f"{name}{number + 1 if number else ''}_i{'t' if name == 'ρ' else ''}"
+            names[node] = f"{name}{number + 1 if number else ''}_i{'t' * varies_by_token(node)}"
     return names
 
 
@@ -345,7 +351,7 @@ def papers(x: Node) -> list[str]:
             k -= 1
         for comment in comments:
             for match in re.finditer(r"#.*?((?:[A-Z][\w.+-]*,? (?:\w+\. )?)*\d{4}\.\d{5})", comment):
-                found[match[1]] = None
+                found[match[1].replace(",", "")] = None
     return list(found)
 
 
@@ -353,7 +359,7 @@ def written(cfg: Config) -> dict[str, str]:
     """Return the lines of the equation, each by the name of what it defines."""
     equation, lines = trace(cfg), {}
     loss = equation.loss
-    is_sum = loss[:2] == ("Σ", "all") and loss[2][:2] == ("Σ", "t")
+    is_sum = isinstance(loss, tuple) and loss[:2] == ("Σ", "all") and loss[2][:2] == ("Σ", "t")
     for name, x, letter in (("A_i", equation.advantage, "b"), ("w_it", equation.weight, "u"), ("L", loss, "x")):
         names = named(x, letter)
         for node, its_name in names.items():

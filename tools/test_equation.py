@@ -21,7 +21,15 @@ REWARDS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.25, 0.5, 0.5]]
 N, G, T, K = 8, 4, 7, 3
 LOG_PROBS = {"log π": "logp", "log π_old": "old", "log π_ref": "ref", "log μ": "sampler"}
 LOG_PROBS |= {"log π_v": "head", "log μ_v": "sampler_head", "w_it": "w"}
-FUNCTIONS = {"exp": math.exp, "log": math.log, "sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "sg": lambda x: x}
+FUNCTIONS = {
+    "exp": math.exp,
+    "log": lambda x: math.log(x) if x else -math.inf,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "sg": lambda x: x,
+}
 FUNCTIONS |= {"sigmoid": lambda x: 1 / (1 + math.exp(-x)), "clip": lambda x, low, high: min(max(x, low), high)}
 
 
@@ -37,9 +45,9 @@ class Reader:
         for name in sorted(LOG_PROBS, key=len, reverse=True):
             line = line.replace(name, f"number('{LOG_PROBS[name]}')")
         line = re.sub(r"(Σ|mean|std|min|max)_(\w+)\(", r"over('\1', '\2', lambda: ", line)
-        for name in lines:  # b_i may be printed as b_j
-            line = re.sub(rf"(?<![\w']){name[:-1] if name.endswith('_i') else name}{'[ijkl]' * name.endswith('_i')}(?!\w)",
-                          f"value('{name}')", line)  # fmt: skip
+        for name in lines:  # b_i of another completion is printed as b_j
+            printed = f"{name[:-1]}[ijkl]" if name.endswith("_i") else name
+            line = re.sub(rf"(?<![\w']){printed}(?!\w)", f"value('{name}')", line)
         line = re.sub(r"\|o_\w\|", "length()", line)
         line = re.sub(r"\br_\w\b", "number('r')", line)
         return line.replace("[", "(").replace("]", ")").replace("·", "*").replace("^", "**")
