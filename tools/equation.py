@@ -28,8 +28,9 @@ from train import LOSS_SWITCHES
 P, G, T, K = 3, 4, 7, 5  # all sizes of dimensions differ, so that a size tells what a sum is over
 OVER = {G: "j", P * G: "all", T: "t", K: "v"}
 COUNTS = {"j": "G", "all": "N", "t": "|o_i|"}
-KEEPS = """__getitem__ __get__ __deepcopy__ to float double bool long int type type_as reshape view flatten squeeze unsqueeze
-    expand expand_as contiguous clone nan_to_num broadcast_to requires_grad_ as_subclass cpu""".split()
+# Operations that change nothing that an equation shows.
+KEEPS = """__getitem__ __get__ to float double bool long int type type_as reshape view flatten squeeze unsqueeze expand
+    expand_as contiguous clone nan_to_num broadcast_to requires_grad_ cpu""".split()
 NAMES = dict(
     add="+", sub="-", mul="*", div="/", true_divide="/", truediv="/", pow="^", lt="<", gt=">", le="<=", ge=">="
 )
