@@ -1,0 +1,145 @@
+"""The printed equations, read back and evaluated on plain Python floats, are what the code computes."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from advantage import group_advantages
+from config import ALGORITHMS, Config
+from infra.command_line import allowed_pairs, ready
+from loss import policy_loss, token_weights
+from tools import equation
+from train import LOSS_SWITCHES
+
+LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]
+REWARDS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.25, 0.5, 0.5]]
+N, G, T, K = 8, 4, 7, 3
+LOG_PROBS = {"log π": "logp", "log π_old": "old", "log π_ref": "ref", "log μ": "sampler"}
+LOG_PROBS |= {"log π_v": "head", "log μ_v": "sampler_head", "w_it": "w"}
+FUNCTIONS = {
+    "exp": math.exp,
+    "log": lambda x: math.log(x) if x else -math.inf,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "sg": lambda x: x,
+}
+FUNCTIONS |= {"sigmoid": lambda x: 1 / (1 + math.exp(-x)), "clip": lambda x, low, high: min(max(x, low), high)}
+
+
+class Reader:
+    """Evaluates printed lines for one completion i and one token t after another."""
+
+    def __init__(self, lines, numbers):
+        self.at = {"i": 0, "t": 0, "v": 0}
+        self.numbers = numbers
+        self.code = {name: compile(self.to_python(line, lines), name, "eval") for name, line in lines.items()}
+
+    def to_python(self, line, lines):
+        for name in sorted(LOG_PROBS, key=len, reverse=True):
+            line = line.replace(name, f"number('{LOG_PROBS[name]}')")
+        line = re.sub(r"(Σ|mean|std|min|max)_(\w+)\(", r"over('\1', '\2', lambda: ", line)
+        for name in lines:  # b_i of another completion is printed as b_j
+            printed = f"{name[:-1]}[ijkl]" if name.endswith("_i") else name
+            line = re.sub(rf"(?<![\w']){printed}(?!\w)", f"value('{name}')", line)
+        line = re.sub(r"\|o_\w\|", "length()", line)
+        line = re.sub(r"\br_\w\b", "number('r')", line)
+        return line.replace("[", "(").replace("]", ")").replace("·", "*").replace("^", "**")
+
+    def value(self, name):
+        if name == "A_i" and "A" in self.numbers:
+            return self.number("A")
+        scope = dict(number=self.number, over=self.over, value=self.value, length=lambda: LENGTHS[self.at["i"]])
+        return eval(self.code[name], FUNCTIONS | scope | dict(N=N, G=G, P=N // G))
+
+    def number(self, name):
+        x = self.numbers[name][self.at["i"]]
+        for index in ("t", "v"):
+            x = x[self.at[index]] if isinstance(x, list) else x
+        return x
+
+    def over(self, kind, what, term):
+        before, i = dict(self.at), self.at["i"]
+        first = i - i % G
+        places = {
+            "t": [{"t": t} for t in range(LENGTHS[i])],
+            "v": [{"v": v} for v in range(K)],
+            "it": [{"i": k, "t": t} for k in range(N) for t in range(LENGTHS[k])],
+        }.get(what, [{"i": k} for k in (range(N) if what.startswith("all") else range(first, first + G))])
+        values = []
+        for place in places:
+            self.at.update(place)
+            values.append(term())
+            self.at.update(before)
+        return {"Σ": math.fsum, "mean": fmean, "std": stdev, "min": min, "max": max}[kind](values)
+
+
+def assert_is_what_the_code_computes(cfg):
+    generator = torch.Generator().manual_seed(1)
+    logp = -3 * torch.rand(N, T, generator=generator, dtype=torch.float64)
+    old, ref, sampler = (logp + 0.4 * torch.randn(N, T, generator=generator, dtype=torch.float64) for _ in range(3))
+    head, sampler_head = (torch.randn(N, T, K + 1, generator=generator).double().log_softmax(-1)[..., :K] for _ in "12")
+    mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    prompts = torch.arange(N) // G
+    rewards, lengths = torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(LENGTHS).view(-1, G)
+    parts = equation.combine_rewards(rewards[..., None], [1.0], cfg.combine_rewards)
+    A = group_advantages(parts, cfg.scale_rewards, cfg.baseline, lengths=lengths).flatten()
+    w = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
+    heads = dict(head_logp=head, sampler_head_logp=sampler_head) if cfg.score_centering else {}
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
+    given = dict(ref_logp=ref if cfg.beta else None, sampler_logp=sampler, **heads)
+    loss, _ = policy_loss(logp, old, A, w, mask, **given, **switches)
+
+    lines = equation.written(cfg)
+    tensors = dict(logp=logp, old=old, ref=ref, sampler=sampler, head=head, sampler_head=sampler_head, w=w)
+    numbers = {name: x.tolist() for name, x in tensors.items()}
+    reader = Reader(lines, numbers | dict(r=rewards.flatten().tolist()))
+    for reader.at["i"] in range(N):
+        # The tolerances are above the rounding of sums of 40 float64 numbers, and of the 12 digits that are printed.
+        assert reader.value("A_i") == pytest.approx(A[reader.at["i"]].item(), rel=1e-9, abs=1e-9)
+        assert reader.value("w_it") == pytest.approx(w[reader.at["i"], 0].item(), rel=1e-9)
+    reader.numbers["A"] = A.tolist()
+    assert Reader(lines, reader.numbers).value("L") == pytest.approx(loss.item(), rel=1e-8, abs=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_preset(algorithm):
+    assert_is_what_the_code_computes(ready(Config(algorithm=algorithm, beta=0.04), False))
+
+
+def test_every_normalization_scale_and_baseline():
+    for normalization, scale, baseline in itertools.product(
+        equation_names("normalization"), equation_names("scale_rewards"), equation_names("baseline")
+    ):
+        cfg = replace(ready(Config(), False), normalization=normalization, scale_rewards=scale, baseline=baseline)
+        assert_is_what_the_code_computes(cfg)
+
+
+def equation_names(setting):
+    return Config.__dataclass_fields__[setting].metadata["names"]
+
+
+def test_every_allowed_pair():
+    for chosen, switch in allowed_pairs():
+        assert_is_what_the_code_computes(replace(ready(Config(), False), **chosen | switch))
+
+
+def test_a_fork(monkeypatch, capsys):
+    """A new branch needs no code here, and what cannot be traced is named."""
+
+    def forked(logp, old_logp, advantages, weights, mask, **others):
+        rate = (advantages > 0).double().mean().item()
+        return (weights * torch.tanh(logp - old_logp.detach()) * advantages * rate).sum(), {}
+
+    forked.__kwdefaults__ = policy_loss.__kwdefaults__
+    monkeypatch.setattr(equation, "policy_loss", forked)
+    equation.main([])
+    printed = capsys.readouterr().out
+    assert "tanh(log π - sg(log π_old)) · A_i" in printed
+    assert re.search(r"not traced: item at test_equation.py:\d+: rate = \(advantages > 0\)", printed)
