@@ -61,15 +61,11 @@ def token_weights(
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
         w = one / lengths.sum()
     elif normalization == "prompt":  # eq. 8 of the DAPO paper: the mean over a group's tokens, then over groups
-        if prompts is None:
-            raise ValueError("normalization='prompt' needs prompts: the number of the prompt of each completion")
         same_prompt = prompts[:, None] == prompts  # (N, N)
         tokens = same_prompt.double() @ lengths.double()  # (N, 1), in all completions of the prompt
         trained_prompts = prompts[lengths[:, 0] > 0].unique().numel()  # those with a completion that is trained on
         w = one / (trained_prompts * tokens)
     elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
-        if max_completion_length is None:
-            raise ValueError("normalization='constant' divides by max_completion_length, which is missing")
         w = one / (n_trained * max_completion_length)
     elif normalization == "sum":  # RLOO 2402.14740: the sum over each completion, then the mean over completions
         w = one / n_trained
@@ -142,11 +138,8 @@ def policy_loss(
     """
     if old_policy not in OLD_POLICIES:
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
-    needs_sampler = old_policy == "sampler" or off_policy_mask is not None or sampler_coef != 0.0
     has_tis = tis_cap is not None or tis_floor is not None
     has_gate = gate_low is not None or gate_high is not None
-    if sampler_logp is None and (needs_sampler or has_tis or has_gate):
-        raise ValueError("old_policy='sampler', tis_*, gate_*, off_policy_mask and sampler_coef need sampler_logp")
     mask = mask.bool()
     tokens, stats = mask.sum(), {}
     logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))

@@ -29,6 +29,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -94,15 +96,9 @@ class Completion:
         """The ids of each turn of the model."""
         if self.written is None:
             return [self.ids.tolist()]
-        turns: list[list[int]] = []
-        was_written = False  # whether the model wrote the token before this one
-        for token, is_written in zip(self.ids.tolist(), self.written.tolist(), strict=True):
-            if is_written and not was_written:
-                turns.append([])
-            if is_written:
-                turns[-1].append(token)
-            was_written = is_written
-        return turns
+        # Between two turns there is a reply of at least one token, so each run of written tokens is a turn.
+        runs = groupby(zip(self.ids.tolist(), self.written.tolist(), strict=True), key=itemgetter(1))
+        return [[token for token, _ in run] for is_turn, run in runs if is_turn]
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:

@@ -698,7 +698,6 @@ def test_token_weights(normalization, dtype):
 # ---- Errors name what is valid or what is missing ----
 
 REFERENCE, SAMPLER = {"ref_logp": torch.zeros(N, 7), "beta": 0.1}, {"sampler_logp": torch.zeros(N, 7)}
-NEED_SAMPLER = {"old_policy": "sampler", "tis_cap": 0.9, "off_policy_mask": 0.9, "sampler_coef": 0.9, "gate_low": 0.9}
 ERRORS = [  # switches of the loss, or arguments of token_weights; and words of the message
     ({"objective": "k9"}, OBJECTIVES),
     ({"ratio": "k9"}, RATIOS),
@@ -708,10 +707,7 @@ ERRORS = [  # switches of the loss, or arguments of token_weights; and words of 
     *(({"kl_importance": True, "kl_estimator": k}, ["kl_importance", k]) for k in ("k2", "abs", "k1+", "k3+")),
     ({"ratio": "geometric", "delta": 2.0}, ["delta", "geometric"]),
     ({"beta": 0.1}, ["ref_logp"]),
-    *(({name: x}, ["sampler_logp"]) for name, x in NEED_SAMPLER.items()),
     ({"normalization": "k9"}, NORMALIZATIONS),
-    ({"normalization": "constant"}, ["max_completion_length"]),
-    ({"normalization": "prompt"}, ["prompts"]),
 ]
 
 

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import string
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -272,7 +273,21 @@ def test_every_command_of_an_addition(fork):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
-    assert len(lines) == 9
+    assert len(lines) == 10
+
+
+def test_an_objective_of_a_fork_is_held_to_plain_numbers(fork):
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "importance and not kl_importance", "test_loss.py"]
+    done = subprocess.run(command, cwd=fork, capture_output=True, text=True)
+    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 50, done.stdout[-2000:]
+
+
+def test_two_optimizers_outlive_a_kill(fork):
+    few = "--steps 3 --prompts_per_step 4 --eval_every 0 --save_every 1".split()
+    whole = make(fork, "optimizer", few, "muon")
+    dies = partial(conftest.at, "train.training_step", 3, conftest.die)
+    make(fork, "optimizer", few, "muon-killed", dies, code=-signal.SIGKILL)
+    assert_same_files(make(fork, "optimizer", few, "muon-killed"), whole)
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
