@@ -23,6 +23,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from advantage import Group
+from batch import Batch, collate
 from config import UserError
 from infra import ranks
 from infra.checkpoint import write_model
@@ -49,7 +52,8 @@ from infra.decoding import decoding
 from infra.lora import adapted_layers, save_adapters, trained_tensors
 from infra.seeds import generator
 from infra.shard import whole_weights
-from rollout import Completion, Progress, Reply, Sampling, has_stop, stop_window, uniforms
+from logprob import token_logprobs
+from rollout import Completion, Progress, Reply, Sampling, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
@@ -58,7 +62,7 @@ NEUTRAL = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0
 # The largest mean difference of the log-probs of tokens that is taken for rounding. A wrong model or temperature gives
 # more.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
-TRIAL_PROMPTS, TRIAL_LENGTH, SINGLE_TOKENS = 8, 32, 500
+TRIAL_PROMPTS, TRIAL_LENGTH = 8, 32
 
 
 class Lost(Exception):
@@ -71,20 +75,17 @@ class Server:
     folder: Path  # the weights of hand-over `weights` are in folder / weights
     timeout: float  # how long to wait for an answer, and how long a server may be lost
     has_adapters: bool
+    dtype: torch.dtype  # of the weights that are handed over
+    holder: tempfile.TemporaryDirectory | None  # deletes the folder when the process ends; on the first rank
     weights: str = ""  # the name of the last hand-over
     is_current: bool = False  # whether the model has not changed since then
     is_tried: bool = False  # before, a server that is lost ends the run at once
-    seconds: dict[str, float] = field(default_factory=dict)  # metrics of this step
-    holder: tempfile.TemporaryDirectory | None = None  # deletes the folder when the process ends
+    seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
     replying: Lock = field(default_factory=Lock)  # one reply at a time, because they are the user's code
 
     def take_seconds(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        seconds, self.seconds = self.seconds, {}
-        return {f"seconds_{name}": seconds.get(name, 0.0) for name in ("handover", "waited")}
-
-    def add_seconds(self, name: str, start: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return {f"seconds_{name}": self.seconds.pop(name, 0.0) for name in ("handover", "waited")}
 
 
 def sampler(run: Any) -> Callable[..., list[Completion]]:
@@ -99,13 +100,14 @@ def sampler(run: Any) -> Callable[..., list[Completion]]:
 # ---- Requests ----
 
 
-def ask(server: Server, url: str, path: str, body: dict | None = None) -> str:
-    """Send a request, which is a POST if it has a body."""
+def ask(server: Server, url: str, path: str, body: dict | None = None) -> dict:
+    """Send a request, which is a POST if it has a body. Return the answer, if it is JSON."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
         with WITHOUT_PROXY.open(request, timeout=server.timeout) as answer:
-            return answer.read().decode(errors="replace")
+            text = answer.read()
+            return json.loads(text) if text.startswith(b"{") else {}
     except HTTPError as error:
         words = " ".join(error.read().decode(errors="replace").split())
         kind = Lost if error.code >= 500 else UserError
@@ -114,16 +116,8 @@ def ask(server: Server, url: str, path: str, body: dict | None = None) -> str:
         raise Lost(f"--server {url}: {error}") from None
 
 
-def ask_json(server: Server, url: str, path: str, body: dict | None = None) -> dict:
-    text = ask(server, url, path, body)
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise UserError(f"--server {url}: {path} gave no JSON, but {text:.200}") from None
-
-
 def version(server: Server, url: str) -> str:
-    return str(ask_json(server, url, "/weight_info").get("weight_version"))
+    return str(ask(server, url, "/weight_info").get("weight_version"))
 
 
 def load(server: Server, url: str) -> str:
@@ -147,7 +141,7 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
     while True:
         try:
             held = version(server, url)
-            if not (server.weights and held.startswith(server.weights)):
+            if not held.startswith(server.weights):
                 held = load(server, url)
             made = do()
             if version(server, url) == held:
@@ -158,15 +152,6 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
             if not server.is_tried or time.monotonic() - lost_since > server.timeout:
                 raise UserError(str(error)) from None
             time.sleep(1.0)
-
-
-def in_threads(do: Callable, items: list, threads: int) -> list:
-    """Call do(item) for each item, in threads. After an error, no further call begins."""
-    pool = ThreadPoolExecutor(max(1, min(threads, len(items))))
-    try:
-        return list(pool.map(do, items))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # ---- Completions ----
@@ -182,26 +167,24 @@ def served(
     progress: Progress | None = None,
     server: Server,
 ) -> list[Completion]:
-    """Sample as `rollout` does, but on the servers, each of which gets an equal share of the prompts. The seed of a
-    turn is the uniform number at its first token, so it is a function of the seed, step, prompt and sample."""
-    start, n, left = time.perf_counter(), len(prompts), list(prompts)
+    """Sample as `rollout` does, but on the servers, to which the prompts are dealt out in turn. The seed of a turn is
+    the uniform number at its first token, so it is a function of the seed, step, prompt and sample. `progress` is never
+    called."""
+    start = time.perf_counter()
 
     def complete_one(url: str, i: int) -> Completion:
         own = None if uniform is None else uniform[i]
-        made = complete(server, url, prompts[i], own, sampling, None if replies is None else replies[i])
-        if progress is not None and left:
-            left.pop()
-            progress(0, len(left))
-        return made
+        return complete(server, url, prompts[i], own, sampling, None if replies is None else replies[i])
 
     def share_of(k: int) -> list[Completion]:
-        url, rows = server.urls[k], range(k * n // len(server.urls), (k + 1) * n // len(server.urls))
-        make = partial(in_threads, partial(complete_one, url), list(rows), REQUESTS)
-        return with_our_weights(server, url, make) if rows else []
+        url, rows = server.urls[k], range(k, len(prompts), len(server.urls))
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return with_our_weights(server, url, lambda: list(pool.map(partial(complete_one, url), rows)))
 
-    shares = in_threads(share_of, list(range(len(server.urls))), len(server.urls))
-    server.add_seconds("waited", start)
-    return [completion for share in shares for completion in share]
+    with ThreadPoolExecutor(len(server.urls)) as pool:
+        shares = list(pool.map(share_of, range(len(server.urls))))
+    server.seconds["waited"] += time.perf_counter() - start
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
 
 
 def complete(
@@ -219,9 +202,8 @@ def complete(
         if has_ended and reply is not None:
             with server.replying:
                 reply_ids = reply([token for token, *_ in turn])
-        truncated = not has_ended or (
-            bool(reply_ids) and len(tokens) + len(reply_ids) >= sampling.max_completion_length
-        )
+        next_turn = len(tokens) + len(reply_ids or [])
+        truncated = not has_ended or (bool(reply_ids) and next_turn >= sampling.max_completion_length)
         if truncated or not reply_ids:
             break
         tokens += [(token, 0.0, [(0, 0.0)] * len(turn[0][2])) for token in reply_ids]
@@ -261,22 +243,16 @@ def ask_turn(
         return_tokens_as_token_ids=True,
     )
     asked |= {"model": "adapters"} if server.has_adapters else {}
-    choice = ask_json(server, url, "/v1/completions", asked)["choices"][0]
+    choice = ask(server, url, "/v1/completions", asked)["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
         raise Lost(f"--server {url}: a completion ended with {choice['finish_reason']}")
-    turn_ids, logps, has_ended = choice["token_ids"], choice["logprobs"]["token_logprobs"], False
-    for t in range(len(turn_ids)):  # find the end by our own rule, because a server may look at text differently
-        recent = turn_ids[max(0, t + 1 - stop_window(sampling)) : t + 1] if sampling.stop else []
-        has_ended = turn_ids[t] in sampling.eos_ids or (bool(recent) and has_stop(recent, sampling))
-        if has_ended:
-            turn_ids = turn_ids[: t + 1]
-            break
+    turn_ids, logprobs = choice["token_ids"], choice["logprobs"]
     heads = [[] for _ in turn_ids]
     if sampling.head:
-        tops = [{int(key.split(":")[1]): x for key, x in top.items()} for top in choice["logprobs"]["top_logprobs"]]
+        tops = [{int(key.split(":")[1]): x for key, x in top.items()} for top in logprobs["top_logprobs"]]
         # vLLM adds the sampled id to its list. It is the least likely one of the list if it is not among the K.
         heads = [sorted(top.items(), key=lambda pair: -pair[1])[: sampling.head] for top in tops]
-    return list(zip(turn_ids, logps, heads)), has_ended or choice["finish_reason"] == "stop"
+    return list(zip(turn_ids, logprobs["token_logprobs"], heads)), choice["finish_reason"] == "stop"
 
 
 # ---- Weights ----
@@ -284,32 +260,17 @@ def ask_turn(
 
 def connect(run: Any) -> Server:
     """Find the servers, and try them out. All ranks must call this."""
-    cfg = run.config
-    holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out) if is_first() else None
-    folder = ranks.on_first(lambda: holder.name)
-    server = Server(cfg.server, Path(folder), cfg.server_timeout, bool(adapted_layers(run.model)))
-    server.holder = holder
-    dtype = served_dtype(run)
-    with ranks.fail_together():
-        for url in server.urls if is_first() else []:
-            try:
-                version(server, url)
-            except Lost as error:
-                raise UserError(str(error)) from None
+    cfg, dtype, holder = run.config, getattr(torch, run.config.sampler_dtype), None
+    if ranks.rank() == 0:
+        holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
+    folder = Path(ranks.on_first(lambda: holder.name))
+    server = Server(cfg.server, folder, cfg.server_timeout, bool(adapted_layers(run.model)), dtype, holder)
     with decoding(run.model, dtype):
-        server.weights = ranks.on_first(trial, run, server, dtype)
+        server.weights = ranks.on_first(trial, run, server)
     server.is_tried = True
     # From now on, every update makes the weights on the servers old.
     run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
     return server
-
-
-def is_first() -> bool:
-    return ranks.rank() == 0
-
-
-def served_dtype(run: Any) -> torch.dtype:
-    return getattr(torch, run.config.sampler_dtype)
 
 
 def hand_over(run: Any, server: Server) -> None:
@@ -318,12 +279,12 @@ def hand_over(run: Any, server: Server) -> None:
     if not server.is_current:
         is_sharded = isinstance(run.model, FSDPModule) and not server.has_adapters
         weights = whole_weights(run.model) if is_sharded else trained_tensors(run.model)
-        server.weights = ranks.on_first(put, run.model, weights, server, served_dtype(run))
+        server.weights = ranks.on_first(put, run.model, weights, server)
         server.is_current = True
-    server.add_seconds("handover", start)
+    server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(model: PreTrainedModel, weights: dict[str, Tensor], server: Server, dtype: torch.dtype) -> str:
+def put(model: PreTrainedModel, weights: dict[str, Tensor], server: Server) -> str:
     """Write the weights, without flushing them to disk, and let every server load them. Return their new name."""
     before, server.weights = server.folder / server.weights, uuid4().hex
     folder = server.folder / server.weights
@@ -331,8 +292,9 @@ def put(model: PreTrainedModel, weights: dict[str, Tensor], server: Server, dtyp
     if server.has_adapters:
         save_adapters(folder, model)
     else:
-        write_model(folder, model, {name: x.detach().to("cpu", dtype) for name, x in weights.items()})
-    in_threads(lambda url: with_our_weights(server, url, lambda: None), server.urls, len(server.urls))
+        write_model(folder, model, {name: x.detach().to("cpu", server.dtype) for name, x in weights.items()})
+    with ThreadPoolExecutor(len(server.urls)) as pool:
+        list(pool.map(lambda url: with_our_weights(server, url, lambda: None), server.urls))
     if before != server.folder:
         shutil.rmtree(before)
     return server.weights
@@ -342,49 +304,58 @@ def put(model: PreTrainedModel, weights: dict[str, Tensor], server: Server, dtyp
 
 
 @torch.no_grad()
-def trial(run: Any, server: Server, dtype: torch.dtype) -> str:
+def trial(run: Any, server: Server) -> str:
     """Make sure that the servers compute with the weights that they are given, and as the trainer does. Only the first
     rank calls this, with whole weights in the served dtype. Return the name of the last hand-over."""
-    model, tensors = run.model, trained_tensors(run.model)
+    model, tensors, seed = run.model, trained_tensors(run.model), run.config.seed
     length = min(TRIAL_LENGTH, run.sampling.max_completion_length)
     plain = dict(top_p=1.0, top_k=0, min_p=0.0, stop=[], head=0, max_completion_length=length)
-    sampling, rows = replace(run.sampling, **plain), (run.task.train or run.task.eval)[:TRIAL_PROMPTS]
-    prompts = [row["prompt_ids"] for row in rows]
-    seed = run.config.seed
-
-    def compare(url: str, variants: dict[str, Callable]) -> None:
-        uniform = uniforms(seed, 0, [(p, 0) for p in range(len(prompts))], length)
-        completions = served(None, prompts, uniform, sampling, server=replace(server, urls=[url]))
-        theirs = np.concatenate([completion.logp for completion in completions])
-        gap = partial(gap_to, theirs, model, prompts, completions, sampling.temperature)
-        own, gaps = gap(), {}
-        for name, old in variants.items():
-            with old():
-                gaps[name] = gap()
-        nearest = min(gaps, key=gaps.get, default=None)
-        if nearest and gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
-            raise UserError(f"--server {url}: given new weights, it still computes with the old {nearest}")
-        if not own <= TOLERANCE[dtype]:
-            raise UserError(
-                f"--server {url}: its log-probs differ from the trainer's by {own:.3g} on average; it needs the same "
-                "model and tokenizer, and the flag --logprobs-mode processed_logprobs"
-            )
-
+    sampling = replace(run.sampling, **plain)
+    prompts = [row["prompt_ids"] for row in (run.task.train or run.task.eval)[:TRIAL_PROMPTS]]
     noisy = {name: with_noise(name, x, seed) for name, x in tensors.items()}
     with changed(tensors, noisy) as old:
-        put(model, tensors, server, dtype)
+        put(model, tensors, server)
         for url in server.urls:
-            compare(url, old_variants(model, tensors, old))
-    name = put(model, tensors, server, dtype)
+            compare(model, prompts, sampling, seed, replace(server, urls=[url]), old_variants(model, tensors, old))
+    name = put(model, tensors, server)
     for url in server.urls:
-        compare(url, {})
-        one = replace(sampling, max_completion_length=1)
-        uniform = uniforms(seed, 0, [(0, i) for i in range(SINGLE_TOKENS)], 1)
-        drawn = served(None, prompts[:1] * SINGLE_TOKENS, uniform, one, server=replace(server, urls=[url]))
-        p = (logits_after(model, prompts[0]) / sampling.temperature).softmax(-1).double().cpu().numpy()
+        alone = replace(server, urls=[url])
+        compare(model, prompts, sampling, seed, alone, {})
+        one, uniform = replace(sampling, max_completion_length=1), uniforms(seed, 0, [(0, i) for i in range(500)], 1)
+        drawn = served(None, prompts[:1] * len(uniform), uniform, one, server=alone)
+        logits = model(torch.tensor(prompts[:1], device=model.device), use_cache=False).logits[0, -1].double()
+        p = (logits / sampling.temperature).softmax(-1).cpu().numpy()
         if not are_samples(np.array([completion.ids[0] for completion in drawn]), p):
             raise UserError(f"--server {url}: the tokens that it samples do not have the probabilities that it reports")
     return name
+
+
+def compare(
+    model: PreTrainedModel, prompts: list, sampling: Sampling, seed: int, server: Server, variants: dict[str, Callable]
+) -> None:
+    """Raise an error if the log-probs of a server are not the trainer's, or are nearer to those of a variant of the
+    model in which one part has its old weights."""
+    uniform = uniforms(seed, 0, [(p, 0) for p in range(len(prompts))], sampling.max_completion_length)
+    completions = served(None, prompts, uniform, sampling, server=server)
+    nothing = torch.zeros(1)
+    groups = [Group(ids, {}, [one], nothing, advantages=nothing) for ids, one in zip(prompts, completions)]
+    gap = partial(mean_gap, model, collate(groups, False, model.device), sampling.temperature)
+    own, gaps = gap(), {}
+    for name, with_old_part in variants.items():
+        with with_old_part():
+            gaps[name] = gap()
+    nearest = min(gaps, key=gaps.get, default=None)
+    if nearest and gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
+        raise UserError(f"--server {server.urls[0]}: given new weights, it still computes with the old {nearest}")
+    if not own <= TOLERANCE[server.dtype]:
+        wanted = "it needs the same model and tokenizer, and the flag --logprobs-mode processed_logprobs"
+        raise UserError(f"--server {server.urls[0]}: its log-probs are off by {own:.3g} on average; {wanted}")
+
+
+def mean_gap(model: PreTrainedModel, batch: Batch, temperature: float) -> float:
+    """Return the mean difference between the log-probs of the server and those of the model."""
+    logp, _ = token_logprobs(model, batch.ids, batch.attention, batch.mask, temperature=temperature)
+    return float((logp - batch.sampler_logp).abs()[batch.mask.bool()].mean())
 
 
 def with_noise(name: str, x: Tensor, seed: int) -> Tensor:
@@ -442,22 +413,6 @@ def part_of(name: str, x: Tensor) -> str:
     if re.search(r"embed|wpe", name):
         return "embedding"
     return "attention" if re.search(r"attn|attention", name) else "feed-forward layers"
-
-
-def logits_after(model: PreTrainedModel, ids: list[int], n: int = 1) -> Tensor:
-    """Return the logits after each of the last n ids, (n, V), or (V,) for one."""
-    logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, -n:].float()
-    return logits[0] if n == 1 else logits
-
-
-def gap_to(theirs: np.ndarray, model: PreTrainedModel, prompts: list, completions: list, temperature: float) -> float:
-    """Return the mean difference between these log-probs of the completions and those under the model."""
-    ours = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids, n = completion.ids.tolist(), len(completion.ids)
-        logits = logits_after(model, prompt + ids[:-1], n).view(n, -1) / temperature
-        ours.append(logits.log_softmax(-1).gather(1, torch.tensor(ids, device=logits.device)[:, None]).cpu().flatten())
-    return float(np.abs(theirs - torch.cat(ours).numpy()).mean())
 
 
 def are_samples(ids: np.ndarray, p: np.ndarray) -> bool:

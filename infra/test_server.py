@@ -1,9 +1,12 @@
 """Sampling on an inference server, here a stand-in that speaks the same requests and can fail in each way."""
 
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -166,3 +169,60 @@ def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, ca
     stand_in.fault = lambda server, path: (400, "no such thing") if path == "/v1/completions" else None
     go(code=2, server=[url or stand_in.url])
     assert words in capsys.readouterr().err
+
+
+# ---- With a real server: VLLM=http://127.0.0.1:8000 pytest -m server ----
+
+
+@pytest.fixture
+def real(tmp_path):
+    """Return a function that makes a run of addition with the server and its model, and returns its folder."""
+    if (url := os.environ.get("VLLM")) is None:
+        pytest.skip("there is no server: give its address in VLLM")
+    model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["root"]
+    words = ["--task", "addition", "--model", model, "--eval_every", "0", "--prompts_per_step", "4"]
+
+    def make(name: str, *more: str, code: int = 0, server: bool = True) -> Path:
+        served = ["--server", url] if server else []
+        assert train.main([*words, *served, "--out", str(tmp_path / name), *more]) == code
+        return tmp_path / name
+
+    return make, json.loads((Path(model) / "config.json").read_text())["tie_word_embeddings"]
+
+
+@pytest.mark.server
+def test_a_real_server_has_the_weights_or_is_refused(real, capsys):
+    """vLLM's CPU backend packs a head that is tied to the embedding at its start, and never loads it again."""
+    make, is_tied = real
+    if is_tied:
+        make("tied", "--steps", "1", code=2)
+        assert "given new weights, it still computes with the old head" in capsys.readouterr().err
+        return
+    lines = metrics(make("untied", "--steps", "4", "--learning_rate", "1e-3"))
+    assert all(line["sampler_gap"] < 1e-5 for line in lines)
+    evaluation = ["--steps", "0", "--eval_every", "1", "--eval_prompts", "32", "--eval_k", "1"]
+    (served,), (own,) = metrics(make("served", *evaluation)), metrics(make("own", *evaluation, server=False))
+    assert [served[f"eval/{x}"] for x in ("reward", "completion_length")] == pytest.approx(
+        [own[f"eval/{x}"] for x in ("reward", "completion_length")], abs=1e-9
+    )
+
+
+@pytest.mark.server
+def test_turns_stop_strings_and_heads_of_a_real_server(real, tmp_path):
+    make, is_tied = real
+    if is_tied:
+        pytest.skip("the server is refused")
+    (tmp_path / "again.py").write_text("def reply(row, turns):\n    return '1+1=' if len(turns) == 1 else None\n")
+    reply = ["--reply", f"{tmp_path}/again.py:reply", "--max_completion_length", "96"]
+    out = make("turns", "--steps", "2", *reply, "--stop", "#1", "--score_centering", "5", "--samples_per_step", "-1")
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert any("#11+1=" in one["completion"] for one in samples)  # a turn that ended with "#1", and the reply
+    assert all(line["sampler_gap"] < 1e-5 and line["turns"] > 1 for line in metrics(out))
+
+
+@pytest.mark.server
+def test_adapters_of_a_real_server(real):
+    if not os.environ.get("VLLM_LORA"):
+        pytest.skip("give VLLM_LORA=1 if the server was started with --enable-lora")
+    lines = metrics(real[0]("lora", "--steps", "3", "--lora_rank", "4", "--learning_rate", "1e-2"))
+    assert all(line["sampler_gap"] < 1e-4 for line in lines)
