@@ -8,10 +8,15 @@ is in both gets its value from the grid. Repeating a command continues the runs 
 finished runs. Runs that were made by other code are used only with --keep.
 
 The table has a row for each metric and variant. It shows the mean of the metric over the second half of a run
-(`entropy`), over some steps (`entropy:21-40`), or its last value (`entropy:last`). Every variant is compared with the
-first one, seed by seed. The table shows the mean of these differences and its 95 % interval (Student's t). One
-comparison in twenty "differs" by chance, so before the runs, choose the metric that will decide. Not supported: values
-that contain a comma, runs of several processes, choosing a GPU for each run.
+(`entropy`), over some steps (`entropy:21-40`), its last value (`entropy:last`), or the steps, tokens or seconds until
+it first reaches a value (`reward:reaches-0.9`, `reward:reaches-0.9-tokens`). Every variant is compared with the first
+one, seed by seed. The table shows the mean of these differences and its 95 % interval (Student's t). Verdicts are
+corrected for the number of comparisons (Holm): in 95 % of tables, no row "differs" by chance.
+
+    python -m tools.ablate --vary beta=0,0.1 --tune learning_rate=1e-4,5e-4 --tune_seeds 101,102 --out runs/own
+
+With --tune, each variant gets the value with which the first of --figures is highest, on seeds of their own. Not
+supported: values that contain a comma, runs of several processes, choosing a GPU for each run.
 """
 
 import argparse
@@ -33,7 +38,7 @@ from infra import command_line, run_folder
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
-Run = namedtuple("Run", "folder words config")  # config has all defaults filled in, except dtype
+Run = namedtuple("Run", "folder words config variant")  # config has all defaults filled in, except dtype
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
@@ -45,11 +50,15 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         given = command_line.parse(words, on_gpu=False)
         # A dtype "auto" is decided on the machine that makes the run, so the dtype stays as it was given.
         config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
-        name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
-        runs.append(Run(args.out / f"{name}-{config.seed}", words, config))
+        name = name_of(variant)
+        runs.append(Run(args.out / f"{name}-{config.seed}", words, config, name))
     if len({run.folder for run in runs}) < len(runs):
         sys.exit("error: --vary and --seeds name a run twice")
     return runs
+
+
+def name_of(variant: dict[str, str]) -> str:
+    return ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
 
 
 def check_settings(run: Run, made: Config) -> None:
@@ -98,15 +107,48 @@ def run_one(run: Run) -> int:
         return subprocess.run(command, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
 
 
+def with_values(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of the runs with which --tune chooses: every variant with every value."""
+    name, values = args.tune
+    variants = [variant | {name: value} for variant in args.variants for value in values]
+    return argparse.Namespace(**vars(args) | dict(variants=variants, seeds=args.tune_seeds, tune=None))
+
+
+def with_best_values(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of the comparison, in which every variant has the value that was best for it."""
+    if args.tune is None:
+        return args
+    tuning = with_values(args)
+    means: dict[str, float] = {}  # of the first figure, over the seeds
+    for run in runs_of(tuning):
+        value = figure(finished(run), args.figures[0]) / len(tuning.seeds)
+        means[run.variant] = means.get(run.variant, 0.0) + value
+    n = len(args.tune[1])
+    names = [name_of(variant) for variant in tuning.variants]
+    best = [max(range(i, i + n), key=lambda k: means[names[k]]) for i in range(0, len(names), n)]
+    return argparse.Namespace(**vars(args) | dict(variants=[tuning.variants[k] for k in best], tune=None))
+
+
+def spent(lines: Lines, unit: str) -> dict[int, float]:
+    """Return for each step how many steps, tokens or seconds the run had taken at its end."""
+    names = {"step": [], "tokens": ["tokens"], "seconds": ["seconds_rollout", "seconds_update"]}[unit]
+    totals = itertools.accumulate(sum(line.get(name) or 0.0 for name in names) for line in lines)
+    return {line["step"]: total if names else line["step"] for line, total in zip(lines, totals)}
+
+
 def figure(lines: Lines, name: str) -> float:
-    """Return the value of a figure, such as entropy, entropy:21-40 or entropy:last, in a run. It is NaN if those steps
-    have no value."""
+    """Return the value of a figure, such as entropy, entropy:21-40, entropy:last or entropy:reaches-0.1, in a run. It
+    is NaN if those steps have no value, or the value is never reached."""
     metric, _, when = name.partition(":")
     if not any(metric in line for line in lines):
         sys.exit(f"error: {name}: no such metric; the log has {', '.join(lines[-1])}")
     with_value = [line for line in lines if line.get(metric) is not None]
     if when == "last":
         return with_value[-1][metric] if with_value else math.nan
+    if when.startswith("reaches-"):
+        _, threshold, *unit = when.split("-")
+        reached = [line["step"] for line in with_value if line[metric] >= float(threshold)]
+        return spent(lines, *(unit or ["step"]))[reached[0]] if reached else math.nan
     first, last = map(int, when.split("-")) if when else (lines[-1]["step"] // 2 + 1, math.inf)
     values = [line[metric] for line in with_value if first <= line["step"] <= last]
     return np.mean(values) if values else math.nan
@@ -114,10 +156,11 @@ def figure(lines: Lines, name: str) -> float:
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown. Every run must be finished."""
+    args = with_best_values(args)
     logs = [finished(run) for run in runs_of(args)]
     # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
-    rows = [row for name in args.figures for row in paired(name, args.variants, by_variant)]
+    rows = compared(args.figures, args.variants, by_variant)
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
     if len(args.variants) > 1:
         headings += [f"difference from {', '.join(map(' '.join, args.variants[0].items()))} (95 % interval)", "verdict"]
@@ -125,18 +168,37 @@ def table(args: argparse.Namespace) -> str:
     return markdown(headings, *(row[: len(headings)] for row in rows))
 
 
-def paired(name: str, variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
-    """Return a row of the table for each variant: its mean, its difference from the first variant, and a verdict."""
-    values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])  # (variants, seeds)
-    digits, rows = decimals(values[0].mean()), []
-    for variant, by_seed, differences in zip(variants, values, values - values[0], strict=True):
-        spread = by_seed.std(ddof=1) if len(by_seed) > 1 else math.nan
-        mean, half = interval(differences)
-        verdict = "too few seeds" if len(by_seed) < 3 else "**differs**" if abs(mean) > half else "no clear difference"
-        row = [*variant.values(), f"{by_seed.mean():.{digits}f} ± {spread:.{digits}f}"]
-        is_first = variant is variants[0]
-        rows.append([name, *row, "", ""] if is_first else ["", *row, with_interval(differences, digits), verdict])
+def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
+    """Return a row of the table for each figure and variant: its mean, its difference from the first variant, and a
+    verdict. By Holm's method, the smallest p is compared with 0.05 / m for m comparisons, the next with 0.05 / (m - 1),
+    and so on, until one is larger."""
+    rows, p = [], {}  # p has a probability for each compared row
+    for name in figures:
+        values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])
+        digits = decimals(values[0].mean())
+        for variant, by_seed, differences in zip(variants, values, values - values[0], strict=True):
+            spread = by_seed.std(ddof=1) if len(by_seed) > 1 else math.nan
+            row = [*variant.values(), f"{by_seed.mean():.{digits}f} ± {spread:.{digits}f}"]
+            if variant is variants[0]:
+                rows.append([name, *row, "", ""])
+            else:
+                p[len(rows)] = p_value(differences)
+                verdict = "too few seeds" if len(by_seed) < 3 else "no clear difference"
+                rows.append(["", *row, with_interval(differences, digits), verdict])
+    for n, i in enumerate(sorted(p, key=p.get)):
+        if p[i] > 0.05 / (len(p) - n):
+            break
+        rows[i][-1] = "**differs**"
     return rows
+
+
+def student(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return angles, and for each the probability that |T| of n numbers is below sqrt(n - 1) tan(angle)."""
+    # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
+    # The density is symmetric, so P(|T| < t) is its area from 0 to t, divided by its area from 0 to infinity.
+    angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
+    within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
+    return angles[1:], within / within[-1]
 
 
 def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, float]:
@@ -144,12 +206,18 @@ def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, floa
     n = len(differences)
     if n < 2:
         return differences[0], math.inf
-    # Substituting t = sqrt(n - 1) tan(angle) turns Student's density into a power of the cosine, which is easy to sum.
-    # The density is symmetric, so P(|T| < t) is its area from 0 to t, divided by its area from 0 to infinity.
-    angles, step = np.linspace(0.0, math.pi / 2, 10001, retstep=True)
-    within = np.cumsum(np.cos(angles[1:] - step / 2) ** (n - 2))  # the density in the middle of each step
-    t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within / within[-1], angles[1:]))
+    angles, within = student(n)
+    t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within, angles))
     return np.mean(differences), t * np.std(differences, ddof=1) / math.sqrt(n)
+
+
+def p_value(differences: list[float]) -> float:
+    """Return the probability of a mean at least as far from 0 by chance. It is 1 with fewer than three differences, or
+    if a run has no value."""
+    n, mean, spread = len(differences), abs(np.mean(differences)), np.std(differences)
+    if n < 3 or not mean > 0.0:
+        return 1.0
+    return 1.0 - float(np.interp(math.atan2(mean, spread), *student(n)))
 
 
 def with_interval(differences: list[float], digits: int) -> str:
@@ -171,7 +239,9 @@ def markdown(*rows: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    run_all(args)
+    if args.tune is not None:
+        run_all(with_values(args))
+    run_all(with_best_values(args))
     print(table(args))
 
 
@@ -181,16 +251,26 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
+    parser.add_argument("--tune", metavar="SWITCH=A,B", help="choose a value for each variant first")
+    parser.add_argument("--tune_seeds", default="101,102", type=lambda text: text.split(","), help="default: 101,102")
     args = parse_args_and_flags(parser, words)
     for name in args.figures:  # before the runs, which may take days
-        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+))?", name)
+        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+)|:reaches-[\d.]+(-tokens|-seconds)?)?", name)
         if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
-            parser.error(f"--figures {name}: must be METRIC, METRIC:last or METRIC:FIRST-LAST")
-    grid = {name: values.split(",") for name, _, values in (switch.partition("=") for switch in args.vary)}
+            parser.error(f"--figures {name}: must be METRIC, METRIC:last, METRIC:FIRST-LAST or METRIC:reaches-0.9")
+    grid = dict(map(name_and_values, args.vary))
+    args.tune = name_and_values(args.tune) if args.tune else None
+    if args.tune and (args.tune[0] in grid or {*args.tune_seeds} & {*args.seeds}):
+        parser.error("--tune needs a setting that is not in --vary, and --tune_seeds others than --seeds")
     if len(grid) < len(args.vary):
         parser.error("--vary names a setting twice")
     args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
+
+
+def name_and_values(switch: str) -> tuple[str, list[str]]:
+    name, _, values = switch.partition("=")
+    return name, values.split(",")
 
 
 def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:

@@ -232,14 +232,14 @@ def table(args: argparse.Namespace) -> str:
         by_limit = [runs[0][0] for runs in logs]  # there is one seed, and its log has one line: {part: costs}
         cells = [[f"{microseconds:,.0f} / {size:,.0f}" for microseconds, size in line.values()] for line in by_limit]
         return ablate.markdown(["limit", *by_limit[0]], *([limit, *row] for limit, row in zip(args.ways, cells)))
-    # `ablate.paired` takes variants as {setting: value}. A way is a variant with one setting, which has no name.
+    # `ablate.compared` takes variants as {setting: value}. A way is a variant with one setting, which has no name.
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
         means = [np.mean([ablate.figure(lines, name) for lines in runs]) for runs in logs]
         if name in SAME:
             np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
         elif np.isfinite(means).all():
-            rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.paired(name, ways, logs), means)]
+            rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.compared([name], ways, logs), means)]
     heading, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
     difference = f"difference from {first} (95 % interval)"
     return ablate.markdown(["metric", "", heading, difference, "verdict", f"{first} divided by this row"], *rows)

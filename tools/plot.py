@@ -24,6 +24,7 @@ from matplotlib.lines import Line2D
 
 from config import ALGORITHMS
 from infra import run_folder
+from tools.ablate import spent
 
 matplotlib.rcParams.update({"svg.hashsalt": "grpo", "font.size": 7})  # makes SVG files reproducible
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for the colour-blind
@@ -72,25 +73,27 @@ def smooth(values: np.ma.MaskedArray, width: int) -> np.ma.MaskedArray:
     return np.ma.stack([window.mean(axis=1) for window in windows], axis=1)
 
 
-def draw_panel(axes: matplotlib.axes.Axes, groups: dict[str, list[Log]], panel: str, width: int) -> None:
+def draw_panel(axes: matplotlib.axes.Axes, groups: dict[str, list[Log]], panel: str, width: int, x: str) -> None:
     metric = METRICS.get(panel, panel)
     for style, logs in zip(itertools.cycle(STYLES), groups.values()):
         steps, values = series(logs, metric)
         if steps:
             marker, values = ("o", values) if metric.startswith("eval/") else (None, smooth(values, width))
-            axes.plot(steps, values.mean(axis=0), marker=marker, markersize=3, **style)
-            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, lw=0)
-    axes.set(title=panel.replace("_", " "), xlabel="step")
+            after = [spent(log.lines, x) for log in logs]
+            places = [np.mean([one[step] for one in after if step in one]) for step in steps]  # means over the seeds
+            axes.plot(places, values.mean(axis=0), marker=marker, markersize=3, **style)
+            axes.fill_between(places, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, lw=0)
+    axes.set(title=panel.replace("_", " "), xlabel=x)
     axes.grid(alpha=0.3, linewidth=0.5)
 
 
-def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, columns: int) -> Figure:
+def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, columns: int, x: str) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     legend = [label if len(logs) == 1 else f"{label} ({len(logs)} seeds)" for label, logs in groups.items()]
     figure = Figure(figsize=(2.4 * columns, 1.9 * rows + 0.15 * (len(legend) + 2)), layout="constrained")
     for i, panel in enumerate(panels):
-        draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width)
+        draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width, x)
     note = f"line: mean over seeds, band: lowest to highest\nrunning mean of {width} steps"
     place = {"loc": "outside lower center", "title": note, "title_fontsize": 6, "handlelength": 3, "frameon": False}
     figure.legend([Line2D([], [], **style) for style, _ in zip(itertools.cycle(STYLES), legend)], legend, **place)
@@ -116,9 +119,11 @@ def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
         print(f"skipped, because no run has it: {', '.join(unknown)}", file=sys.stderr)
     if not panels:
         sys.exit(f"error: no run has {', '.join(args.panels)}; the logs have {', '.join(sorted(has)) or 'no metrics'}")
-    shown = [[log._asdict() for log in logs], args.panels, args.smooth, args.columns]
+    # The default x is left out, so that the fingerprints of older pictures are still right.
+    how = [args.panels, args.smooth, args.columns, *([args.x] if args.x != "step" else [])]
+    shown = [[log._asdict() for log in logs], *how]
     fingerprint = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
-    return draw_picture(by_settings(logs), panels, args.smooth, args.columns), fingerprint
+    return draw_picture(by_settings(logs), panels, args.smooth, args.columns, args.x), fingerprint
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -128,6 +133,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--panels", nargs="+", default=PANELS.split(), metavar="PANEL", help="default: %(default)s")
     parser.add_argument("--smooth", type=int, default=5, help="width of the running mean, in steps")
     parser.add_argument("--columns", type=int, default=3)
+    parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="what was spent")
     args = parser.parse_args(words)
     args.out = args.out or args.runs[0].parent / "plot.png"
     return args

@@ -23,6 +23,8 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
     ("--vary beta=0,0 --seeds 1", "a run twice"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
+    ("--vary beta=0,0.1 --tune beta=0.2,0.3", "--tune needs a setting that is not in --vary"),
+    ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
     ("--vary beta=0.0 --seeds 1,2 -- --learning_rate 1e-3 --steps 1", "0.0-2 does not have the files of a run"),
 ]
 # A figure is METRIC, METRIC:last or METRIC:FIRST-LAST, where FIRST is not higher than LAST.
@@ -51,7 +53,7 @@ def test_the_steps_of_a_figure():
 def rows(name: str, *values: list[float]) -> list[list[str]]:
     """Return the table of one-step runs with these values: a list for each variant, with a value for each seed."""
     logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
-    return ablate.paired(name, [{"beta": str(i)} for i in range(len(values))], logs)
+    return ablate.compared([name], [{"beta": str(i)} for i in range(len(values))], logs)
 
 
 def test_the_table_tells_differences_from_noise():
@@ -63,6 +65,59 @@ def test_the_table_tells_differences_from_noise():
     # A missing value makes the interval NaN, and then nothing differs.
     assert rows("reward", [0.5, 0.6, math.nan], [0.61, 0.71, 0.81])[1][4] == "no clear difference"
     assert rows("kl", [1.0, 1.0, 1.0], [1.001, 1.0012, 1.0011])[1][3] == "+0.00110 (+0.00085 to +0.00135)"
+
+
+def test_p_values_agree_with_printed_tables_and_verdicts_are_corrected_for_their_number():
+    for df, t in T.items():
+        differences = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)
+        shift = t * statistics.stdev(differences) / math.sqrt(df + 1)
+        if df > 1:
+            assert ablate.p_value([shift + x for x in differences]) == pytest.approx(0.05, rel=2e-3)
+    # With four degrees of freedom, p is 0.03 for each of three variants: below 0.05, but not below 0.05 / 3.
+    spread, shift = [-1.0, -0.5, 0.0, 0.5, 1.0], 3.298 * statistics.stdev([-1.0, -0.5, 0.0, 0.5, 1.0]) / 5**0.5
+    one, zero = [0.1 * (shift + x) for x in spread], [0.0] * 5
+    assert rows("reward", zero, one)[1][4] == "**differs**"
+    assert [row[4] for row in rows("reward", zero, one, one, one)[1:]] == ["no clear difference"] * 3
+    clear = [1.0, 1.01, 0.99, 1.0, 1.0]  # p is 1e-9; the others are then compared with 0.05 / 2 and 0.05
+    assert [row[4] for row in rows("reward", zero, clear, one)[1:]] == ["**differs**", "**differs**"]
+
+
+def test_what_it_takes_to_reach_a_value():
+    lines = [{"step": 0, "eval/accuracy": 0.9}]
+    lines += [
+        {"step": s, "reward": s / 10, "tokens": 100, "seconds_rollout": 1.0, "seconds_update": 0.5} for s in (1, 2, 3)
+    ]
+    for name, value in (("", 2), ("-tokens", 200), ("-seconds", 3.0)):
+        assert ablate.figure(lines, f"reward:reaches-0.2{name}") == value
+    assert math.isnan(ablate.figure(lines, "reward:reaches-0.4"))
+
+
+def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(tmp_path, monkeypatch, capsys):
+    """Instead of training, a run writes a reward that is highest at a learning rate of 1e-3 with beta 0, else 1e-4."""
+
+    def run_one(run) -> int:
+        run_folder.claim(run.config)
+        run_folder.begin(run.config, run.config, 0)
+        best = 1e-3 if run.config.beta == 0.0 else 1e-4
+        reward = float(run.config.learning_rate == best) + run.config.seed / 1000
+        (run.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward}) + "\n")
+        return 0
+
+    monkeypatch.setattr(ablate, "run_one", run_one)
+    words = "--vary beta=0.0,0.1 --tune learning_rate=1e-3,1e-4 --tune_seeds 8,9 --seeds 1,2,3 --figures reward:last"
+    words = f"{words} --out {tmp_path}/o -- --steps 1".split()
+    monkeypatch.setattr(ablate, "runs_of", with_out(ablate.runs_of))
+    ablate.main(words)
+    table = capsys.readouterr().out
+    assert "| 0.0 | 1e-3 | 1.00" in table and "| 0.1 | 1e-4 | 1.00" in table
+    made = sorted(path.name for path in (tmp_path / "o").iterdir() if path.is_dir())
+    tried = [f"{beta},{rate}-{seed}" for beta in ("0.0", "0.1") for rate in ("1e-3", "1e-4") for seed in (8, 9)]
+    assert made == sorted([*tried, *(f"0.0,1e-3-{s}" for s in (1, 2, 3)), *(f"0.1,1e-4-{s}" for s in (1, 2, 3))])
+
+
+def with_out(runs_of):
+    """Give each run the folder that its process would get as --out."""
+    return lambda args: [run._replace(config=replace(run.config, out=str(run.folder))) for run in runs_of(args)]
 
 
 def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():

@@ -23,11 +23,11 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
 
 
-def drawn(logs: list[list[dict]], panel: str, width: int) -> list[list[list[float]]]:
+def drawn(logs: list[list[dict]], panel: str, width: int, x: str = "step") -> list[list[list[float]]]:
     """Draw the runs with these logs, which differ in their seed. Return what the axes have for each step: [step, the
     line, the lower and the upper edge of the band]."""
     axes = plot.Figure().add_subplot()
-    plot.draw_panel(axes, {"runs": [plot.Log({}, lines) for lines in logs]}, panel, width)
+    plot.draw_panel(axes, {"runs": [plot.Log({}, lines) for lines in logs]}, panel, width, x)
     (line,), (band,) = axes.lines, axes.collections
     edges = {}
     for step, y in band.get_paths()[0].vertices:
@@ -45,6 +45,16 @@ def test_a_line_is_the_mean_over_seeds_and_a_band_reaches_from_the_lowest_to_the
     assert drawn(logs, "accuracy", width=3) == drawn(logs, "kl", width=1), "evaluations are not smoothed"
     logs[0][0]["kl"] = None  # a missing value does not count
     assert drawn(logs, "kl", width=1)[0] == [0, 3, 3, 3] and drawn(logs, "kl", width=3)[0] == [0, 2.75, 2, 3.5]
+
+
+def test_curves_against_what_was_spent():
+    """The place of a step is the mean of what the seeds had spent at its end."""
+    spent = dict(tokens=(10, 30), seconds_rollout=(1.0, 2.0), seconds_update=(0.5, 0.5))
+    logs = [[{"step": t, "kl": t} | {k: x[seed] for k, x in spent.items()} for t in (1, 2)] for seed in (0, 1)]
+    logs[0].insert(0, {"step": 0, "eval/accuracy": 0.5})
+    assert [place for place, *_ in drawn(logs, "kl", 1, "tokens")] == [20, 40]  # of 10 and 30, 20 and 60
+    assert [place for place, *_ in drawn(logs, "kl", 1, "seconds")] == [2.0, 4.0]  # of 1.5 and 2.5, 3 and 5
+    assert [place for place, *_ in drawn(logs, "kl", 1)] == [1, 2]
 
 
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path, capsys):
