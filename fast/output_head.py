@@ -163,13 +163,16 @@ def returns_head_output(model: nn.Module, ids: Tensor) -> bool:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Replace the module's `forward` in a `with` block. Its hooks still run, so sharded weights are gathered as
-    usual."""
+    """Replace the module's `forward` in a `with` block, which may be inside another such block. Its hooks still run, so
+    sharded weights are gathered as usual."""
+    outer = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if outer is not None:
+            module.forward = outer
 
 
 # ---- The hand-written backward pass: only one chunk of logits is in memory at any time ----

@@ -125,6 +125,11 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
         assert name not in trained or torch.equal(x, trained[name])
 
 
+def test_the_trial_scores_in_the_dtype_that_is_served(go):
+    lines = metrics(go(steps=2, rollout_dtype="bfloat16"))
+    assert all(1e-6 < line["sampler_gap"] < 0.05 for line in lines)  # bf16 has a relative error of 0.4 %
+
+
 def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
     settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
