@@ -178,24 +178,21 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
 
 
-def not_centered(config: Config, one_update: bool) -> Iterator[str]:
-    """Yield each setting with which the weight of a token is not a function of pi / pi_sampler at that token. The score
-    that is expected under the sampler needs this function at other ids."""
-    if config.objective not in ("clip", "cispo", "reinforce"):
-        yield f"--objective {config.objective}"
-    if config.ratio != "token":
-        yield f"--ratio {config.ratio}"
-    if config.objective == "clip" and config.old_policy == "sampler":  # where it clips depends on the sign of A
-        yield "--objective clip --old_policy sampler"
+def not_centered(config: Config, one_update: bool) -> list[str]:
+    """Return each setting with which the weight of a token is not a function of pi / pi_sampler at that token. The
+    score that is expected under the sampler needs this function at other ids."""
     has_tis = config.tis_cap is not None or config.tis_floor is not None
     has_ratio_of_policies = config.old_policy == "policy" and config.objective != "reinforce"
-    if not one_update and (has_tis or has_ratio_of_policies):
-        yield "several updates, whose pi / pi_old is not pi / pi_sampler"
-    if has_tis and config.tis_mode.startswith("sequence"):
-        yield f"--tis_mode {config.tis_mode}"
-    for name in ("gate_low", "gate_high", "off_policy_mask", "delta"):
-        if getattr(config, name) is not None:
-            yield f"--{name}"
+    refused = {
+        f"--objective {config.objective}": config.objective not in ("clip", "cispo", "reinforce"),
+        f"--ratio {config.ratio}": config.ratio != "token",
+        # Where it clips depends on the sign of A.
+        "--objective clip --old_policy sampler": config.objective == "clip" and config.old_policy == "sampler",
+        "several updates": not one_update and (has_tis or has_ratio_of_policies),  # pi / pi_old is not pi / pi_sampler
+        f"--tis_mode {config.tis_mode}": has_tis and config.tis_mode.startswith("sequence"),
+    }
+    refused |= {f"--{x}": getattr(config, x) is not None for x in ("gate_low", "gate_high", "off_policy_mask", "delta")}
+    return [name for name, is_refused in refused.items() if is_refused]
 
 
 def allowed_pairs() -> Iterator[tuple[dict, dict]]:

@@ -46,10 +46,10 @@ def start(shard: bool = False) -> torch.device:
             raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}: start with torchrun, or unset RANK")
         try:
             # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
-            master = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][4][0]
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         except OSError as error:
             raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
-        check_own_address(master)
+        check_own_address()
         # `rendezvous` waits half an hour for the other ranks, which is PyTorch's default. That is enough, because all
         # ranks start at about the same time. All later calls wait for TIMEOUT.
         store, number, count = next(dist.rendezvous("env://"))
@@ -68,14 +68,16 @@ def start(shard: bool = False) -> torch.device:
     return device
 
 
-def check_own_address(master: str) -> None:
+def check_own_address() -> None:
     """Make sure that ranks on other machines can reach this one. Gloo listens at the address of the host's name, and
-    some systems give the name an address that only the machine itself can reach."""
+    some systems give the name an address that only the machine itself can reach. The first machine finds even the name
+    in MASTER_ADDR there, so only what the user wrote tells whether all ranks are on this machine."""
     try:
         own = socket.gethostbyname(socket.gethostname())
     except OSError:  # without an address for the name, Gloo listens at 127.0.0.1
         own = "127.0.0.1"
-    several_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not master.startswith(("127.", "::1"))
+    is_local = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
+    several_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not is_local
     if several_machines and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         advice = "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
         raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {own}; {advice}")
