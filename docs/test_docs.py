@@ -48,7 +48,6 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
     "optimizer": SECTIONS.pop("Another optimizer"),
-    "token_baseline": SECTIONS.pop("An optimal token baseline"),
     "kl_reward": SECTIONS.pop("The KL in the reward"),
     "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
     "turns": SECTIONS.pop("Several turns"),
@@ -439,29 +438,6 @@ def test_the_functions_of_the_page(fork):
         tokens, logp, masks, _ = fork_rollout.sample(logits, torch.linspace(0, 0.999, 100), sampling)
         assert set(tokens.tolist()) == {*kept} and logp.exp().min() == pytest.approx(least)
         assert all(row.nonzero().squeeze(1).tolist() == kept for row in masks)
-
-
-def test_the_token_baseline_of_the_page(fork):
-    """Let W_it be the sum of 1 − 2 π(o_is) + Σ_v π(v)² over the tokens s ≤ t of completion i. The baseline of token t
-    is Σ_i r_i W_it / Σ_i W_it over the completions of a prompt that have a token t. On-policy, the loss is minus the
-    mean advantage of all tokens, up to rounding in float32."""
-    (words,) = commands(PROGRAMS["token_baseline"], "python train.py")
-    words += "--steps 1 --prompts_per_step 4 --eval_every 0 --samples_per_step -1".split()
-    out = make(fork, "token_baseline", words, "token_baseline")
-    rows, expected, W = conftest.samples(out), [], []
-    model = AutoModelForCausalLM.from_pretrained(addition.model(None))
-    tokenizer = AutoTokenizer.from_pretrained(addition.model(None))
-    for row in rows:
-        prompt, ids = (tokenizer(row[name]).input_ids for name in ("prompt", "completion"))
-        p = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1).detach()  # (T, V)
-        W.append(np.cumsum([1 - 2 * p[t, y].item() + (p[t] ** 2).sum().item() for t, y in enumerate(ids)]))
-    for i, row in enumerate(rows):
-        for t in range(row["length"]):
-            # Completions of the same prompt that have a token t. 8 is the default of --num_generations.
-            there = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if rows[j]["length"] > t]
-            weighted = sum(rows[j]["reward"] * W[j][t] for j in there)
-            expected.append(row["reward"] - weighted / sum(W[j][t] for j in there))
-    assert metrics(out)[0]["loss"] == pytest.approx(-sum(expected) / len(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])

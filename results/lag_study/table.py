@@ -1,0 +1,73 @@
+"""Print the table of the study, for the variants whose runs are all in this folder.
+
+PYTHONPATH=. python results/lag_study/table.py
+"""
+
+import statistics
+from pathlib import Path
+
+from infra import run_folder
+from results.lag_study.study import CORRECTIONS, RATES, SEEDS, TUNED_ON, second_half
+from tools.ablate import interval, markdown, p_value
+
+HERE = Path(__file__).parent
+
+
+def lines_of(name: str, delay: int, rate: str, seed: int) -> list[dict]:
+    return run_folder.read_lines(HERE / f"{name}-{delay}-{rate}-{seed}" / "metrics.jsonl")
+
+
+def best_rate(name: str, delay: int) -> str | None:
+    """Return the rate that the study chose, or None if a run of the variant is missing."""
+    tried = {rate: [lines_of(name, delay, rate, seed) for seed in TUNED_ON] for rate in RATES}
+    if not all(lines for runs in tried.values() for lines in runs):
+        return None
+    best = max(RATES, key=lambda rate: sum(map(second_half, tried[rate])))
+    return best if all(lines_of(name, delay, best, seed) for seed in SEEDS) else None
+
+
+def falls(lines: list[dict]) -> tuple[int | None, int | None]:
+    """Return the first steps at which the mean over five steps of `ess` is below 0.5, and of the reward below half of
+    its highest value so far, which must be above 0.3."""
+    lines = [line for line in lines if line["step"] > 0]
+    means = {
+        name: [statistics.mean(line[name] for line in lines[max(0, t - 4) : t + 1]) for t in range(len(lines))]
+        for name in ("ess", "reward")
+    }
+    low = [t + 1 for t, x in enumerate(means["ess"]) if x < 0.5]
+    highest = [max(means["reward"][: t + 1]) for t in range(len(lines))]
+    lost = [t + 1 for t, (x, high) in enumerate(zip(means["reward"], highest)) if x < high / 2 and high > 0.3]
+    return (low[0] if low else None), (lost[0] if lost else None)
+
+
+def main() -> None:
+    variants = [(name, delay) for delay in (0, 2, 8, 32) for name in CORRECTIONS]
+    rates = {variant: best_rate(*variant) for variant in variants}
+    runs = {v: [lines_of(*v, rate, seed) for seed in SEEDS] for v, rate in rates.items() if rate}
+    rows, p = [], {}
+    for (name, delay), logs in runs.items():
+        rewards = [second_half(lines) for lines in logs]
+        ess = statistics.mean(min(line["ess"] for line in lines if line.get("ess")) for lines in logs)
+        shown = f"{statistics.mean(rewards):.3f} ± {statistics.stdev(rewards):.3f}"
+        row = [str(delay), name, rates[name, delay], shown, f"{ess:.2f}", "", ""]
+        if name != "none" and ("none", delay) in runs:
+            differences = [a - second_half(lines) for a, lines in zip(rewards, runs["none", delay], strict=True)]
+            mean, half = interval(differences)
+            p[len(rows)] = p_value(differences)
+            row[5:] = [f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})", "no clear difference"]
+        rows.append(row)
+    for n, i in enumerate(sorted(p, key=p.get)):  # Holm
+        if p[i] > 0.05 / (len(p) - n):
+            break
+        rows[i][6] = "**differs**"
+    head = ["delay", "correction", "its rate", "reward, steps 41 to 80", "lowest `ess`", "minus none", "verdict"]
+    print(markdown(head, *rows))
+    found = [falls(run_folder.read_lines(file)) for file in sorted(HERE.glob("*/metrics.jsonl"))]
+    before = [lost - low for low, lost in found if low and lost]
+    print(f"{sum(lost is not None for _, lost in found)} of {len(found)} runs lose half of their reward;")
+    print(f"in {len(before)} of these `ess` is below 0.5 before, by {min(before)} to {max(before)} steps;")
+    print(f"so it is in {sum(low is not None and lost is None for low, lost in found)} of the others")
+
+
+if __name__ == "__main__":
+    main()
