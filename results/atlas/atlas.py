@@ -222,7 +222,7 @@ def table(args: argparse.Namespace, runs: list[list[Lines]], describe: bool = Fa
     others, variants = (args.figures[1:] if describe else []), args.variants
     difference = f"difference from {' at '.join(variants[0].values())} (95 % interval)"
     names = [*variants[0], f"pass@1, mean ± std of {len(args.seeds)} seeds", difference]
-    rows = [row[1:-1] for row in ablate.paired(PASS, variants, runs)]  # without the metric's name and the verdict
+    rows = [row[1:-1] for row in ablate.compared([PASS], variants, runs)]  # without the metric's name and the verdict
     for row, lines_of_seeds, holds in zip(rows, runs, what_holds(runs), strict=True):
         row[-1] += " **holds**" if holds else ""
         for other in others:
