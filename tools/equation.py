@@ -13,7 +13,6 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,31 +27,24 @@ from train import LOSS_SWITCHES
 P, G, T, K = 3, 4, 7, 5  # all sizes of dimensions differ, so that a size tells what a sum is over
 OVER = {G: "j", P * G: "all", T: "t", K: "v"}
 COUNTS = {"j": "G", "all": "N", "t": "|o_i|"}
+SYMBOLS = dict(ref_logp="log π_ref", sampler_logp="log μ", head_logp="log π_v", sampler_head_logp="log μ_v")
 # Operations that change nothing that an equation shows.
 KEEPS = """__getitem__ __get__ to float double bool long int type type_as reshape view flatten squeeze unsqueeze expand
     expand_as contiguous clone nan_to_num broadcast_to requires_grad_ cpu""".split()
-NAMES = dict(
-    add="+", sub="-", mul="*", div="/", true_divide="/", truediv="/", pow="^", lt="<", gt=">", le="<=", ge=">="
-)
-NAMES |= dict(eq="==", ne="!=", logical_and="and", bitwise_and="and", logical_or="or", bitwise_or="or", invert="not")
-NAMES |= dict(
-    bitwise_not="not", logical_not="not", multiply="*", subtract="-", divide="/", negative="neg", absolute="abs"
-)
-REDUCTIONS = dict(sum="Σ", nansum="Σ", mean="mean", nanmean="mean", amax="max", amin="min", max="max", min="min")
-REDUCTIONS |= {"any": "any", "all": "all", "logsumexp": "logsumexp"}
+TO_PYTHON = "item tolist numpy __bool__ __float__ __int__ __index__ __setitem__".split()
+REDUCTIONS = dict(sum="Σ", nansum="Σ", nanmean="mean", amax="max", amin="min", std="std", logsumexp="logsumexp")
+REDUCTIONS |= {name: name for name in ("mean", "max", "min", "any", "all")}
+SIGNS = {"+": "add", "-": "sub subtract", "*": "mul multiply", "/": "div divide truediv true_divide", "^": "pow"}
+SIGNS |= {"<": "lt", ">": "gt", "<=": "le", ">=": "ge", "==": "eq", "!=": "ne", "neg": "negative", "abs": "absolute"}
+SIGNS |= {"and": "logical_and bitwise_and", "or": "logical_or bitwise_or", "not": "invert bitwise_not logical_not"}
+NAMES = {name: sign for sign, names in SIGNS.items() for name in names.split()}
 LEVELS = {"or": 0, "and": 1, "not": 2, "<": 3, ">": 3, "<=": 3, ">=": 3, "==": 3, "!=": 3, "+": 4, "-": 4, "neg": 5}
 LEVELS |= {"*": 5, "/": 5, "^": 7}
 
 Node = Any  # a number, or a tuple of an operation and its arguments; ("leaf", name) is a symbol without arguments
 
-
-class Tracer:
-    def __init__(self) -> None:
-        self.places: dict[Node, set] = {}  # the lines of code that made each expression
-        self.untraced: dict[str, None] = {}  # the same line only once
-
-
-tracer = Tracer()
+places: dict[Node, set[tuple[str, int]]] = {}  # the files and lines of the code that made each expression
+untraced: dict[str, None] = {}  # the same line only once
 
 
 class Symbol(Tensor):
@@ -66,42 +58,42 @@ class Symbol(Tensor):
             return remember(func, func(*args, **(kwargs or {})), args, kwargs or {})
 
 
-def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the result of an operation as a symbol, or as it is if it is no tensor."""
-    name, x = func.__name__, node_of(args[0])
-    if name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__setitem__"):
-        if not (name == "__bool__" and isinstance(x, bool)):
-            file, line = places()[0]
-            code = linecache.getline(file, line).strip()
-            tracer.untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
-        return x if name == "__bool__" and isinstance(x, bool) else out
-    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", ("leaf", "prompt")):
-        return symbol(torch.tensor(out), ("leaf", "P"))
-    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
-        node = apply(func, args, kwargs)
-        return tuple(symbol(part, node if len(out) == 1 else (node, k)) for k, part in enumerate(out))
-    if not isinstance(out, Tensor):
-        return out
-    out = symbol(out.as_subclass(Tensor), apply(func, args, kwargs))
-    if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
-        args[0].node = out.node
-    tracer.places.setdefault(out.node, set()).update(places())
-    return out
-
-
 def symbol(values: Tensor, node: Node) -> Symbol:
     made = values.as_subclass(Symbol)
     made.node = node
     return made
 
 
-def places() -> list[tuple[str, int]]:
+def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
+    """Return the result of an operation as a symbol, or as it is if it is no tensor."""
+    name, x = func.__name__, node_of(args[0])
+    if name == "__bool__" and isinstance(x, bool):
+        return x
+    if name in TO_PYTHON:
+        file, line = lines_traced()[0]
+        code = linecache.getline(file, line).strip()
+        untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
+    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", ("leaf", "prompt")):
+        return symbol(torch.tensor(out), ("leaf", "P"))
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
+        node = apply(func, out, args, kwargs)
+        return tuple(symbol(part, node if len(out) == 1 else (node, k)) for k, part in enumerate(out))
+    if not isinstance(out, Tensor):
+        return out
+    out = symbol(out, apply(func, out.as_subclass(Tensor), args, kwargs))
+    if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
+        args[0].node = out.node
+    places.setdefault(out.node, set()).update(lines_traced())
+    return out
+
+
+def lines_traced() -> list[tuple[str, int]]:
     """Return the files and lines of the code that is being traced, the innermost call first."""
     frame, found = sys._getframe(1), []
-    while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename != __file__:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
+    while frame.f_code is not trace.__code__:
+        file = frame.f_code.co_filename
+        if file != __file__ and "/torch/" not in file:
+            found.append((file, frame.f_lineno))
         frame = frame.f_back
     return found
 
@@ -114,37 +106,41 @@ def node_of(x: Any) -> Node:
     return tuple(node_of(y) for y in x) if isinstance(x, list | tuple) else x
 
 
-def apply(func: Any, args: tuple, kwargs: dict) -> Node:
+def apply(func: Any, out: Any, args: tuple, kwargs: dict) -> Node:
     """Return the expression of the result of an operation."""
     name = func.__name__.strip("_")
     a = [node_of(x) for x in args]
-    if func.__name__ in KEEPS or (name == "unbind" and args[0].shape[-1] == 1) or (name == "stack" and len(a[0]) == 1):
-        return a[0][0] if name == "stack" else a[0]
-    if name.endswith("_like") or name.startswith("new_"):
-        return {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0}.get(name, a[-1])
-    if name == "where":
-        condition, x, y = a if func is torch.where else (a[1], a[0], a[2])
-        return make("if", condition, x, y)
-    if name == "masked_fill":
-        return make("if", a[1], a[2], a[0])
-    if name in ("clamp", "clip", "clamp_min", "clamp_max"):
-        low, high = (*a[1:], None, None)[:2] if name != "clamp_max" else (None, a[1])
-        return make("clip", a[0], node_of(kwargs.get("min", low)), node_of(kwargs.get("max", high)))
+    value = node_of(out)  # a number, if all its elements are equal
+    if name == "stack" and len(a[0]) == 1:
+        return a[0][0]
+    if func.__name__ in KEEPS or (name == "unbind" and len(out) == 1):
+        return a[0]
     if name in ("max", "min", "maximum", "minimum") and len(args) > 1 and isinstance(args[1], Tensor):
         return make(name[:3], a[0], a[1])
     if name in REDUCTIONS:
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        sizes, shape = [], list(args[0].shape)
-        for d in range(len(shape)) if dims is None else ([dims] if isinstance(dims, int) else dims):
-            sizes.append(shape[d])
-        return reduce(REDUCTIONS[name], a[0], [P * G] if sizes == [P, G] else sizes)
-    if name == "matmul" and a[0] == ("same prompt",):
-        return reduce("Σ", a[1], [G])
-    if name in ("cat", "concat"):
-        return ("cat", *a[0])
-    if name in ("rsub", "rdiv", "rtruediv", "rpow", "radd", "rmul"):
-        return make(NAMES.get(name[1:], name[1:]), a[1], a[0])
-    return make(NAMES.get(name, name), *a, *(node_of(x) for x in kwargs.values()))
+        dims, shape = kwargs.get("dim", args[1] if len(args) > 1 else None), args[0].shape
+        sizes = [shape[d] for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))]
+        node = reduce(REDUCTIONS[name], a[0], [P * G] if sizes == [P, G] else sizes)
+    elif name == "where":
+        node = make("if", *a) if func is torch.where else make("if", a[1], a[0], a[2])
+    elif name == "masked_fill":
+        node = make("if", a[1], a[2], a[0])
+    elif name.startswith(("clamp", "clip")):
+        bounds = {name[-3:]: a[1]} if name[-4:] in ("_min", "_max") else dict(zip(("min", "max"), a[1:]))
+        bounds |= {which: node_of(x) for which, x in kwargs.items()}
+        node = make("clip", a[0], bounds.get("min"), bounds.get("max"))
+        node = a[0] if is_certain(a[0]) and bool((out == args[0]).all()) else node
+    elif name == "matmul" and a[0] == ("same prompt",):
+        node = reduce("Σ", a[1], [G])
+    elif name in ("cat", "concat"):
+        node = ("cat", *a[0])
+    elif name in ("rsub", "rdiv", "rtruediv", "rpow", "radd", "rmul"):
+        node = make(NAMES.get(name[1:], name[1:]), a[1], a[0])
+    else:
+        node = make(NAMES.get(name, name), *a, *(node_of(x) for x in kwargs.values()))
+    is_constant = name.endswith("_like") or name.startswith("new_") or not leaves(node)
+    is_fact = isinstance(value, bool) and is_certain(node)
+    return value if (is_constant or is_fact) and not isinstance(value, tuple) else node
 
 
 def reduce(kind: str, x: Node, sizes: list[int]) -> Node:
@@ -152,10 +148,10 @@ def reduce(kind: str, x: Node, sizes: list[int]) -> Node:
         over = OVER.get(size, f"axis{size}")
         if size == K + 1:  # the head and all other ids together
             x = make("+", reduce(kind, part_of(x, 1), [K]), part_of(x, 2))
-        elif isinstance(x, bool | int | float):
-            x = make("*", float(x), ("leaf", COUNTS.get(over, over))) if kind == "Σ" else x
-        else:
+        elif isinstance(x, tuple):
             x = (kind, over, x)
+        elif kind == "Σ":
+            x = make("*", float(x), ("leaf", COUNTS.get(over, over)))
     return x
 
 
@@ -168,112 +164,36 @@ def part_of(x: Node, k: int) -> Node:
 
 def make(op: str, *a: Node) -> Node:
     """Return an expression without what changes nothing."""
-    number = [isinstance(x, int | float) for x in a]
-    x, y = (*a, None, None)[:2]
-    if op == "if":
-        return (a[1] if x else a[2]) if number[0] else x if a[1] == a[2] else (op, *a)
-    if op in ("and", "or"):
-        for one, other in ((x, y), (y, x)):
-            if isinstance(one, bool):
-                return other if one == (op == "and") else one
-    if op == "not" and isinstance(x, bool):
-        return not x
-    if op in ("isnan", "isinf"):
-        return False
-    if op == "==" and x == y == ("leaf", "prompt"):
-        return ("same prompt",)
-    if op in ("<", "<=", "==") and y == 0 and (x[0] == "exp" or is_count(x)):
-        return False
-    if op in (">", ">=", "!=") and y == 0 and is_count(x):
-        return True
-    if (op in ("<", "<=") and is_count(x) and number[1] and y <= 2) or (
-        op in (">", "<") and y in (math.inf, -math.inf)
-    ):
-        return False
-    if op == "clip":
-        low, high = (None if bound in (None, math.inf, -math.inf) else bound for bound in a[1:])
-        if low == (1 if is_count(x) else 0) and (is_count(x) or (not number[0] and x[0] == "exp")):
-            low = None  # such an x is never lower
-        if low is None and high is None:
+    match op, *a:
+        case ("if", True, x, _) | ("if", False, _, x) | ("clip", x, None, None):
             return x
-        if not number[0]:
-            return ("max", x, low) if high is None else ("min", x, high) if low is None else (op, x, low, high)
-        return min(max(x, -math.inf if low is None else low), math.inf if high is None else high)
-    if (op == "+" and y == 0) or (op == "-" and y == 0) or (op in "*/" and y == 1):
-        return x
-    if (op == "+" and x == 0) or (op == "*" and x == 1):
-        return y
-    if (op == "*" and 0 in (x, y)) or (op == "-" and x == y):
-        return 0.0
-    if op == "*" and number[1] and not number[0]:
-        return (op, y, x)
-    if op in ("min", "max") and x == y:
-        return x
-    if op == "neg" and number[0]:
-        return -x
-    if op in ("exp", "log", "detach") and number[0]:
-        return x if op == "detach" else getattr(math, op)(x)
-    if op == "square":
-        return ("^", x, 2)
-    if op == "expm1":
-        return make("-", make("exp", x), 1)
-    if op == "sqrt" and (match := spread_of(x)):
-        return match
+        case ("and", True, x) | ("and", x, True) | ("or", False, x) | ("or", x, False):
+            return x
+        case ("+" | "-", x, 0) | ("+", 0, x) | ("*" | "/", x, 1) | ("*", 1, x):
+            return x
+        case ("if", _, x, y) | ("min" | "max", x, y) if x == y:
+            return x
+        case ("*", 0, _) | ("*", _, 0):
+            return 0.0
+        case "-", x, y if x == y:
+            return 0.0
+        case "*", x, int() | float() as number if isinstance(x, tuple):
+            return (op, number, x)
+        case ("isnan" | "isinf", _) | ("<" | "<=" | "==", ("exp", _), 0) | (">", _, math.inf):
+            return False
+        case ("clip", ("exp", _) as x, 0, high) | ("clip", x, None, high):
+            return make("clip", x, None, None) if high in (None, math.inf) else ("min", x, high)
+        case "clip", x, low, None | math.inf:
+            return ("max", x, low)
+        case "==", ("leaf", "prompt"), ("leaf", "prompt"):
+            return ("same prompt",)
+        case "square", x:
+            return ("^", x, 2)
+        case "expm1", x:
+            return make("-", make("exp", x), 1)
+        case "sqrt", ("/", ("Σ", over, ("^", ("-", r, ("mean", _, _) as mean), 2)), ("-", ("leaf", n), 1)):
+            return ("std", over, r) if mean == ("mean", over, r) and n == COUNTS.get(over) else (op, *a)
     return (op, *a)
-
-
-def is_count(x: Node) -> bool:
-    return x in [("leaf", name) for name in COUNTS.values()] or (
-        isinstance(x, tuple) and x[0] == "Σ" and is_count(x[2])
-    )
-
-
-def spread_of(x: Node) -> Node | None:
-    """Return the standard deviation whose square x is written out as, if it is one."""
-    match x:
-        case ("/", ("Σ", over, ("^", ("-", r, ("mean", _, _) as mean), 2)), ("-", ("leaf", n), 1)):
-            return ("std", over, r) if mean == ("mean", over, r) and n == COUNTS.get(over) else None
-
-
-# ---- Tracing ----
-
-
-@dataclass
-class Equation:
-    advantage: Node
-    weight: Node
-    loss: Node  # of all completions
-
-
-def trace(cfg: Config) -> Equation:
-    """Call the functions of a training step with symbols."""
-
-    def leaf(name: str, *shape: int) -> Symbol:
-        return symbol(torch.randn(shape, dtype=torch.float64), ("leaf", name))
-
-    tracer.__init__()
-    torch.manual_seed(0)  # numbers that cannot be traced are the same every time
-    rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
-    lengths = symbol(torch.full((P, G), T), ("leaf", "|o_i|"))
-    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)
-    mask = symbol(torch.ones(P * G, T, dtype=torch.bool), True)
-    prompts = symbol(torch.arange(P).repeat_interleave(G), ("leaf", "prompt"))
-    weights = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
-    is_given = {"ref_logp": cfg.beta != 0.0}
-    is_given |= dict.fromkeys(("head_logp", "sampler_head_logp"), bool(getattr(cfg, "score_centering", False)))
-    known = dict(ref_logp="log π_ref", sampler_logp="log μ", head_logp="log π_v", sampler_head_logp="log μ_v")
-    tensors = {
-        name: leaf(known.get(name, name), P * G, T, *([K] if "head" in name else []))
-        for name in policy_loss.__kwdefaults__
-        if name not in LOSS_SWITCHES and is_given.get(name, True)
-    }
-    logp, old, A, w = (leaf(x, P * G, T) for x in ("log π", "log π_old", "A_i", "w_it"))
-    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
-    loss, _ = policy_loss(logp, old, A, w, mask, **tensors, **switches)
-    return Equation(advantages.node, weights.node, loss.node)
-
-
-# ---- Writing ----
 
 
 def inside(x: Node) -> list[Node]:
@@ -282,35 +202,69 @@ def inside(x: Node) -> list[Node]:
     return [x, *(y for child in children for y in inside(child))]
 
 
+def leaves(x: Node) -> set[str]:
+    return {y[1] for y in inside(x) if isinstance(y, tuple) and y[0] == "leaf"}
+
+
+def is_certain(x: Node) -> bool:
+    """Return whether an expression is about numbers of tokens and completions alone, not about data."""
+    return leaves(x) <= {*COUNTS.values()}
+
+
+# ---- Tracing ----
+
+
+def trace(cfg: Config) -> dict[str, Node]:
+    """Call the functions of a training step with symbols. Return advantages, weights and the loss of all completions."""
+
+    def leaf(name: str, *shape: int) -> Symbol:
+        return symbol(torch.randn(shape, dtype=torch.float64), ("leaf", name))
+
+    places.clear()
+    untraced.clear()
+    torch.manual_seed(0)  # numbers that cannot be traced are the same every time
+    rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
+    lengths = symbol(torch.full((P, G), T), ("leaf", "|o_i|"))
+    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)
+    mask = symbol(torch.ones(P * G, T, dtype=torch.bool), True)
+    prompts = symbol(torch.arange(P).repeat_interleave(G), ("leaf", "prompt"))
+    weights = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
+    is_given = dict(ref_logp=cfg.beta != 0.0, head_logp=cfg.score_centering, sampler_head_logp=cfg.score_centering)
+    tensors = {
+        name: leaf(SYMBOLS.get(name, name), P * G, T, *([K] if "head" in name else []))
+        for name in policy_loss.__kwdefaults__
+        if name not in LOSS_SWITCHES and is_given.get(name, True)
+    }
+    logp, old, A, w = (leaf(x, P * G, T) for x in ("log π", "log π_old", "A_i", "w_it"))
+    loss, _ = policy_loss(logp, old, A, w, mask, **tensors, **switches)
+    return {"A_i": advantages.node, "w_it": weights.node, "L": loss.node}
+
+
+# ---- Writing ----
+
+
 def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> str:
     """Write an expression as a person would. `index` is the letter of the completion that it is about."""
     if not isinstance(x, tuple):
         return f"({x:.12g})" if level > 4 and not isinstance(x, bool) and x < 0 else f"{x:.12g}"
     op, *a = x
-    if x in names:
-        return names[x].replace("_i", f"_{index}")
-    if op == "leaf":
-        return a[0].replace("_i", f"_{index}")
-    if op == "neg":
-        out = f"-{text(a[0], names, index, 5)}"
-    elif op == "not":
-        out = f"not {text(a[0], names, index, 3)}"
-    elif op == "^":
-        out = f"{text(a[0], names, index, 8)}^{text(a[1], names, index, 8)}"
-    elif op in LEVELS:
-        mine, sign = LEVELS[op], {"*": "·"}.get(op, op)
-        left, right = text(a[0], names, index, mine), text(a[1], names, index, mine + (op in "-/<>"))
-        out = f"{left} {sign} {right}"
-    elif op in ("Σ", "mean", "max", "min", "std", "any", "all", "logsumexp") and isinstance(a[0], str):
-        letter = {"j": chr(ord(index) + 1), "all": chr(ord(index) + 1)}.get(a[0], index)
+    if x in names or op == "leaf":
+        return names.get(x, a[0]).replace("_i", f"_{index}")
+    if op in LEVELS:
+        mine, sign = LEVELS[op], {"*": " · ", "^": "^", "neg": "-", "not": "not "}.get(op, f" {op} ")
+        left = text(a[0], names, index, mine + (op == "^"))
+        right = text(a[-1], names, index, mine + (op in ("-", "/", "<", ">", "^")))
+        out = left + sign + right if len(a) == 2 else sign + right
+        return f"({out})" if mine < level else out
+    if op in REDUCTIONS.values() and isinstance(a[0], str):
+        letter = chr(ord(index) + 1) if a[0] in ("j", "all") else index
         over = {"j": letter, "all": f"all_{letter}"}.get(a[0], a[0])
         return f"{op}_{over}({text(a[1], names, letter)})"
-    elif op == "if":
-        condition, yes, no = a
-        return f"[{text(yes, names, index)} if {text(condition, names, index)} else {text(no, names, index)}]"
-    else:
-        return f"{'sg' if op == 'detach' else op}({', '.join(text(y, names, index) for y in a)})"
-    return f"({out})" if LEVELS[op] < level else out
+    parts = [text(y, names, index) for y in a]
+    if op == "if":
+        return f"[{parts[1]} if {parts[0]} else {parts[2]}]"
+    return f"{'sg' if op == 'detach' else op}({', '.join(parts)})"
 
 
 def varies_by_token(x: Node) -> bool:
@@ -327,60 +281,53 @@ def named(x: Node, letter: str) -> dict[Node, str]:
     for node in reversed(distinct):
         if isinstance(node, tuple) and used[node] > 1 and node[0] in ("exp", "if", "clip"):
             name = letter
-            if node[0] == "exp" and ("leaf", "log π") in inside(node):
+            if node[0] == "exp" and "log π" in leaves(node):
                 name = "s" if any(isinstance(y, tuple) and y[:2] == ("Σ", "t") for y in inside(node)) else "ρ"
             number = sum(other.startswith(name) for other in names.values())
             names[node] = f"{name}{number + 1 if number else ''}_i{'t' * varies_by_token(node)}"
     return names
 
 
-def papers(x: Node) -> list[str]:
-    """Return the papers that comments name at the lines of these expressions, and at the branches these are in."""
-    found: dict[str, None] = {}
-    for file, line in sorted(set().union(*(tracer.places.get(node, set()) for node in inside(x)))):
-        source = linecache.getlines(file)
-        if line > len(source):  # code without a file
-            continue
-        indent = len(source[line - 1]) - len(source[line - 1].lstrip())
-        comments, k = [source[line - 1]], line - 2
-        while k >= 0 and not source[k].startswith("def "):
-            its_indent = len(source[k]) - len(source[k].lstrip())
-            is_above = source[k].lstrip().startswith("#") and its_indent == indent and k == line - 2
-            if (source[k].strip() and its_indent < indent) or is_above:
-                comments.append(source[k])
-                indent = its_indent
-            k -= 1
-        for comment in comments:
-            for match in re.finditer(r"#.*?((?:[A-Z][\w.+-]*,? (?:\w+\. )?)*\d{4}\.\d{5})", comment):
-                found[match[1].replace(",", "")] = None
-    return list(found)
-
-
-def written(cfg: Config) -> dict[str, str]:
+def written(equation: dict[str, Node]) -> dict[str, str]:
     """Return the lines of the equation, each by the name of what it defines."""
-    equation, lines = trace(cfg), {}
-    loss = equation.loss
-    is_sum = isinstance(loss, tuple) and loss[:2] == ("Σ", "all") and loss[2][:2] == ("Σ", "t")
-    for name, x, letter in (("A_i", equation.advantage, "b"), ("w_it", equation.weight, "u"), ("L", loss, "x")):
+    lines = {}
+    for (name, x), letter in zip(equation.items(), "bux"):
         names = named(x, letter)
         for node, its_name in names.items():
             lines[its_name] = text(node, {other: its for other, its in names.items() if other != node})
-        lines[name] = f"Σ_it({text(loss[2][2], names)})" if name == "L" and is_sum else text(x, names)
+        match x:
+            case ("Σ", "all", ("Σ", "t", term)):
+                lines[name] = f"Σ_it({text(term, names)})"
+            case _:
+                lines[name] = text(x, names)
     return lines
+
+
+def papers(equation: dict[str, Node]) -> list[str]:
+    """Return the papers that comments name at the lines of these expressions, and at the branches these are in."""
+    found: dict[str, None] = {}
+    for file, line in sorted(set().union(*(places.get(x, set()) for node in equation.values() for x in inside(node)))):
+        indent = math.inf
+        for code in reversed(linecache.getlines(file)[:line]):
+            its_indent = len(code) - len(code.lstrip())
+            if code.strip() and its_indent < indent:
+                indent = its_indent
+                for paper in re.findall(r"#.*?((?:[A-Z][\w.+-]*,? (?:\w+\. )?)*\d{4}\.\d{5})", code):
+                    found[paper.replace(",", "")] = None
+    return list(found)
 
 
 def main(words: list[str]) -> None:
     cfg = command_line.ready(command_line.parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    lines = written(cfg)
-    for name, equation in lines.items():
-        print(f"{name:5} = {equation}")
     equation = trace(cfg)
-    print(f"papers: {'; '.join(papers((None, equation.advantage, equation.weight, equation.loss))) or 'none named'}")
+    for name, line in written(equation).items():
+        print(f"{name:5} = {line}")
+    print(f"papers: {'; '.join(papers(equation)) or 'none named'}")
     print("j: the completions of the same prompt; all: those of the update, or of the step in A; sg: a constant")
     for name in ("top_entropy", "entropy_coef"):
         if getattr(cfg, name) != Config.__dataclass_fields__[name].default:
             print(f"not in the equation: --{name}, which train.py applies outside of policy_loss")
-    print(*tracer.untraced, sep="\n", end="\n" if tracer.untraced else "")
+    print(*untraced, sep="\n", end="\n" if untraced else "")
 
 
 if __name__ == "__main__":

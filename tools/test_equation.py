@@ -96,7 +96,7 @@ def assert_is_what_the_code_computes(cfg):
     given = dict(ref_logp=ref if cfg.beta else None, sampler_logp=sampler, **heads)
     loss, _ = policy_loss(logp, old, A, w, mask, **given, **switches)
 
-    lines = equation.written(cfg)
+    lines = equation.written(equation.trace(cfg))
     tensors = dict(logp=logp, old=old, ref=ref, sampler=sampler, head=head, sampler_head=sampler_head, w=w)
     numbers = {name: x.tolist() for name, x in tensors.items()}
     reader = Reader(lines, numbers | dict(r=rewards.flatten().tolist()))
