@@ -215,7 +215,8 @@ def is_certain(x: Node) -> bool:
 
 
 def trace(cfg: Config) -> dict[str, Node]:
-    """Call the functions of a training step with symbols. Return advantages, weights and the loss of all completions."""
+    """Call the functions of a training step with symbols. Return advantages, weights, and the loss of all completions
+    together."""
 
     def leaf(name: str, *shape: int) -> Symbol:
         return symbol(torch.randn(shape, dtype=torch.float64), ("leaf", name))

@@ -1,10 +1,15 @@
-"""The printed equations, read back and evaluated on plain Python floats, are what the code computes."""
+"""The printed equations, read back and evaluated on plain Python numbers, are what the code computes.
 
+A derivative is read off a complex number: where the log-probs have 1e-30 i times a direction added, the imaginary part
+of the loss is 1e-30 times its derivative in this direction. So `sg`, which drops it, must stand in the right places.
+"""
+
+import ast
+import cmath
 import itertools
-import math
 import re
 from dataclasses import replace
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 import torch
@@ -21,16 +26,32 @@ REWARDS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.25, 0.5, 0.5]]
 N, G, T, K = 8, 4, 7, 3
 LOG_PROBS = {"log π": "logp", "log π_old": "old", "log π_ref": "ref", "log μ": "sampler"}
 LOG_PROBS |= {"log π_v": "head", "log μ_v": "sampler_head", "w_it": "w"}
+
+
+def real(x):
+    return x.real
+
+
 FUNCTIONS = {
-    "exp": math.exp,
-    "log": lambda x: math.log(x) if x else -math.inf,
-    "sqrt": math.sqrt,
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "sg": lambda x: x,
+    "exp": cmath.exp,
+    "log": lambda x: cmath.log(x) if x else -float("inf"),
+    "sqrt": cmath.sqrt,
+    "abs": lambda x: x if real(x) >= 0 else -x,
+    "min": lambda *x: min(*x, key=real),
+    "max": lambda *x: max(*x, key=real),
+    "sg": real,
+    "real": real,
+    "sigmoid": lambda x: 1 / (1 + cmath.exp(-x)),
+    "clip": lambda x, low, high: min(max(x, low, key=real), high, key=real),
 }
-FUNCTIONS |= {"sigmoid": lambda x: 1 / (1 + math.exp(-x)), "clip": lambda x, low, high: min(max(x, low), high)}
+
+
+class ByRealPart(ast.NodeTransformer):
+    """Lets a condition compare the real parts of its numbers."""
+
+    def visit_Compare(self, node):
+        call = [ast.Call(ast.Name("real", ast.Load()), [self.visit(x)], []) for x in (node.left, *node.comparators)]
+        return ast.Compare(call[0], node.ops, call[1:])
 
 
 class Reader:
@@ -39,7 +60,10 @@ class Reader:
     def __init__(self, lines, numbers):
         self.at = {"i": 0, "t": 0, "v": 0}
         self.numbers = numbers
-        self.code = {name: compile(self.to_python(line, lines), name, "eval") for name, line in lines.items()}
+        trees = {
+            name: ByRealPart().visit(ast.parse(self.to_python(x, lines), mode="eval")) for name, x in lines.items()
+        }
+        self.code = {name: compile(ast.fix_missing_locations(tree), name, "eval") for name, tree in trees.items()}
 
     def to_python(self, line, lines):
         for name in sorted(LOG_PROBS, key=len, reverse=True):
@@ -77,7 +101,9 @@ class Reader:
             self.at.update(place)
             values.append(term())
             self.at.update(before)
-        return {"Σ": math.fsum, "mean": fmean, "std": stdev, "min": min, "max": max}[kind](values)
+        if kind in ("min", "max"):
+            return FUNCTIONS[kind](*values)
+        return {"Σ": sum, "mean": lambda x: sum(x) / len(x), "std": lambda x: stdev(map(real, x))}[kind](values)
 
 
 def assert_is_what_the_code_computes(cfg):
@@ -94,7 +120,11 @@ def assert_is_what_the_code_computes(cfg):
     heads = dict(head_logp=head, sampler_head_logp=sampler_head) if cfg.score_centering else {}
     switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     given = dict(ref_logp=ref if cfg.beta else None, sampler_logp=sampler, **heads)
+    leaves = [logp.requires_grad_(), head.requires_grad_()]
     loss, _ = policy_loss(logp, old, A, w, mask, **given, **switches)
+    directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in leaves]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, directions) if g is not None)
 
     lines = equation.written(equation.trace(cfg))
     tensors = dict(logp=logp, old=old, ref=ref, sampler=sampler, head=head, sampler_head=sampler_head, w=w)
@@ -105,7 +135,11 @@ def assert_is_what_the_code_computes(cfg):
         assert reader.value("A_i") == pytest.approx(A[reader.at["i"]].item(), rel=1e-9, abs=1e-9)
         assert reader.value("w_it") == pytest.approx(w[reader.at["i"], 0].item(), rel=1e-9)
     reader.numbers["A"] = A.tolist()
-    assert Reader(lines, reader.numbers).value("L") == pytest.approx(loss.item(), rel=1e-8, abs=1e-9)
+    for name, x, d in zip(("logp", "head"), leaves, directions):
+        reader.numbers[name] = (x.detach() + 1e-30j * d).tolist()
+    printed = Reader(lines, reader.numbers).value("L")
+    assert printed.real == pytest.approx(loss.item(), rel=1e-8, abs=1e-9)
+    assert printed.imag * 1e30 == pytest.approx(slope, rel=1e-8, abs=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
