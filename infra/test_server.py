@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
-from conftest import flags, metrics
+from conftest import flags, metrics, run
 from infra import faults
 from rollout import Sampling, rollout
 from tasks.sorting import model as sorting_model
@@ -26,10 +26,11 @@ class StandIn(ThreadingHTTPServer):
     change the server. What it returns, if anything, is the status and text of the answer."""
 
     request_queue_size = 512  # connections that wait
+    lock = threading.Lock()  # of all servers, because `from_pretrained` must not run twice at once in a process
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
-        self.model, self.lock, self.version, self.asked = None, threading.Lock(), "as started", []
+        self.model, self.version, self.asked = None, "as started", []
         self.stale, self.temperature_of_logprobs, self.fault = (), None, lambda server, path: None
         self.restart()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -89,6 +90,9 @@ class Requests(BaseHTTPRequestHandler):
         pass
 
 
+TRIAL = 2 * 8 + 500  # requests of the trial to each server: eight prompts twice, and single tokens
+
+
 @pytest.fixture
 def stand_in():
     server = StandIn()
@@ -123,6 +127,18 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     trained = load_file(out / "model/model.safetensors")
     for name, x in stand_in.model.state_dict().items():  # the last evaluation was made with the last weights
         assert name not in trained or torch.equal(x, trained[name])
+
+
+def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
+    other = StandIn()
+    settings = sorting | dict(server=[stand_in.url, other.url], max_completion_length=12, learning_rate=0.02, steps=3)
+    run(settings, tmp_path / "out", world=2)
+    lines = metrics(tmp_path / "out")
+    assert len(lines) == 3 and all(line["sampler_gap"] < 1e-5 for line in lines)
+    asked = [len(server.asked) - TRIAL for server in (stand_in, other)]
+    assert sum(asked) == 3 * 3 * 4 and min(asked) >= 3 * 4  # prompts and completions of each, over three steps
+    other.shutdown()
+    other.server_close()
 
 
 def test_the_trial_scores_in_the_dtype_that_is_served(go):

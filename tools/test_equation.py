@@ -9,6 +9,7 @@ import cmath
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 from statistics import stdev
 
 import pytest
@@ -145,6 +146,13 @@ def assert_is_what_the_code_computes(cfg):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_preset(algorithm):
     assert_is_what_the_code_computes(ready(Config(algorithm=algorithm, beta=0.04), False))
+
+
+def test_the_page_shows_what_is_printed(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "instruments.md").read_text()
+    command, shown, *_ = page.split("```\n")[1::2]
+    equation.main(command.split()[3:])  # the words after `python -m tools.equation`
+    assert capsys.readouterr().out.strip() == shown.strip()
 
 
 def test_every_normalization_scale_and_baseline():
