@@ -38,7 +38,7 @@ from conftest import (
     samples,
     save_chat_model,
 )
-from infra import faults
+from infra import faults, server
 from loss import policy_loss
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer
@@ -483,7 +483,7 @@ def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
 
 
 def test_the_rollout_and_the_evaluation_may_have_settings_of_their_own(go, watch):
-    calls = watch(train, "rollout")
+    calls = watch(server, "rollout")
     own = dict(eval_every=1, eval_prompts=2, eval_k=2, eval_temperature=0.5, eval_top_p=0.9, temperature=0.8, steps=1)
     go("own", **own)
     # Evaluations before and after the step: samples, then greedy completions.
@@ -688,7 +688,7 @@ def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
 
 
 def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
-    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout")
+    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(server, "rollout")
     out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky")
     calls = [call.kwargs | {"values": call.result} for call in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]

@@ -12,7 +12,6 @@ import math
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,11 @@ from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_a
 from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
-from infra.decoding import decoding
 from infra.loading import load_run
 from infra.server import Server, sampler
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Progress, Sampling, rollout, uniforms
+from rollout import Progress, Sampling, uniforms
 from tasks import Task, call_rewards
 from tasks._turns import replies_to, with_replies
 
@@ -144,10 +142,7 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    sample = sampler(run) if cfg.server else rollout
-    dtype = getattr(torch, cfg.sampler_dtype)
-    prepared = nullcontext() if cfg.server else decoding(run.model, dtype, cfg.decode, cfg.max_completion_length)
-    with prepared, ranks.fail_together():
+    with sampler(run) as sample, ranks.fail_together():  # `rollout`, or the same on a server
         prompts = [row["prompt_ids"] for row in own_rows]
         own = sample(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out

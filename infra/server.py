@@ -53,7 +53,7 @@ from infra.lora import adapted_layers, save_adapters, trained_tensors
 from infra.seeds import generator
 from infra.shard import whole_weights
 from logprob import token_logprobs
-from rollout import Completion, Progress, Reply, Sampling, uniforms
+from rollout import Completion, Progress, Reply, Sampling, rollout, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
@@ -88,13 +88,19 @@ class Server:
         return {f"seconds_{name}": self.seconds.pop(name, 0.0) for name in ("handover", "waited")}
 
 
-def sampler(run: Any) -> Callable[..., list[Completion]]:
-    """Return a function that takes what `rollout` takes, after the weights of the model were handed over to the servers
-    of the run. All ranks must call this."""
+@contextmanager
+def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
+    """Yield the function that samples: `rollout`, with the model prepared for it, or one that takes the same arguments
+    and asks servers that have the weights of the model. All ranks must call this."""
+    cfg = run.config
+    if not cfg.server:
+        with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length):
+            yield rollout
+        return
     if run.server is None:
         run.server = connect(run)
     hand_over(run, run.server)
-    return partial(served, server=run.server)
+    yield partial(served, server=run.server)
 
 
 # ---- Requests ----
