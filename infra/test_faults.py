@@ -91,8 +91,8 @@ TOO_LITTLE = "error: out of memory with one completion at a time: "
 # The columns: fault, function, n, rank, number of ranks, exit code, message. The fault happens on this rank, before its
 # n-th call of the function. The rank ends with this exit code and prints a line that begins with this message.
 FAULTS = [
-    (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
-    (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
+    (exception, "infra.server.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
+    (mistake, "infra.server.rollout", 4, 1, 3, 2, "error: what went wrong"),
     (mistake, "train.call_rewards", 4, 1, 2, 2, "error: what went wrong"),
     (oom, OPTIMIZER, 2, 1, 2, 2, "error: CUDA out of memory. Tried to allocate 2.00 GiB: try --gradient_checkpointing"),
     (oom, LOSS, 2, 1, 2, 2, "error: out of memory in an update; with --shard, no rank can start again"),

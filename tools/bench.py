@@ -42,7 +42,7 @@ from torch import Tensor
 
 import rollout
 import train
-from infra import checkpoint, command_line, report, run_folder
+from infra import checkpoint, command_line, report, run_folder, server
 from tasks import sorting
 from tasks._prompts import encode_prompts
 from tools import ablate
@@ -129,8 +129,8 @@ def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list
         costs[part] = [1e6 * (read_clock() - start), peak_memory() - before]
         return result
 
-    for part in ("rollout", "collate", "update"):
-        wrap(train, part, partial(timed, part))
+    for owner, part in ((server, "rollout"), (train, "collate"), (train, "update")):
+        wrap(owner, part, partial(timed, part))
     metrics, groups = train.training_step(run, 1)
     timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # as ranks do when they exchange completions
     out.mkdir(parents=True, exist_ok=True)
