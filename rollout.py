@@ -44,6 +44,7 @@ from fast.growing_cache import make_room
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
+LOOK_EVERY = {"cuda": 8, "cpu": 1}  # tokens between two looks at which rows have ended; a look keeps a GPU waiting
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
 PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
@@ -228,6 +229,7 @@ def _token_loop(
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
+    look_every = LOOK_EVERY[rows.device.type]
     may_end = functools.cache(partial(may_end_stop, sampling=sampling))
     live = torch.arange(N, device=rows.device)  # for each row of the batch, the number of its completion
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -267,15 +269,18 @@ def _token_loop(
                 ended[b] = False
 
         done = done | ended
-        count = int(done.sum())
-        if progress is not None:
-            progress(t + 1, len(live) - count)
-        if count == len(live) or t + 1 == L:
+        if t % look_every == 0:
+            count = int(done.sum())
+            if progress is not None:
+                progress(t + 1, len(live) - count)
+            if count == len(live):
+                break
+            if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
+                keep = (~done).nonzero().squeeze(1)
+                live, done, token = live[keep], done[keep], token[keep]
+                _select_rows(kwargs, keep)
+        if t + 1 == L:
             break
-        if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-            keep = (~done).nonzero().squeeze(1)
-            live, done, token = live[keep], done[keep], token[keep]
-            _select_rows(kwargs, keep)
         inputs = model.prepare_inputs_for_generation(token[:, None], next_sequence_length=1, **kwargs)
         out = model(**inputs, return_dict=True)
         kwargs = model._update_model_kwargs_for_generation(out, kwargs)

@@ -55,7 +55,7 @@ class Run:
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
     server: Server | None = None  # where completions are sampled; made by the first rollout with --server
-    progress: Progress | None = None  # called after each token of a rollout
+    progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
     logged: list[tuple[str, float]] = field(default_factory=list)  # by this rank in this step; the means are reported

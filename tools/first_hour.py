@@ -51,18 +51,16 @@ def measure(words: list[str], steps: int, shares_rows: bool, device: torch.devic
     run, _, noted = train.set_up(config, device)
     if not shares_rows:
         run.limits.hidden_size = None
-    decode_calls: list[int] = []  # has an element for each decode step
-    run.progress = lambda tokens, rows: decode_calls.append(tokens)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         sync_debug_mode(1)  # each wait for the GPU is a warning
     lines = []
     for step in range(1, steps + 1):
-        decode_calls.clear()
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            lines.append(train.training_step(run, step)[0])
-    metrics = lines[-1]
+            metrics, groups = train.training_step(run, step)
+        lines.append(metrics)
+    longest = max(len(completion.ids) for group in groups for completion in group.completions)
     names = "tokens completion_length seconds_rollout seconds_update sampler_gap peak_memory_reserved_gb peak_memory_gb"
     found = {name: metrics[name] for name in names.split()}
     found |= {name: getattr(run.config, name) for name in ("rollout_tokens", "micro_batch_tokens", "dtype")}
@@ -71,8 +69,8 @@ def measure(words: list[str], steps: int, shares_rows: bool, device: torch.devic
         found["budgets"] = noted[-1]  # what was measured and chosen
         found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
     if config.decode == "plain":  # a graph switches the warnings off
-        found["waits_per_token"] = len(waits) / len(decode_calls)
-    found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / len(decode_calls)
+        found["waits_per_token"] = len(waits) / longest
+    found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / longest
     for part in ("rollout", "update"):
         found[f"tokens_per_second_{part}"] = metrics["tokens"] / metrics[f"seconds_{part}"]
     return found | {"rewards": [round(line["reward"], 3) for line in lines]}, lines
