@@ -188,7 +188,8 @@ def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
     """Return planned completions (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
     cfg, tokenizer = run.config, run.tokenizer
     n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
-    tokens = rng.integers(1 + max(tokenizer.all_special_ids), len(tokenizer), (n, limit))
+    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    tokens = ordinary[rng.integers(len(ordinary), size=(n, limit))]
     lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
     tokens[np.arange(limit) == lengths - 1] = tokenizer.eos_token_id
     tokens[np.arange(limit) >= lengths] = tokenizer.pad_token_id
