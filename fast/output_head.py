@@ -308,9 +308,9 @@ def _times_p_in_place(log_p: Tensor, g_p: Tensor, g_entropy: Tensor) -> Tensor:
 
 
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
-    with torch.autocast(p.device.type, enabled=False):  # autocast would compute einsum in bf16
-        # A sum needs memory for another chunk. But a GPU would compute the einsum slowly, as products of vectors.
-        return -(p * log_p).sum(-1) if p.is_cuda else -torch.einsum("nv,nv->n", p, log_p)
+    # A sum of products would need memory for another chunk. Autocast would compute einsum in bf16.
+    with torch.autocast(p.device.type, enabled=False):
+        return -torch.einsum("nv,nv->n", p, log_p)
 
 
 def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -17,13 +17,15 @@ def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
     os.chdir(folder)
     # `replace` calls the outer lambda with the original function. The inner lambda takes the place of gpu_tests.
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
-    # Keep the flags of each kind, but make only 2 steps.
-    conftest.replace("tools.first_hour.KINDS", lambda all: {kind: (all[kind][0], 2, all[kind][2]) for kind in kinds})
+    conftest.replace("tools.first_hour.KINDS", lambda all: {kind: all[kind] for kind in kinds})
+    conftest.replace("tools.first_hour.STEPS", lambda _: {})
     first_hour.main(words)
 
 
 @needs_pretended_gpu
-@pytest.mark.parametrize("flags, kinds", [("", [*first_hour.KINDS]), ("--lora_rank 16", ["plain"])])
+@pytest.mark.parametrize(
+    "flags, kinds", [("", [*first_hour.KINDS]), ("--lora_rank 16", ["separate rows", "shared rows"])]
+)
 def test_the_first_hour(flags, kinds, tmp_path):
     # LoRA needs --model: saved adapters name the model that they belong to, and the task's own model has no name.
     words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 {flags}"
@@ -35,9 +37,10 @@ def test_the_first_hour(flags, kinds, tmp_path):
     for kind in kinds:
         numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
         assert "GB may be filled" in numbers.pop("budgets")
-        assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 2
+        assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 3
         assert all(float(x) > 0 for name, x in numbers.items() if name != "waits_per_token")
         assert float(numbers["peak_memory_gb"]) < float(numbers["gpu_memory_gb"])
+    assert found["faster update"] in ("separate rows", "shared rows")
 
 
 def test_two_runs_that_differ_are_told_apart_by_step_and_metric(monkeypatch):
