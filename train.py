@@ -12,6 +12,8 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ class Run:
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
     server: Server | None = None  # where completions are sampled; made by the first rollout with --server
+    asked: Callable[[], list[Group]] | None = None  # waits for what servers sample during the updates of a step
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
@@ -80,29 +83,51 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
+    finish_sampling(run, step)
 
     seconds = sampled - start, time.perf_counter() - sampled
     return report.of_step(run, step, groups, drawn, updates, seconds), groups
 
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Sample for step + cfg.delay, and return what was sampled for this step: cfg.delay steps ago, or before the first
-    update. All random numbers are those of the step that trains, so runs with other delays have the same ones."""
+    """Return what was sampled for this step: cfg.delay steps ago, or before the first update. Sample for step +
+    cfg.delay, too, or let servers begin with it. They go on during the updates, until `finish_sampling`."""
+    cfg = run.config
     queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
-    while len(queue) <= run.config.delay:
-        of_step, run.logged = step + len(queue), []
-        seeds.seed_everything(run.config.seed, of_step)
-        groups, drawn = draw_groups(run, of_step)
-        for group in drawn:
-            group.step = step
-            if group.index is not None and group.row is run.task.train[group.index]:
-                group.row = {}  # the index is enough, and a checkpoint stays small
-        queue.append((groups, drawn, ranks.gather(run.logged)))
+    goes_on = bool(cfg.server and cfg.delay)
+    while len(queue) < (cfg.delay if goes_on else cfg.delay + 1):
+        add_to_queue(run, step, step + len(queue))
+    if goes_on:
+        run.asked = ask_for_groups(
+            run, pick_rows(run, cfg.prompts_per_step, step), cfg.num_generations, step + cfg.delay
+        )
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]
     run.logged = logged if ranks.rank() == 0 else []  # they are gathered at the end of the step
     return groups, drawn
+
+
+def finish_sampling(run: Run, step: int) -> None:
+    """Wait for what servers have sampled during the updates. From now on, they have old weights."""
+    if run.asked is not None:
+        logged = run.logged
+        add_to_queue(run, step, step + run.config.delay)
+        run.logged = logged
+    if run.server is not None:
+        run.server.is_current = False
+
+
+def add_to_queue(run: Run, step: int, of_step: int) -> None:
+    """Sample for a later step. All random numbers are those of that step, so runs with other delays have the same."""
+    run.logged = []
+    seeds.seed_everything(run.config.seed, of_step)
+    groups, drawn = draw_groups(run, of_step)
+    for group in drawn:
+        group.step = step
+        if group.index is not None and group.row is run.task.train[group.index]:
+            group.row = {}  # the index is enough, and a checkpoint stays small
+    run.state["queue"].append((groups, drawn, ranks.gather(run.logged)))
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
@@ -111,8 +136,10 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     cfg = run.config
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
-        rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-        new = sample_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+        if run.asked is None:
+            rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
+            run.asked = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+        new, run.asked = run.asked(), None
         add_rewards(run, new, steps_done=step - 1)
         drawn += new
         groups += [group for group in new if group.has_signal or not cfg.dynamic_sampling]
@@ -131,10 +158,12 @@ def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
 
-def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0, **differing: Any) -> list[Group]:
+def ask_for_groups(
+    run: Run, rows: list[dict], n: int, step: int, first: int = 0, **differing: Any
+) -> Callable[[], list[Group]]:
     """Sample n completions of each row's prompt, as run.sampling says, but for the fields of it that are given. Each
-    rank samples its share of them, and every rank gets all groups. The random numbers depend on the prompt's number in
-    the step, which is `first` for the first row."""
+    rank samples its share of them. Return a function that waits for a server to finish, and returns all groups on every
+    rank. The random numbers depend on the prompt's number in the step, which is `first` for the first row."""
     cfg = run.config
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
@@ -146,11 +175,17 @@ def sample_groups(run: Run, rows: list[dict], n: int, step: int, first: int = 0,
         prompts = [row["prompt_ids"] for row in own_rows]
         own = sample(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
-    completions = ranks.gather(with_replies(own, replies))
-    groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
-    for p, group in enumerate(groups):
-        group.completions = completions[p * n : (p + 1) * n]
-    return groups
+
+    def groups_of_all_ranks() -> list[Group]:
+        with ranks.fail_together():
+            sampled = own.result() if isinstance(own, Future) else own
+        completions = ranks.gather(with_replies(sampled, replies))
+        groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
+        for p, group in enumerate(groups):
+            group.completions = completions[p * n : (p + 1) * n]
+        return groups
+
+    return groups_of_all_ranks
 
 
 def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
@@ -296,9 +331,9 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     cfg, run.logged = run.config, []
     rows = run.task.eval[: cfg.eval_prompts]
     own = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    sampled = sample_groups(run, rows, cfg.eval_k, step=0, head=0, **own)
+    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, head=0, **own)()
     add_rewards(run, sampled, steps_done=step)
-    greedy = sample_groups(run, rows, 1, step=0, head=0, temperature=0.0)
+    greedy = ask_for_groups(run, rows, 1, step=0, head=0, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
     judged = [group for group in greedy if group.right is not None]
