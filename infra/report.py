@@ -205,7 +205,8 @@ class RunLog:
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
         defaults = vars(Config())
-        say(f"{rows[0]} prompts, {rows[1]} held out; {model.num_parameters():,} parameters; {ranks.world()} x {device.type}")
+        say(f"{rows[0]} prompts to train on, {rows[1]} held out")
+        say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
         say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
             say(f"note: {note}")
@@ -292,13 +293,12 @@ def append(path: Path, lines: list[dict]) -> None:
 
 def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     """Return a function that sends the metrics of a step to the tracker. It takes the metrics by name, and the step."""
-    if config.report_to in ("trackio", "wandb"):  # trackio chooses its own folder
-        folder = {"dir": config.out} if config.report_to == "wandb" else {}
-        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
-        return importlib.import_module(config.report_to).init(**about).log
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
-    atexit.register(writer.close)
-    return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+    if config.report_to == "tensorboard":
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
+        atexit.register(writer.close)
+        return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+    about = dict(project="grpo", name=Path(config.out).name, config=vars(config))
+    return importlib.import_module(config.report_to).init(**about).log
 
 
 def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:

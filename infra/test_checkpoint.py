@@ -310,7 +310,6 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, Path.mkdir, "thesis.tex", "mine"), {}, NOT_A_RUN),
     (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
     (begun, dict(beta=0.1), 0),  # it was killed before its first line
-    (no_step_made, {}, 0),
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
     (no_step_made, dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=()), dict(steps=3), 0),
@@ -318,7 +317,6 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
     (two_saved, dict(steps=9), 4),
     (made, {}, "finished"),
-    (partial(made, left=("model",)), {}, "finished"),
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (extended_and_killed, dict(steps=9), 4),
     (extended_and_killed, {}, 4),
