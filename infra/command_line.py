@@ -104,7 +104,7 @@ def contradictions(config: Config) -> Iterator[str]:
     # What is trained, and on what.
     if not config.model and not hasattr(task_module(config.task), "model"):
         yield f"--task {config.task}: needs --model"
-    if not config.reward and config.task == "data":
+    if config.task == "data" and not config.reward:
         yield "--task data: needs --reward"
     if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"

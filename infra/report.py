@@ -297,7 +297,8 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
         atexit.register(writer.close)
         return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
-    about = dict(project="grpo", name=Path(config.out).name, config=vars(config))
+    folder = {"dir": config.out} if config.report_to == "wandb" else {}  # trackio chooses its own folder
+    about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
     return importlib.import_module(config.report_to).init(**about).log
 
 
