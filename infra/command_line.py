@@ -109,25 +109,39 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. A switch that nothing reads must have its default value, or the value that --algorithm sets.
+    # A switch that nothing reads must have its default value, or the value that --algorithm sets.
     for choice, reads in SWITCHES_READ.items():
         chosen = getattr(config, choice)
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
+    only_with = {  # what must be there, whether it is, and the settings that are read only then
+        "--beta": (config.beta, ["kl_estimator", "kl_importance", "reference", "ref_sync_every"]),
+        "a ratio of policies": (config.objective != "reinforce" or config.kl_importance, ["old_policy"]),
+        "--tis_cap or --tis_floor": (config.tis_cap or config.tis_floor, ["tis_mode"]),
+        "--top_p, --top_k or --min_p": (config.cuts_vocabulary, ["keep_set"]),
+        "--reward overlong": (any(name.endswith("overlong") for name in config.reward), ["overlong_buffer"]),
+        "--lora_rank": (config.lora_rank, ["lora_alpha"]),
+        "steps after the warm-up": (config.steps == 0 or config.steps > config.warmup_steps, ["lr_schedule"]),
+        "--shard": (config.shard, ["shard_size"]),
+        "--server": (config.server, ["server_folder", "server_timeout"]),
+        "--eval_every": (config.eval_every, ["eval_k", "eval_data", "eval_temperature", "eval_top_p"]),
+    }
+    for other, (is_there, names) in only_with.items():
+        for name in names:
+            if not is_there and getattr(config, name) != getattr(Config, name):
+                yield f"--{name}: has no effect without {other}; leave it out"
+
+    # The objective.
     one_update = config.num_iterations * config.minibatches == 1
     if config.objective == "reinforce" and not one_update and not config.sampler_coef:
         yield "--objective reinforce: has no ratio, so use one update per rollout, or --sampler_coef"
-    if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
-        yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
     if config.objective == "clip" and config.delta is not None and config.delta <= 1 + config.epsilon_high:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
-    if config.tis_mode != Config.tis_mode and config.tis_cap is None and config.tis_floor is None:
-        yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
     if config.objective == "vespo" and not config.tis_mode.startswith("token"):
         yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
     if config.reads_sampler and config.cuts_vocabulary and not config.keep_set:
@@ -143,18 +157,6 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
-    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "reference", "ref_sync_every"), "beta")
-    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", server_folder="server", server_timeout="server")
-    only_with |= dict.fromkeys(("eval_k", "eval_data", "eval_temperature", "eval_top_p"), "eval_every")
-    for name, other in only_with.items():
-        if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
-            yield f"--{name}: has no effect without --{other}"
-    if not config.keep_set and not config.cuts_vocabulary:
-        yield "--keep_set false: has no effect without --top_p, --top_k or --min_p; leave --keep_set out"
-    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
-        yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
-    if config.overlong_buffer and not any(name.endswith("overlong") for name in config.reward):
-        yield "--overlong_buffer: has no effect without --reward overlong"
     if config.ref_sync_every and (config.reference or config.lora_rank):
         yield "--ref_sync_every: with --reference or --lora_rank, the reference is not a copy of the policy"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
