@@ -5,7 +5,6 @@ mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
-import importlib.util
 import itertools
 import math
 import re
@@ -59,8 +58,7 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("train.py", usage, about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     # What turns a word into a value: int and float ignore the space.
     convert = {str: lambda word: word[1:], bool: lambda word: string_to_bool(word[1:]), int: int, float: float}
-    about = "read settings from here, e.g. from a run's config.json"
-    parser.add_argument("--config", metavar="FILE", type=convert[str], help=about)
+    parser.add_argument("--config", metavar="FILE", type=convert[str], help="settings, e.g. the config.json of a run")
     for heading, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.metadata["heading"]):
         group = parser.add_argument_group(heading)
         for setting in settings:
@@ -104,33 +102,46 @@ def wrong_values(config: Config) -> Iterator[str]:
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit the others, or that nothing would read."""
     # What is trained, and on what.
-    needed = [] if hasattr(task_module(config.task), "model") else ["model"]
-    if config.task == "data":
-        # A run that only evaluates on --eval_data needs no prompts to train on.
-        needed += ["reward"] if config.steps == 0 and config.eval_data else ["data", "reward"]
-    yield from (f"--task {config.task}: needs --{name}" for name in needed if not getattr(config, name))
+    if not config.model and not hasattr(task_module(config.task), "model"):
+        yield f"--task {config.task}: needs --model"
+    if config.task == "data" and not config.reward:
+        yield "--task data: needs --reward"
     if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
         yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
-    # The objective. A switch that nothing reads must have its default value, or the value that --algorithm sets.
+    # A switch that nothing reads must have its default value, or the value that --algorithm sets.
     for choice, reads in SWITCHES_READ.items():
         chosen = getattr(config, choice)
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
+    only_with = {  # what must be there, whether it is, and the settings that are read only then
+        "--beta": (config.beta, ["kl_estimator", "kl_importance", "reference", "ref_sync_every"]),
+        "a ratio of policies": (config.objective != "reinforce" or config.kl_importance, ["old_policy"]),
+        "--tis_cap or --tis_floor": (config.tis_cap or config.tis_floor, ["tis_mode"]),
+        "--top_p, --top_k or --min_p": (config.cuts_vocabulary, ["keep_set"]),
+        "--reward overlong": (any(name.endswith("overlong") for name in config.reward), ["overlong_buffer"]),
+        "--lora_rank": (config.lora_rank, ["lora_alpha"]),
+        "steps after the warm-up": (config.steps == 0 or config.steps > config.warmup_steps, ["lr_schedule"]),
+        "--shard": (config.shard, ["shard_size"]),
+        "--server": (config.server, ["server_folder", "server_timeout"]),
+        "--eval_every": (config.eval_every, ["eval_k", "eval_data", "eval_temperature", "eval_top_p"]),
+    }
+    for other, (is_there, names) in only_with.items():
+        for name in names:
+            if not is_there and getattr(config, name) != getattr(Config, name):
+                yield f"--{name}: has no effect without {other}; leave it out"
+
+    # The objective.
     one_update = config.num_iterations * config.minibatches == 1
     if config.objective == "reinforce" and not one_update and not config.sampler_coef:
         yield "--objective reinforce: has no ratio, so use one update per rollout, or --sampler_coef"
-    if config.objective == "reinforce" and config.old_policy == "sampler" and not config.kl_importance:
-        yield "--old_policy sampler: has no effect with --objective reinforce, which has no ratio; leave it out"
     if config.objective == "cispo" and config.epsilon_high < 1.0:
         yield f"--epsilon_high {config.epsilon_high:g}: cispo caps ratios at this value; use at least 1, for instance 5"
     if config.objective == "clip" and config.delta is not None and config.delta <= 1 + config.epsilon_high:
         yield f"--delta {config.delta:g}: must be above 1 + epsilon_high"
     if config.ratio == "geometric" and config.objective != "clip":
         yield f"--ratio geometric: can be used with --objective clip, but not with {config.objective}"
-    if config.tis_mode != Config.tis_mode and config.tis_cap is None and config.tis_floor is None:
-        yield f"--tis_mode {config.tis_mode}: has no effect without --tis_cap or --tis_floor"
     if config.objective == "vespo" and not config.tis_mode.startswith("token"):
         yield f"--tis_mode {config.tis_mode}: vespo already multiplies the ratios of all tokens; use a token mode"
     if config.reads_sampler and config.cuts_vocabulary and not config.keep_set:
@@ -146,36 +157,12 @@ def contradictions(config: Config) -> Iterator[str]:
     compares = compares_in_group(config.scale_rewards, config.baseline, config.combine_rewards)
     if config.num_generations == 1 and (compares or config.dynamic_sampling):
         yield "--num_generations 1: a group of one compares nothing; use --baseline batch and --scale_rewards batch"
-    only_with = dict.fromkeys(("kl_estimator", "kl_importance", "reference", "ref_sync_every"), "beta")
-    only_with |= dict(shard_size="shard", lora_alpha="lora_rank", server_folder="server", server_timeout="server")
-    only_with |= dict.fromkeys(("eval_k", "eval_data", "eval_temperature", "eval_top_p"), "eval_every")
-    for name, other in only_with.items():
-        if getattr(config, name) != getattr(Config, name) and not getattr(config, other):
-            yield f"--{name}: has no effect without --{other}"
-    if not config.keep_set and not config.cuts_vocabulary:
-        yield "--keep_set false: has no effect without --top_p, --top_k or --min_p; leave --keep_set out"
-    if config.lr_schedule != Config.lr_schedule and 0 < config.steps <= config.warmup_steps:
-        yield f"--lr_schedule: has no effect, because the warm-up takes all {config.steps} steps; lower --warmup_steps"
-    if config.ref_sync_every and config.reference:
-        yield "--ref_sync_every: cannot be used with --reference, which is another model than the policy"
-    if config.overlong_buffer and not any(name.endswith("overlong") for name in config.reward):
-        yield "--overlong_buffer: has no effect without --reward overlong"
-    if config.ref_sync_every and config.lora_rank:
-        yield "--ref_sync_every with --lora_rank: the reference is the model without adapters, which never changes"
+    if config.ref_sync_every and (config.reference or config.lora_rank):
+        yield "--ref_sync_every: with --reference or --lora_rank, the reference is not a copy of the policy"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
         yield f"--tis_floor {config.tis_floor:g} --tis_cap {config.tis_cap:g}: the floor must not be above the cap"
-    if not (config.gate_low or 1.0) <= 1.0 <= (config.gate_high or 1.0):
-        yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
     if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
         yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
-    if config.minibatches > config.prompts_per_step * config.num_generations:
-        yield f"--minibatches {config.minibatches}: a step has fewer completions"
-
-    # Evaluation and files.
-    if config.steps == 0 and not config.eval_every:
-        yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
-    if config.report_to and importlib.util.find_spec(config.report_to) is None:
-        yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
 
 
 def not_centered(config: Config, one_update: bool) -> list[str]:
@@ -217,7 +204,5 @@ def allowed_pairs() -> Iterator[tuple[dict, dict]]:
 
 def warnings(config: Config) -> Iterator[str]:
     """Yield a line for each combination that is allowed but seldom wanted."""
-    if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
-        yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"

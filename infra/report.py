@@ -115,7 +115,8 @@ def of_weights(log_w: Tensor) -> dict[str, float | None]:
     if not len(log_w):
         return {"ess": None, "sampler_chi2": None}
     w = (log_w - log_w.max()).exp()  # a factor changes nothing
-    return {"ess": float(w.mean() ** 2 / (w**2).mean()), "sampler_chi2": float((w**2).mean() / w.mean() ** 2 - 1)}
+    ess = float(w.mean() ** 2 / (w**2).mean())
+    return {"ess": ess, "sampler_chi2": 1 / ess - 1}
 
 
 def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
@@ -198,19 +199,18 @@ class RunLog:
     """Writes the files of a run and prints to the screen, on the first rank only."""
 
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
-        self.config, self.decode, self.reward_names = config, decode, reward_names
-        self.quiet, self.out = ranks.rank() > 0, Path(config.out)
-        self.say_once = functools.cache(self.say)  # says a line only the first time
+        self.config, self.decode, self.reward_names, self.out = config, decode, reward_names, Path(config.out)
+        self.say_once = functools.cache(say)  # says a line only the first time
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
-        cfg, defaults = self.config, vars(Config())
-        self.say(f"{cfg.task}: {rows[0]} prompts to train on, {rows[1]} held out; {cfg.model or 'a model of its own'}")
-        self.say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
-        self.say(", ".join(f"{name} {x}" for name, x in vars(cfg).items() if x != defaults[name]))
+        defaults = vars(Config())
+        say(f"{rows[0]} prompts to train on, {rows[1]} held out")
+        say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
+        say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
-            self.say(f"note: {note}")
-        self.say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
+            say(f"note: {note}")
+        say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
 
     def open(self, done: int) -> None:
         """Open the files. Remove the lines of steps that will be run again, and an incomplete last line. A run that
@@ -222,7 +222,7 @@ class RunLog:
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
-        if self.quiet:
+        if ranks.rank() > 0:
             return
         step, most = metrics["step"], self.config.samples_per_step
         chosen = [(group, i) for group in groups for i in range(len(group.completions))]
@@ -236,11 +236,11 @@ class RunLog:
             self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, step)
         if groups:
             names = "reward", "without_signal", "truncated", "completion_length", "entropy", "tokens_per_second"
-            self.say(f"step {step}/{self.config.steps}  {'  '.join(f'{name} {show(metrics[name])}' for name in names)}")
+            say(f"step {step}/{self.config.steps}  {'  '.join(f'{name} {show(metrics[name])}' for name in names)}")
             for hint in hints(metrics, groups, self.config):
                 self.say_once(f"note: {hint}")
         if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
-            self.say(f"step {step}, held out: {'  '.join(values)}")
+            say(f"step {step}, held out: {'  '.join(values)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob, which
@@ -266,17 +266,18 @@ class RunLog:
     def generating(self, tokens: int, rows: int) -> None:
         """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
         if tokens % 16 == 0 and sys.stdout.isatty():
-            self.say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
+            say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 
     def stopped(self, signal_number: int, step: int) -> int:
         """Report that a signal has stopped the run, and return its exit code."""
-        self.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
+        say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
         return 128 + signal_number
 
-    def say(self, line: str, end: str = "\n") -> None:
-        with suppress(OSError):  # stdout may be a closed pipe, or on a full disk
-            if not self.quiet:
-                print(line, end=end, flush=True)
+
+def say(line: str, end: str = "\n") -> None:
+    with suppress(OSError):  # stdout may be a closed pipe, or on a full disk
+        if ranks.rank() == 0:
+            print(line, end=end, flush=True)
 
 
 def as_json(lines: list[dict]) -> str:
@@ -292,13 +293,13 @@ def append(path: Path, lines: list[dict]) -> None:
 
 def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
     """Return a function that sends the metrics of a step to the tracker. It takes the metrics by name, and the step."""
-    if config.report_to in ("trackio", "wandb"):  # trackio chooses its own folder
-        folder = {"dir": config.out} if config.report_to == "wandb" else {}
-        about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
-        return importlib.import_module(config.report_to).init(**about).log
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
-    atexit.register(writer.close)
-    return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+    if config.report_to == "tensorboard":
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
+        atexit.register(writer.close)
+        return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+    folder = {"dir": config.out} if config.report_to == "wandb" else {}  # trackio chooses its own folder
+    about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
+    return importlib.import_module(config.report_to).init(**about).log
 
 
 def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
@@ -315,33 +316,27 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"
-    if metrics["reward_std"] == 0.0 and metrics["step"] <= 3:
-        yield "in every group of this step, all rewards are equal"
 
 
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
     """Stop the run, because the loss or the gradient is not finite. All ranks call this, and one of them reports it."""
     with ranks.fail_together():
-        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
-        raise UserError(f"{what}; the update was not made, and the last checkpoint is intact")
+        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made")
 
 
 def finished(out: Path, already: bool = False) -> int:
     """Print the result of a run from its files: the metrics of the first and of the last evaluation. Return the exit
     code. `already` says that the run was finished when this process started."""
     lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
-    if ranks.rank() > 0:
-        return 0
-    with suppress(OSError):
-        if already:
-            print(f"the run in {out}/ is finished; only --overwrite starts it over")
-        if lines:
-            shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
-            print(f"{'held out (± 95 %)':24}", *(f"{'step ' + str(line['step']):>18}" for line in shown))
-            for name in held_out(shown[-1]):
-                cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in shown)
-                print(f"{name.removeprefix('eval/'):24}", *(f"{cell:>18}" for cell in cells))
-        print(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
+    if already:
+        say(f"the run in {out}/ is finished; only --overwrite starts it over")
+    if lines:
+        shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
+        say(f"{'held out (± 95 %)':24}" + "".join(f"{'step ' + str(line['step']):>19}" for line in shown))
+        for name in held_out(shown[-1]):
+            cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in shown)
+            say(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>19}" for cell in cells))
+    say(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
     return 0
 
 

@@ -37,11 +37,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from config import SETTINGS, Config, UserError, is_allowed, resolve, with_budgets
+from config import SETTINGS, Config, UserError, resolve, with_budgets
 from infra import ranks
-
-MAY_CHANGE = {name for name, setting in SETTINGS.items() if setting.metadata["may_change"]}  # when a run goes on
-
 
 # ---- What a command does with a folder ----
 
@@ -49,11 +46,8 @@ MAY_CHANGE = {name for name, setting in SETTINGS.items() if setting.metadata["ma
 def claim(config: Config) -> None:
     """Make the folder `config.out` and lock it. Raise a UserError if this run must not write there."""
     out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock(out)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}") from None
+    out.mkdir(parents=True, exist_ok=True)
+    lock(out)
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
@@ -69,10 +63,7 @@ def check_run(config: Config) -> None:
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     log = out / "metrics.jsonl"
-    steps = [line.get("step") for line in read_lines(log)]
-    if None in steps:
-        raise UserError(f"{log}:{steps.index(None) + 1}: not a line of a run: it has no step")
-    if saved and saved[-1] not in steps:
+    if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
         raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else max(saved, default=0)
     if config.steps < steps_made:
@@ -117,10 +108,10 @@ def budgets(config: Config) -> dict[str, int | None]:
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
-    may_change = MAY_CHANGE
+    kept = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        may_change = MAY_CHANGE - {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
-    return [name for name in vars(here) if getattr(there, name) != getattr(here, name) and name not in may_change]
+        kept |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
+    return [name for name in vars(here) if name in kept and getattr(there, name) != getattr(here, name)]
 
 
 # ---- What is in a folder ----
@@ -145,56 +136,31 @@ def run_id(out: Path) -> str:
 
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
-    file = out / "config.json"
-    if (settings := content_of(file).get("settings")) is None:
-        return None
+    settings = content_of(out / "config.json").get("settings")
     # A switch that is younger than the run is open, and gets the value of the run's preset. Nothing else is open.
-    return resolve(as_config(settings, file), {}, on_gpu=False)
+    return resolve(Config(**settings), {}, on_gpu=False) if settings else None
 
 
 def settings_in(file: Path) -> Config:
     """Return the settings in a file of the user. If the file is the config.json of a run, return only the settings that
     were typed, without those about the folder: with another task or algorithm, the others have other defaults."""
-    content = read_json(file)
+    content = json.loads(file.read_text())
     if "given" in content:
         content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
-    return as_config({name: x for name, x in content.items() if x is not None}, file)
-
-
-def as_config(settings: dict, file: Path) -> Config:
-    """Return the settings that were read from this file. Raise a UserError if one is unknown or has a wrong value."""
-    for name, x in settings.items():
-        if name not in SETTINGS:
-            raise UserError(f"{file}: this code has no setting {name}")
-        if not is_allowed(SETTINGS[name], x):
-            raise UserError(f"{file}: {name} cannot be {x!r}, see --help")
-    return Config(**settings)
+    return Config(**{name: x for name, x in content.items() if x is not None})
 
 
 def content_of(file: Path) -> dict:
     """Return the content of a run's config.json, or an empty dict if there is no such file."""
-    return read_json(file) if file.exists() else {}
-
-
-def read_json(file: Path) -> dict:
-    try:
-        return {**json.loads(file.read_text())}  # an error if it is not a dict
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
     """Return the lines of a .jsonl file, without a last one that was cut off when the run was killed."""
-    texts = file.read_bytes().split(b"\n") if file.exists() else []
-    lines = []
-    for number, text in enumerate(texts, start=1):
-        line = None
-        with suppress(ValueError):
-            line = json.loads(text)
-        if isinstance(line, dict):
-            lines.append(line)
-        elif number < len(texts):  # only what follows the last newline may be incomplete
-            raise UserError(f"{file}:{number}: not a line of a run: {text!r:.50}")
+    *whole, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    lines = [json.loads(line) for line in whole]
+    with suppress(ValueError):  # only what follows the last newline may be incomplete
+        lines.append(json.loads(last))
     return lines
 
 

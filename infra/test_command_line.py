@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 
 import pytest
 
@@ -56,7 +55,6 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
     ("--steps 0 --seed 3 --lr_schedule cosine --eval_k 8", dict(out="runs/addition-evaluation-3", dtype="float32")),
     ("--data d.jsonl --model m --reward a.py:f", dict(task="data", learning_rate=1e-6)),
-    ("--task data --eval_data d.jsonl --model m --reward a.py:f --steps 0", dict(data=None)),
     ("--num_generations 1 --baseline none --scale_rewards none --lr_schedule cosine", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
@@ -116,77 +114,51 @@ def made(typed: Config) -> None:
 MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi ... 0.3 ... oops"),
     ("--seed 1 -2", "unrecognized arguments: ... -2"),
-    ("--stop a --stopp=b c", "unrecognized arguments: --stopp"),
     # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
-    ("--task data", "--task data: needs --model | --task data: needs --data | --task data: needs --reward"),
+    ("--task data", "--task data: needs --model | --task data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "one weight for each of 1 rewards"),
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
-    ("--objective dppo --delta 3", "--delta 3.0: has no effect with --objective dppo"),
     ("--algorithm gmpo --delta 3 --beta 1 --kl_importance --kl_estimator k2", "--delta 3.0: ... geometric | k2"),
     ("--algorithm cispo --epsilon_low 1.5 --sapo_tau_pos 2", "--epsilon_low 1.5: ... cispo | --sapo_tau_pos 2.0: "),
-    ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy sampler: has no"),
-    ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode sequence_mask: has"),
+    ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),
+    ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode: has no effect"),
     ("--algorithm vespo --tis_mode sequence_mask --tis_cap 2 --epsilon_low 0.1", "0.1: has no | sequence_mask: "),
     ("--old_policy sampler --gate_low 0.5 --delta 1.2", "--gate_low 0.5: ... sampler | --delta 1.2: ... 1"),
     ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
     *[(f"--{x} 1 --top_k 9 --keep_set no", "keep") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
-    ("--lora_rank 8 --beta 1 --ref_sync_every 5", "--ref_sync_every with --lora_rank: ... never changes"),
+    *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--algorithm gdpo --num_generations 1", "--num_generations 1: "),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
-    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set false: "),
+    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
     ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
-    *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
-    ("--score_centering 5 --algorithm gspo", "--score_centering: cannot be used with --ratio sequence"),
-    (
-        "--score_centering 5 --old_policy sampler",
-        "--score_centering: cannot be used with --objective clip --old_policy",
-    ),
-    ("--score_centering 5 --minibatches 2", "--score_centering: cannot be used with several updates"),
+    ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
     ("--score_centering 5 --tis_cap 2 --tis_mode sequence_mask", "--score_centering: cannot be used with --tis_mode"),
-    ("--score_centering 5 --delta 3", "--score_centering: cannot be used with --delta"),
-    ("--score_centering 5 --gate_low 0.9", "--score_centering: cannot be used with --gate_low"),
-    ("--score_centering 5 --off_policy_mask 1", "--score_centering: cannot be used with --off_policy_mask"),
-    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
-    ("--eval_every 0 --eval_temperature 0.5", "--eval_temperature: has no effect without --eval_every"),
-    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
     (
-        "--steps 0 --eval_every 0 --eval_data d.jsonl",
-        "--steps 0 --eval_every 0: | --eval_data: has no effect",
+        "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
+        "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
-    ("--report_to trackio", "--report_to trackio: the package is not installed"),
+    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
+    ("--eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--eval_data: has no effect | --eval_top_p: has no effect"),
 ]
-# The text of a file, flags, a part of each line of the error message. "FILE" stands for the path of the file.
+# The text of a file, flags, a part of each line of the error message.
 IN_FILES = [
-    ('{"lerning_rate": 1}', "", "FILE: this code has no setting lerning_rate"),
-    # Only the key "given" of a run's config.json is read, and this file does not have it.
-    ('{"settings": {"seed": 1}}', "", "FILE: this code has no setting settings"),
     ('{"algorithm": "rloo", "beta": null, "seed": 2}', "--minibatches 4", "--objective reinforce: has no ratio"),
-    ("{}", "--config none.json", "none.json cannot be read: "),
-    *[(text, "", "FILE cannot be read: ") for text in ("", "[]", '[["seed", 1]]', "7", '{"seed": 1', '{"seed": 1}}')],
-    *[
-        (json.dumps({name: x}), "", f"FILE: {name} cannot be ")
-        for name, x in [
-            *dict(seed="1", beta="0.1", reward="r.py:f", shard=1, steps=True, stop=["a", 1], correct=["f"]).items(),
-            *dict(epsilon_low="inf", algorithm="dapa", baseline=[], task=5, micro_batch_size=0, temperature=0).items(),
-            *dict(beta=math.nan, learning_rate=math.inf, eval_k=2.0, reward_weights=[1, None]).items(),
-        ]
-    ],
+    ('{"seed": "1", "eval_k": 2.0, "steps": true, "beta": NaN}', "", "--seed 1 | --eval_k 2.0 | --steps True | --beta"),
+    ('{"reward": "r.py:f", "stop": ["a", 1], "baseline": []}', "", "--reward r.py:f | --stop ['a', 1] | --baseline []"),
 ]
 
 
 @pytest.mark.parametrize("text, line, expected", [("{}", *mistake) for mistake in MISTAKES] + IN_FILES)
-def test_mistakes_are_reported(tmp_path, capsys, monkeypatch, text, line, expected):
-    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not installed
+def test_mistakes_are_reported(tmp_path, capsys, text, line, expected):
     (tmp_path / "mine.json").write_text(text)
-    expected = expected.replace("FILE", str(tmp_path / "mine.json"))
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
 
 
@@ -228,14 +200,9 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
         assert_refused(capsys, f"--{name} many", [f"--{name}: "])
 
 
-def test_warnings_about_combinations_that_are_seldom_wanted():
-    for settings, *notes in (
-        (dict(beta=0.1, kl_estimator="k1"), "nothing but noise"),
-        (dict(beta=0.1, kl_estimator="k1", kl_importance=True),),
-        (dict(lora_rank=8), "learning_rate 0.0002 suits full fine-tuning"),
-        (dict(lora_rank=8, learning_rate=1e-3),),
-    ):
-        assert_lines([*warnings(ready(Config(**settings), on_gpu=False))], notes)
+def test_a_kl_whose_gradient_is_only_noise_is_noted():
+    config = ready(Config(beta=0.1, kl_estimator="k1"), on_gpu=False)
+    assert len([*warnings(config)]) == 1 and not [*warnings(dataclasses.replace(config, kl_importance=True))]
 
 
 def test_help_shows_each_flag_with_its_allowed_values_and_its_default(capsys):
