@@ -5,6 +5,7 @@ mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
+import importlib.util
 import itertools
 import math
 import re
@@ -161,6 +162,14 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--ref_sync_every: with --reference or --lora_rank, the reference is not a copy of the policy"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
         yield f"--tis_floor {config.tis_floor:g} --tis_cap {config.tis_cap:g}: the floor must not be above the cap"
+    if not (config.gate_low or 1.0) <= 1.0 <= (config.gate_high or 1.0):
+        yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
+    if config.minibatches > config.prompts_per_step * config.num_generations:
+        yield f"--minibatches {config.minibatches}: a step has fewer completions"
+    if config.steps == 0 and not config.eval_every:
+        yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
+    if config.report_to and importlib.util.find_spec(config.report_to) is None:
+        yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
     if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
         yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
 

@@ -321,7 +321,8 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
     """Stop the run, because the loss or the gradient is not finite. All ranks call this, and one of them reports it."""
     with ranks.fail_together():
-        raise UserError(f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; the update was not made")
+        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
+        raise UserError(f"{what}; the update was not made, and the last checkpoint is intact")
 
 
 def finished(out: Path, already: bool = False) -> int:

@@ -144,21 +144,34 @@ def settings_of(out: Path) -> Config | None:
 def settings_in(file: Path) -> Config:
     """Return the settings in a file of the user. If the file is the config.json of a run, return only the settings that
     were typed, without those about the folder: with another task or algorithm, the others have other defaults."""
-    content = json.loads(file.read_text())
+    content = read_json(file)
     if "given" in content:
         content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
-    return Config(**{name: x for name, x in content.items() if x is not None})
+    try:
+        return Config(**{name: x for name, x in content.items() if x is not None})
+    except TypeError as error:  # it names a setting that does not exist
+        raise UserError(f"{file}: {error}") from None
 
 
 def content_of(file: Path) -> dict:
     """Return the content of a run's config.json, or an empty dict if there is no such file."""
-    return json.loads(file.read_text()) if file.exists() else {}
+    return read_json(file) if file.exists() else {}
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return {**json.loads(file.read_text())}  # an error if it is not a dict
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
 
 
 def read_lines(file: Path) -> list[dict]:
     """Return the lines of a .jsonl file, without a last one that was cut off when the run was killed."""
     *whole, last = file.read_bytes().split(b"\n") if file.exists() else [b""]
-    lines = [json.loads(line) for line in whole]
+    try:
+        lines = [{**json.loads(line)} for line in whole]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file} has a damaged line: {error}") from None
     with suppress(ValueError):  # only what follows the last newline may be incomplete
         lines.append(json.loads(last))
     return lines

@@ -334,7 +334,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
-    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "Expecting value"),
+    (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "l has a damaged line"),
     (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
     (partial(made, left=("checkpoint/000004", "checkpoint/000004 copy", "checkpoint/²", "checkpoint/9")), {}, 4),
     (partial(with_file, unfinished, "checkpoint/000009", ""), dict(steps=9), 4),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 
 import pytest
 
@@ -136,6 +137,10 @@ MISTAKES = [
     ("--lora_alpha 8 --shard_size 2", "--lora_alpha: has no effect without --lora_rank | --shard_size: ... --shard"),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
     ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
+    *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
+    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
+    ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
+    ("--report_to trackio", "--report_to trackio: the package is not installed"),
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
@@ -150,6 +155,8 @@ MISTAKES = [
 ]
 # The text of a file, flags, a part of each line of the error message.
 IN_FILES = [
+    ('{"lerning_rate": 1}', "", "mine.json: ... lerning_rate"),
+    *[(text, "", "mine.json cannot be read: ") for text in ("", "[]", "7", '{"seed": 1')],
     ('{"algorithm": "rloo", "beta": null, "seed": 2}', "--minibatches 4", "--objective reinforce: has no ratio"),
     ('{"seed": "1", "eval_k": 2.0, "steps": true, "beta": NaN}', "", "--seed 1 | --eval_k 2.0 | --steps True | --beta"),
     ('{"reward": "r.py:f", "stop": ["a", 1], "baseline": []}', "", "--reward r.py:f | --stop ['a', 1] | --baseline []"),
@@ -157,7 +164,8 @@ IN_FILES = [
 
 
 @pytest.mark.parametrize("text, line, expected", [("{}", *mistake) for mistake in MISTAKES] + IN_FILES)
-def test_mistakes_are_reported(tmp_path, capsys, text, line, expected):
+def test_mistakes_are_reported(tmp_path, capsys, monkeypatch, text, line, expected):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not installed
     (tmp_path / "mine.json").write_text(text)
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
 

@@ -125,8 +125,8 @@ def waits(decode: str, cut: dict) -> Counter[str]:
 @pytest.mark.parametrize("decode, numbers_read", [("graph", 16 // 8), ("plain", 16 // 8 + 16)])
 @pytest.mark.parametrize("cut, kept", [({}, {}), (dict(top_p=0.8), {"nonzero": 16, "_to_copy": 3 * 16})])
 def test_the_host_reads_only_at_every_eighth_token_how_many_rows_have_ended(decode, numbers_read, cut, kept):
-    """Without a graph it also reads, for each token, whether there is padding. If the vocabulary is cut, the kept ids, their numbers and
-    the numbers of the rows are copied as well."""
+    """Without a graph it also reads, for each token, whether there is padding. If the vocabulary is cut, the kept ids,
+    their numbers and the numbers of the rows are copied as well."""
     # The operation that reads one number is called _local_scalar_dense.
     assert on_pretended_gpu(waits, decode, cut) == {"_local_scalar_dense": numbers_read} | kept
 
