@@ -230,11 +230,11 @@ def trial(flags: str, fits: int = 10**9) -> tuple[str, Config, list[int], list[d
 
 @needs_pretended_gpu
 def test_a_trial_computes_full_rows_and_then_twice_as_many_and_leaves_only_the_budgets():
-    """A row is a prompt of 8 tokens and 4 completions of 16. A chunk of the output head has 64 tokens here, so one row
+    """A row is a prompt of 8 tokens and 8 completions of 16. A chunk of the output head has 64 tokens here, so one row
     fills it. There is memory for the largest budgets that are allowed: 24 tokens times a power of two."""
     line, config, limits, (before, after) = on_pretended_gpu(trial, f"{CHECKPOINTING} --top_k 5 --decode graph")
-    assert limits == [72, 72, 144] and (config.rollout_tokens, config.micro_batch_tokens) == (24 << 17, 24 << 10)
-    assert f"rollout_tokens {24 << 17} (24 tokens" in line and f"micro_batch_tokens {24 << 10} (72 " in line
+    assert limits == [136, 136, 272] and (config.rollout_tokens, config.micro_batch_tokens) == (24 << 17, 24 << 10)
+    assert f"rollout_tokens {24 << 17} (24 tokens" in line and f"micro_batch_tokens {24 << 10} (136 " in line
     for name, value in before.items():
         assert after[name] == value, name
 
@@ -248,10 +248,10 @@ def test_what_is_given_is_not_tried():
 
 @needs_pretended_gpu
 def test_a_row_that_does_not_fit_is_split_and_a_completion_that_does_not_fit_ends_the_run():
-    """If 60 tokens fit, then the row of 72 tokens does not, but half of it does, 36 tokens. The budget is 24 of them:
-    one completion with its prompt."""
-    _, config, limits, _ = on_pretended_gpu(trial, "", 60)
-    assert limits[:3] == [72, 36, 36] and config.micro_batch_tokens == 24
+    """If 100 tokens fit, then the row of 136 tokens does not, but half of it does, 68 tokens. The budget is 48 of them:
+    two completions, each with its prompt."""
+    _, config, limits, _ = on_pretended_gpu(trial, "", 100)
+    assert limits[:3] == [136, 68, 68] and config.micro_batch_tokens == 48
     with pytest.raises(UserError, match="out of memory in an update"):
         on_pretended_gpu(trial, "", 0)
     with pytest.raises(torch.OutOfMemoryError):  # weights and gradients of this model are 32 MB each, Adam is 65 MB
