@@ -193,9 +193,9 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     is refused if its configuration has a window shorter than `length`, the most tokens of a prompt and a completion."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
-    if any(type(size) is int and size < length for size in sizes):
-        return False
-    if model.config._attn_implementation not in ("sdpa", "eager"):  # others may take the mask for one of padding
+    has_short_window = any(type(size) is int and size < length for size in sizes)
+    # Other implementations than these two may take the mask for one of padding.
+    if has_short_window or model.config._attn_implementation not in ("sdpa", "eager"):
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
     # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and per_row=[2] puts
