@@ -213,5 +213,9 @@ def allowed_pairs() -> Iterator[tuple[dict, dict]]:
 
 def warnings(config: Config) -> Iterator[str]:
     """Yield a line for each combination that is allowed but seldom wanted."""
+    if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
+        yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
+    if (config.attn_implementation or "").startswith("flash"):
+        yield "attn_implementation: flash-attn copies the cache for each token of a rollout; sdpa has the same kernels"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"

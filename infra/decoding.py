@@ -26,9 +26,9 @@ sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: No
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
-    with unsharded(model), weights_in(model, dtype), without_flash(model), logits_in_fp32(model, dtype):
+    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
         is_graph = decode == "graph" and graph_decoding_works(model, dtype)
-        with by_graph(model, max_tokens) if is_graph else nullcontext():
+        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
             yield
 
 
@@ -53,31 +53,6 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for p, weight in weights.items():
             p.data = weight
-
-
-@contextmanager
-def by_graph(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
-    """Let the model compute tokens with a CUDA graph."""
-    model.forward = GraphForward(model.forward, max_tokens)
-    try:
-        yield
-    finally:
-        del model.forward
-
-
-@contextmanager
-def without_flash(model: PreTrainedModel) -> Iterator[None]:
-    """Use PyTorch's attention instead of the package flash-attn, which would copy the whole cache at every token to
-    leave out its padding."""
-    own = model.config._attn_implementation
-    if not own.startswith("flash"):
-        yield
-        return
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
 
 
 class GraphForward:
@@ -147,7 +122,7 @@ def graph_decoding_works(model: PreTrainedModel, dtype: torch.dtype) -> bool:
         sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
         try:
             plain = sample()
-            with by_graph(model, 3):
+            with forward_replaced(model, GraphForward(model.forward, 3)):
                 graph = sample()
             if any((a.ids != b.ids).any() for a, b in zip(graph, plain)):
                 raise ValueError("it samples other tokens")

@@ -32,9 +32,7 @@ class FailedElsewhere(UserError):
 
 def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
     """Train, report any error, and return the exit code."""
-    # A stream that was closed when the program started is None.
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed when the program started
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         code = train(config)
@@ -48,14 +46,12 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         if is_lost_contact(error):
             say(f"lost contact with another rank: {str(error).splitlines()[0]}")
             return stand_by(1)
-        code, message = 1, traceback.format_exc()
-        if isinstance(error, UserError | torch.OutOfMemoryError):
-            code, message = 2, f"error: {error}"
-            message += f": {SMALLER}" if isinstance(error, torch.OutOfMemoryError) else ""
-            error.__traceback__ = error.__cause__ = None  # torchrun would show where in this code it was raised
-        say(message.rstrip())
+        if isinstance(error, torch.OutOfMemoryError):
+            error = UserError(f"{error}: {SMALLER}")
+        is_mistake = isinstance(error, UserError)
+        say(f"error: {error}" if is_mistake else traceback.format_exc().rstrip())
         get_error_handler().record_exception(error)  # for the report that torchrun prints at the end
-        return code
+        return 2 if is_mistake else 1
     finally:
         for number, handler in handlers.items():  # in a notebook, the process continues after the run
             signal.signal(number, handler)

@@ -54,8 +54,5 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         sampling=sampling,
         limits=limits_of(cfg, model, longest_prompt),
     )
-    return (
-        fields,
-        longest_prompt,
-        [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)],
-    )
+    noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
+    return fields, longest_prompt, noted

@@ -17,39 +17,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
-from config import UserError
 from infra.seeds import generator
 
-# The settings of plain LoRA that `save_adapters` writes to adapter_config.json. `read_adapters` accepts a setting in
-# three cases: it has the value given here, it is false or empty, or its name is in ANY.
-PLAIN = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", init_lora_weights=True, inference_mode=True)
-# These settings may have any value, because they are read when the adapters are loaded, or have no effect on plain
-# LoRA.
-ANY = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "fan_in_fan_out", "lora_dropout", "peft_version"}
-ANY |= {"auto_mapping", "megatron_core", "qalora_group_size"}
-
-
 # ---- Adapters in a model ----
-
-
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return all linear layers except the output head. Those of GPT-2 are Conv1D, whose weight is transposed."""
-    head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
 
 
 def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0) -> PreTrainedModel:
     """Freeze the model and add adapters, the same ones in every process. Sharded weights stay sharded, but every
     process has all of the adapters."""
     model.requires_grad_(False)
-    layers, random_numbers = linear_layers(model), generator("lora", seed)
-    if not layers:
-        raise UserError(f"--lora_rank: {type(model).__name__} has no linear layers except its output head")
-    for layer in layers.values():
+    head, random_numbers = model.get_output_embeddings(), generator("lora", seed)
+    # The linear layers of GPT-2 are Conv1D, whose weight is transposed.
+    for layer in [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]:
         n_out, n_in = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
         A = torch.from_numpy(random_numbers.uniform(-(n_in**-0.5), n_in**-0.5, (rank, n_in)))
         like = dict(dtype=torch.promote_types(layer.weight.dtype, torch.float32), device=layer.weight.device)
@@ -93,11 +76,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
     """Yield a note if there are weights with more than two dimensions, which get no adapters."""
-    linear = sum(layer.weight.numel() for layer in adapted_layers(model).values())
-    others = sum(p.numel() for p in model.parameters() if p.dim() > 2)
-    if linear and others:
-        share = linear / (linear + others)
-        yield f"adapters reach {share:.0%} of the weights; convolutions, and experts stored as one tensor, get none"
+    if adapted_layers(model) and any(p.dim() > 2 for p in model.parameters()):
+        yield "some weights get no adapters: those of convolutions, and of experts that are stored as one tensor"
 
 
 # ---- Adapters on disk, in the format of PEFT ----
@@ -107,7 +87,9 @@ def save_adapters(folder: Path, model: PreTrainedModel) -> None:
     """Write adapter_config.json and adapter_model.safetensors."""
     layers, base = adapted_layers(model), model.config.name_or_path
     first = next(iter(layers.values()))
-    about = PLAIN | dict(
+    about = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
         r=len(first.lora_A),
         lora_alpha=round(first.lora_scale * len(first.lora_A)),  # PEFT and vLLM expect an integer
@@ -116,23 +98,3 @@ def save_adapters(folder: Path, model: PreTrainedModel) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     tensors = {f"base_model.model.{name}.weight": p.detach().cpu() for name, p in trained_tensors(model).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def read_adapters(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Return the settings in adapter_config.json and the tensors. Anything but plain LoRA is refused."""
-    about = json.loads((folder / "adapter_config.json").read_text())
-    for name, value in about.items():
-        if name not in ANY and value and value != PLAIN.get(name):
-            raise UserError(f"adapter_config.json sets {name} to {value}, but only plain LoRA can be loaded")
-    return about, load_file(folder / "adapter_model.safetensors")
-
-
-def set_adapters(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
-    """Load saved adapters into a model that has adapters in all the same layers."""
-    saved = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in tensors.items()}
-    in_file = {(name, x.shape) for name, x in saved.items()}
-    in_model = {(name, x.shape) for name, x in trained_tensors(model).items()}
-    if wrong := in_file ^ in_model:  # those that are in only one of the two
-        raise UserError(f"--model: must have adapters of all linear layers except the head; {min(wrong)[0]} differs")
-    model.load_state_dict(saved, strict=False)
-    return model

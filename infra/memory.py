@@ -155,11 +155,9 @@ def in_parts_that_fit(compute: Callable, run: Any, batch: Batch, *more: Any) -> 
         with suppress(torch.OutOfMemoryError):
             return compute(run, batch, *more)
         torch.cuda.empty_cache()
-        if run.config.shard:
-            raise UserError(f"out of memory in an update; with --shard, no rank can start again by itself: {SMALLER}")
         parts = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
-        if not parts:
-            raise UserError(f"out of memory with one completion at a time: {SMALLER}")
+        if run.config.shard or not parts:  # with --shard, no rank can start again by itself
+            raise UserError(f"out of memory in an update: {SMALLER}")
         # The limit may be far above the largest micro-batch, so halve the tokens of that one. They are counted without
         # padding, which the limit includes, so the micro-batch will certainly be split.
         run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in parts)) // 2

@@ -5,8 +5,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
@@ -21,13 +21,10 @@ from batch import Limits
 from config import Config, UserError
 from fast.output_head import returns_head_output
 from fast.shared_prompts import model_inputs
-from infra import checkpoint, faults, ranks, run_folder
-from infra.lora import add_adapters, read_adapters, set_adapters
+from infra import checkpoint, ranks, run_folder
+from infra.lora import add_adapters
 from infra.shard import make_mesh, shard
 from tasks import task_module
-
-# The end of an error message, for a checkpoint or saved adapters that are given as --model but cannot be trained.
-EVAL_ONLY = "can only be evaluated; for training, give whole weights (merge adapters into their base model first)"
 
 # Under autocast, compute the matrix products of mixture-of-experts layers in bf16, as a rollout does. PyTorch's own
 # rules leave them out, so an update would compute them in fp32, which is slow.
@@ -46,29 +43,22 @@ class Opened:
 
 
 def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """Open a folder, a name on the hub, a checkpoint of a run, saved adapters, or a model with its tokenizer."""
+    """Open a folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
         model, tokenizer = source
         if config.lora_rank:
             raise UserError("--lora_rank: give a --model; the task's own model has no name that adapters can refer to")
-        for p in model.parameters():
-            p.data = p.data.to(weights_dtype(config))
-        return Opened(model.config, tokenizer, load=lambda: model.eval())  # its weights are already loaded
-    if source.count("/") > 1 and not Path(source).exists():  # names on the hub have one slash at most
-        raise UserError(f"--model {source}: there is no such folder")
+        return Opened(model.config, tokenizer, load=lambda: copy.deepcopy(model).float().eval())
     if (Path(source) / "state.pt").is_file():
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").is_file():
-        return _open_adapters(Path(source), config)
-    with _explain_errors(source, "configuration"):
-        model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    if quantized := getattr(model_config, "quantization_config", None):
-        method = quantized["quant_method"] if isinstance(quantized, dict) else quantized.quant_method
-        raise UserError(f"--model {source}: its weights are quantized ({method}); give a folder of bfloat16 weights")
-    with _explain_errors(source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        raise UserError(f"{source}: has only adapters; evaluate a checkpoint, or merge them (docs/extending.md)")
+    model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    if getattr(model_config, "quantization_config", None):
+        raise UserError(f"{source}: its weights are quantized; give a folder of bfloat16 weights")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if config.chat_template_kwargs:
         given = dict(json.loads(config.chat_template_kwargs))
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
@@ -78,7 +68,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
-    load_weights = partial(_load_weights, source, model_config, tokenizer, config)
+    load_weights = partial(_load_weights, source, model_config, config)
     adapt = partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
     return Opened(model_config, tokenizer, load_weights, adapt if config.lora_rank else None)
 
@@ -87,11 +77,11 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     """Open a checkpoint: its weights, with the configuration and tokenizer of the model that its run started from."""
     settings = run_folder.settings_of(folder.absolute().parent.parent)
     if settings is None:
-        raise UserError(f"--model {folder}: must stay in the folder of its run; no config.json is two folders above it")
+        raise UserError(f"{folder}: must stay in the folder of its run; no config.json is two folders above it")
     # The training of adapters cannot be continued in another run. New adapters (--lora_rank) cannot be trained on a
     # checkpoint: saved adapters name their base model, and only this program can load a checkpoint.
     if config.steps and (settings.lora_rank or config.lora_rank):
-        raise UserError(f"--model {folder}: {EVAL_ONLY}")
+        raise UserError(f"{folder}: with adapters, a checkpoint can only be evaluated; start from whole weights")
     # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.
     config = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
     opened = open_model(settings.model or task_module(settings.task).model(settings), config)  # as its run did
@@ -100,18 +90,6 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     if opened.adapt is not None:
         return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
-
-
-def _open_adapters(folder: Path, config: Config) -> Opened:
-    """Open the base model of saved adapters, and these adapters."""
-    if config.steps:
-        raise UserError(f"--model {folder}: {EVAL_ONLY}")
-    with _explain_errors(str(folder), "adapters"):
-        about, tensors = read_adapters(folder)
-        base = about["base_model_name_or_path"]
-        config = replace(config, lora_rank=int(about["r"]), lora_alpha=float(about["lora_alpha"]))
-    opened = open_model(base, config)
-    return replace(opened, adapt=lambda model: set_adapters(opened.adapt(model), tensors))
 
 
 def weights_dtype(config: Config) -> torch.dtype:
@@ -129,40 +107,21 @@ def loading_options(config: Config) -> dict[str, Any]:
 def load(
     opened: Opened, config: Config, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
-    """Load the weights; with --shard, the first rank loads them for all ranks. Return the model, the reference (None
-    unless the KL term needs a second model), and the ids that end a completion."""
+    """Load the weights. Return the model, the reference (None unless the KL term needs a second model), and the ids
+    that end a completion."""
     teacher = open_reference(config, opened.tokenizer) if config.reference else None
-    has_reference = config.beta != 0.0 and (teacher is not None or opened.adapt is None)
-    if config.shard:
-        dtype = getattr(torch, config.dtype)
-        with ranks.fail_together():
-            mesh = make_mesh(config.shard_size, device)
-            whole = opened.load() if ranks.rank() == 0 else None
-        model = shard(empty_model(opened.config, config), whole, mesh, dtype, device)
-        model.generation_config = ranks.on_first(lambda: whole.generation_config)
-        reference = None
-        if has_reference:
-            with ranks.fail_together():
-                whole = teacher.load() if teacher and ranks.rank() == 0 else whole
-            reference = shard(empty_model((teacher or opened).config, config), whole, mesh, dtype, device)
-    else:
-        with ranks.fail_together():
-            model = opened.load().to(device)
-        if ranks.world() > 1:
-            checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
-            ranks.check_same({"the weights": checksums})
-        reference = None
-        if has_reference:
-            with ranks.fail_together():
-                reference = teacher.load().to(device) if teacher else copy.deepcopy(model)
+    with ranks.fail_together():
+        mesh = make_mesh(config.shard_size, device) if config.shard else None
+    model, reference = on_device(opened, config, mesh, device), None
+    if config.beta != 0.0 and opened.adapt is not None and teacher is None:
+        reference = model  # its adapters are switched off for the reference
+    elif config.beta != 0.0:
+        reference = on_device(teacher or opened, config, mesh, device).requires_grad_(False)
     with ranks.fail_together():
         if opened.adapt is not None:
             opened.adapt(model)  # changes the model in place
         ends = eos_ids(model, opened.tokenizer)
-    on_gpu = device.type == "cuda"
-    if on_gpu and config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        faults.warn("this GPU emulates bfloat16, which is slow; --dtype float32 is faster but needs more memory")
-    if on_gpu and config.dtype == "float32":
+    if device.type == "cuda" and config.dtype == "float32":
         # PyTorch's attention can share a key head between query heads, but in fp32 its only kernel that does so needs
         # memory for (T x T) scores. So let transformers repeat the key heads instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
@@ -172,48 +131,49 @@ def load(
     # mode, because in eval mode they would not checkpoint.
     for module in model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
-    if reference is not None:
-        reference.requires_grad_(False).eval()
-    elif config.beta != 0.0:
-        reference = model  # with adapters, which are switched off for the reference
     return model, reference, ends
+
+
+def on_device(opened: Opened, config: Config, mesh: DeviceMesh | None, device: torch.device) -> PreTrainedModel:
+    """Load the weights of a model: on every rank or, with --shard, on the first one, which sends the others theirs."""
+    with ranks.fail_together():
+        whole = opened.load() if mesh is None or ranks.rank() == 0 else None
+    if mesh is not None:
+        with torch.device("meta"):
+            # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable,
+            # so do the same here.
+            empty = AutoModelForCausalLM.from_config(opened.config, **loading_options(config)).requires_grad_(True)
+        model = shard(empty, whole, mesh, getattr(torch, config.dtype), device).eval()
+        model.generation_config = ranks.on_first(lambda: whole.generation_config)
+        return model
+    model = whole.to(device)
+    if ranks.world() > 1:
+        checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
+        ranks.check_same({"the weights": checksums})
+    return model
 
 
 def open_reference(config: Config, tokenizer: Any) -> Opened:
     """Open the model of --reference, which must have the tokens of the policy."""
     with ranks.fail_together():
-        try:
-            opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
-        except UserError as error:
-            raise UserError(str(error).replace("--model", "--reference")) from error
+        opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
         if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"--reference {config.reference}: has another vocabulary than the model that is trained")
     return opened
 
 
-def _load_weights(name: str, model_config: PretrainedConfig, tokenizer: Any, config: Config) -> PreTrainedModel:
+def _load_weights(name: str, model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
     # Where weights are missing or have another shape, transformers puts random ones. So ask it what it has loaded.
     options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
-    with _explain_errors(name, "weights"):
-        model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
+    model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
     if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
-        raise UserError(f"--model {name}: its files lack {len(wrong)} weights of this model: {', '.join(wrong[:3])}")
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        raise UserError(f"{name}: its files lack {len(wrong)} weights of this model: {', '.join(wrong[:3])}")
     # With --shard, these weights go into an empty model that is made from the config. If the config ties the head to
     # the embeddings, that model has one weight for both, and a second one in the files would be lost.
-    if config.shard and model_config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise UserError(f"--model {name}: its head is not tied; set tie_word_embeddings to false in its config.json")
-    if len(tokenizer) > embeddings.num_embeddings:
-        raise UserError(f"--model {name}: has {embeddings.num_embeddings} tokens, its tokenizer {len(tokenizer)}")
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if config.shard and model_config.get_text_config().tie_word_embeddings and not is_tied:
+        raise UserError(f"{name}: its head is not tied; set tie_word_embeddings to false in its config.json")
     return model
-
-
-def empty_model(model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
-    """Make a model without weights, on the meta device."""
-    with _explain_errors(model_config.name_or_path, "architecture"), torch.device("meta"):
-        # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable, so
-        # do the same here.
-        return AutoModelForCausalLM.from_config(model_config, **loading_options(config)).requires_grad_(True)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
@@ -227,24 +187,15 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     return sorted(set(ids))
 
 
-@contextmanager
-def _explain_errors(name: str, part: str) -> Iterator[None]:
-    """Turn an error of transformers into one line that names the model and the part that cannot be loaded."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"--model {name}: its {part} cannot be loaded: {error!r:.600}") from error
-
-
 def reads_together(model: PreTrainedModel, length: int) -> bool:
     """Return whether the model can read several completions of a prompt as one row (fast/shared_prompts.py). This is
     tried on two short completions. The trial cannot reveal a sliding window that is longer than they are. So a model
     is refused if its configuration has a window shorter than `length`, the most tokens of a prompt and a completion."""
     config = model.config.get_text_config()
     sizes = [size for name, size in vars(config).items() if name.endswith(("window", "window_size", "chunk_size"))]
-    if any(type(size) is int and size < length for size in sizes):
-        return False
-    if model.config._attn_implementation not in ("sdpa", "eager"):  # others may take the mask for one of padding
+    has_short_window = any(type(size) is int and size < length for size in sizes)
+    # Other implementations than these two may take the mask for one of padding.
+    if has_short_window or model.config._attn_implementation not in ("sdpa", "eager"):
         return False
     # Two completions of 2 tokens after the same prompt of 3 tokens. The model reads them in two rows, and then in one.
     # `places` says where in that one row each token of `ids` is. Each row of `ids` has 5 tokens, and per_row=[2] puts
@@ -272,9 +223,6 @@ def limits_of(config: Config, model: PreTrainedModel, longest_prompt: int) -> Li
     if config.shard and not returns_head_output(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
         return Limits(rows=1, tokens=None)
     # Limits needs the hidden size only to decide which completions share a row. With None, none of them do.
-    hidden_size = None
-    if reads_together(model, longest_prompt + config.max_completion_length):
-        # On a GPU, attention with a mask takes about five times as long as a matrix product with as many
-        # multiplications, which is the same as a fifth of the hidden size.
-        hidden_size = model.config.get_text_config().hidden_size // (5 if model.device.type == "cuda" else 1)
+    shares_rows = reads_together(model, longest_prompt + config.max_completion_length)
+    hidden_size = model.config.get_text_config().hidden_size if shares_rows else None
     return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)

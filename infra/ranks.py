@@ -8,6 +8,7 @@ With --shard, each rank also has only a part of the model (shard.py).
 import os
 import signal
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from config import UserError
 from infra import faults
 
-BUCKET_BYTES = 2**26  # how many bytes of gradients are summed at once: a small call costs as much as a large one
+BUCKET_BYTES = 2**26  # about how many bytes of gradients are summed at once: a small call costs as much as a large one
 TIMEOUT = timedelta(hours=2)  # the longest that a rank waits for the rollout or the rewards of another
 
 
@@ -44,11 +45,8 @@ def start(shard: bool = False) -> torch.device:
     if "RANK" in os.environ:
         if missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
             raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}: start with torchrun, or unset RANK")
-        try:
-            # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
-        except OSError as error:
-            raise UserError(f"MASTER_ADDR {os.environ['MASTER_ADDR']}: {error}") from None
+        # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         check_own_address()
         # `rendezvous` waits half an hour for the other ranks, which is PyTorch's default. That is enough, because all
         # ranks start at about the same time. All later calls wait for TIMEOUT.
@@ -72,13 +70,11 @@ def check_own_address() -> None:
     """Make sure that ranks on other machines can reach this one. Gloo listens at the address of the host's name, and
     some systems give the name an address that only the machine itself can reach. The first machine finds even the name
     in MASTER_ADDR there, so only what the user wrote tells whether all ranks are on this machine."""
-    try:
-        own = socket.gethostbyname(socket.gethostname())
-    except OSError:  # without an address for the name, Gloo listens at 127.0.0.1
-        own = "127.0.0.1"
     is_local = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
-    several_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not is_local
-    if several_machines and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if is_local or os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    own = socket.gethostbyname(socket.gethostname())
+    if own.startswith("127."):
         advice = "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
         raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {own}; {advice}")
 
@@ -144,8 +140,7 @@ def fail_together() -> Iterator[None]:
         yield
     except UserError as error:
         own = error
-    messages = gather([None if own is None else str(own)])
-    for number, message in enumerate(messages):
+    for number, message in enumerate(gather([None if own is None else str(own)])):
         if message is not None:
             raise own if number == rank() else faults.FailedElsewhere(message)
 
@@ -159,30 +154,19 @@ def sum_(tensor: torch.Tensor) -> None:
 def sum_gradients(model: torch.nn.Module) -> None:
     """Sum the gradients over the ranks. A missing gradient counts as zero: this rank may have had no micro-batch, or
     the loss does not depend on the parameter."""
-    gradients = []
+    buckets, before = defaultdict(list), 0  # `before` counts the bytes of all earlier gradients
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
-            gradients.append(p.grad)
+            buckets[before // BUCKET_BYTES].append(p.grad)
+            before += p.grad.nbytes
     if not dist.is_initialized():
         return
-    for bucket in in_buckets(gradients):
+    for bucket in buckets.values():
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         sum_(flat)
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
-
-
-def in_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Divide the tensors into lists of one dtype and at most BUCKET_BYTES each, or of a single larger tensor."""
-    buckets: list[list[torch.Tensor]] = []
-    for tensor in tensors:
-        last = buckets[-1] if buckets else []
-        if last and last[0].dtype == tensor.dtype and sum(x.nbytes for x in [*last, tensor]) <= BUCKET_BYTES:
-            last.append(tensor)
-        else:
-            buckets.append([tensor])
-    return buckets
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -33,18 +33,13 @@ from config import UserError
 from infra import ranks
 
 
-def ranks_per_copy(shard_size: int, world: int) -> int:
-    """Return the number of ranks over which a copy of the model is split."""
-    return shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-
-
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
-    """Return the ranks as a mesh of shape (copies, shards of a copy), or (shards,) if there is only one copy."""
+    """Return the ranks as a mesh of shape (copies, shards of a copy), or (shards,) if there is only one copy. A copy is
+    split over `size` ranks, or over those of a machine if this is 0."""
     world = ranks.world()
-    sizes = ranks.gather([ranks_per_copy(size, world)])
+    sizes = ranks.gather([size or int(os.environ.get("LOCAL_WORLD_SIZE", world))])
     if len(set(sizes)) > 1 or world % sizes[0]:
-        found = f"{world} ranks cannot be divided into groups of {' or '.join(map(str, sorted(set(sizes))))} ranks"
-        raise UserError(f"--shard: {found}; give the same --shard_size on all machines, one that divides their ranks")
+        raise UserError(f"--shard_size: must be one number that divides {world} ranks, not {sorted(set(sizes))}")
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
     # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the

@@ -1,9 +1,6 @@
 """LoRA agrees with PEFT and with full training, and a run does not depend on how it is computed."""
 
 import copy
-import json
-import re
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -65,11 +62,6 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     for name, p in lora.trained_tensors(ours).items():
         assert distance(p.grad, gradients[name]) < 1e-12, name
     assert all(gradient is None for name, gradient in gradients.items() if name not in lora.trained_tensors(ours))
-    # Files that PEFT has written can be read, although they contain settings that ours do not, such as lora_dropout.
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert "lora_dropout" in (tmp_path / "theirs/adapter_config.json").read_text()
-    again = lora.add_adapters(from_folder(tmp_path / "base"), rank=3, alpha=8, seed=5)
-    assert torch.equal(score(lora.set_adapters(again, lora.read_adapters(tmp_path / "theirs")[1])), expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -107,17 +99,11 @@ def test_new_adapters_are_uniform_and_follow_from_the_seed():
         assert abs(A.mean()) < 4 * len(A) ** -0.5 and abs(A.std() - 1) < 4 * len(A) ** -0.5
 
 
-def test_layers_without_adapters_are_reported_and_adapters_of_some_layers_only_are_refused():
+def test_weights_without_adapters_are_reported():
     (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
-    assert "adapters reach 33% of the weights" in note
-    model = lora.add_adapters(tiny_model("llama"), 2, 4)
+    assert "some weights get no adapters" in note
     # Neither needs a note: this Llama has adapters in all layers, and this Qwen has no adapters.
-    assert [*lora.notes(model), *lora.notes(tiny_model("qwen3_moe"))] == []
-    with pytest.raises(UserError, match=r"model.layers.0.mlp.down_proj.lora_A differs"):
-        lora.set_adapters(model, {name: x for name, x in lora.trained_tensors(model).items() if "q_proj" in name})
-    model.model.layers = nn.ModuleList()
-    with pytest.raises(UserError, match="--lora_rank: LlamaForCausalLM has no linear layers except its output head"):
-        lora.add_adapters(model, 2, 4)
+    assert [*lora.notes(lora.add_adapters(tiny_model("llama"), 2, 4)), *lora.notes(tiny_model("qwen3_moe"))] == []
 
 
 # ---- Runs ----
@@ -181,29 +167,22 @@ def test_a_killed_run_is_resumed_to_the_same_files_and_checkpoints_contain_only_
     assert (whole / "model" / "tokenizer.json").exists()
 
 
-def test_saved_adapters_and_checkpoints_can_be_evaluated(small, whole, tmp_path):
-    """The metrics equal the last evaluation of the run that saved them."""
-    about = json.loads((whole / "model" / "adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (3, 6, str(small["model"]))
-    last = {name: x for name, x in metrics(whole)[-1].items() if name.startswith("eval/")}
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_checkpoint_can_be_evaluated(small, whole, tmp_path, shard):
+    """The metrics equal the last evaluation of the run that saved it."""
     of_run = {name: x for name, x in small.items() if not name.startswith("lora")}
-    for n, (folder, given) in enumerate([("model", {}), ("checkpoint/000003", dict(shard=True))]):
-        run(of_run | given | dict(model=whole / folder, steps=0), tmp_path / str(n))
-        assert {name: x for name, x in metrics(tmp_path / str(n))[-1].items() if name.startswith("eval/")} == last
+    run(of_run | dict(model=whole / "checkpoint/000003", steps=0, shard=shard), tmp_path / "out")
+    last, evaluated = metrics(whole)[-1], metrics(tmp_path / "out")[-1]
+    assert evaluated == {name: last[name] for name in evaluated if name != "step"} | {"step": 0}
 
 
-@pytest.mark.parametrize("steps", [1, 0], ids=["training", "evaluation of saved adapters"])
-def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, whole, tmp_path, steps):
+def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, tmp_path):
     """Otherwise a rollout and an update would compute with different weights."""
-    model = small["model"] if steps else whole / "model"
-    config = config_of(small | dict(steps=steps, model=model, dtype="bfloat16"), tmp_path)
+    config = config_of(small | dict(dtype="bfloat16"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
     adapters = lora.trained_tensors(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
-    assert {(p.dtype, p.requires_grad) for p in adapters.values()} == {(torch.float32, True)} and reference in (
-        None,
-        loaded,
-    )
+    assert {(p.dtype, p.requires_grad) for p in adapters.values()} == {(torch.float32, True)} and reference is loaded
     with decoding(loaded, torch.bfloat16):
         assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
     assert {p.dtype for p in adapters.values()} == {torch.float32}
@@ -211,29 +190,13 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 # ---- What is refused ----
 
-MORE_THAN_PLAIN = dict(use_dora=True, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2})
-MORE_THAN_PLAIN |= dict(bias="all", modules_to_save=["head"], peft_type="IA3")
-REFUSED = [  # what changes in adapter_config.json -> the error
-    *[({name: x}, f"sets {name} to {re.escape(str(x))}, but only plain") for name, x in MORE_THAN_PLAIN.items()],
-    (dict(r=None), "its adapters cannot be loaded: TypeError"),
-    (dict(base_model_name_or_path="/was/moved"), "/was/moved: there is no such folder"),
-]
 
-
-@pytest.mark.parametrize("change, error", REFUSED)
-def test_adapters_that_are_damaged_or_more_than_plain_lora_are_refused(whole, tmp_path, change, error):
-    folder, evaluation = shutil.copytree(whole / "model", tmp_path / "model"), Config(steps=0, dtype="float32")
-    about = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(about | change))
-    with pytest.raises(UserError, match=f"^--model.*{error}"):
-        load(open_model(str(folder), evaluation), evaluation, CPU)
-
-
-def test_training_does_not_start_from_adapters(whole):
-    for source in (whole / "model", whole / "checkpoint/000003"):
-        for rank in (0, 2):
-            with pytest.raises(UserError, match=f"--model {source}: can only be evaluated"):
-                open_model(str(source), Config(lora_rank=rank, steps=1, dtype="float32"))
+def test_saved_adapters_cannot_be_given_and_training_does_not_start_from_those_of_a_checkpoint(whole):
+    with pytest.raises(UserError, match=f"^{whole}/model: has only adapters"):
+        open_model(str(whole / "model"), Config(steps=0))
+    for rank in (0, 2):
+        with pytest.raises(UserError, match=f"^{whole}/checkpoint/000003: with adapters, .* only be evaluated"):
+            open_model(str(whole / "checkpoint/000003"), Config(lora_rank=rank, steps=1))
     with pytest.raises(UserError, match="--lora_rank: give a --model"):
         # A task's own model is given as a pair: the model and its tokenizer, which is not needed here.
-        open_model((tiny_model("llama"), None), Config(lora_rank=2, steps=1, dtype="float32"))
+        open_model((tiny_model("llama"), None), Config(lora_rank=2, steps=1))
