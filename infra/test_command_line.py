@@ -208,9 +208,17 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
         assert_refused(capsys, f"--{name} many", [f"--{name}: "])
 
 
-def test_a_kl_whose_gradient_is_only_noise_is_noted():
-    config = ready(Config(beta=0.1, kl_estimator="k1"), on_gpu=False)
-    assert len([*warnings(config)]) == 1 and not [*warnings(dataclasses.replace(config, kl_importance=True))]
+SELDOM_WANTED = [  # settings that are noted, and others with which they are not
+    (dict(beta=0.1, kl_estimator="k1"), dict(kl_importance=True)),
+    (dict(lora_rank=8), dict(learning_rate=1e-3)),
+    (dict(attn_implementation="flash_attention_2"), dict(attn_implementation="sdpa")),
+]
+
+
+@pytest.mark.parametrize("noted, changed", SELDOM_WANTED)
+def test_what_is_seldom_wanted_is_noted(noted, changed):
+    config = ready(Config(**noted), on_gpu=False)
+    assert len([*warnings(config)]) == 1 and not [*warnings(dataclasses.replace(config, **changed))]
 
 
 def test_help_shows_each_flag_with_its_allowed_values_and_its_default(capsys):
