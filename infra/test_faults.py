@@ -240,8 +240,15 @@ def test_a_rank_waits_hours_for_the_others(monkeypatch):
     assert min(given["timeout"], store.timeout) >= timedelta(hours=1)
 
 
-def test_a_rank_that_cannot_find_the_first_machine_fails_at_once(monkeypatch):
+UNUSABLE = [  # what a launcher has set besides RANK and MASTER_PORT -> the error
+    ({}, UserError),
+    ({"MASTER_ADDR": "nobody.invalid", "WORLD_SIZE": "2"}, socket.gaierror),
+]
+
+
+@pytest.mark.parametrize("env, error", UNUSABLE)
+def test_a_rank_that_cannot_find_the_first_machine_fails_at_once(monkeypatch, env, error):
     monkeypatch.setattr(dist, "rendezvous", lambda *args: pytest.fail("it would retry for half an hour"))
-    monkeypatch.setattr(os, "environ", {"RANK": "1", "MASTER_ADDR": "nobody.invalid"})
-    with pytest.raises(socket.gaierror):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "MASTER_PORT": "29500"} | env)
+    with pytest.raises(error):
         ranks.start()
