@@ -88,7 +88,6 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/out/checkpoint/000040", "--model {0}/out/checkpoint/000040: there is no such folder"),
     ("--attn_implementation fast", "--model {0}/model: its weights cannot be loaded: ...fast"),
     ("--model {0}", "--model {0}: its configuration cannot be loaded: "),
-    ("--data word", "word: the package datasets cannot read it: "),
     ("--model {0}/of_another", "--model {0}/of_another: its files lack 15 weights of this model: "),
     ("--model {0}/small_vocabulary", "--model {0}/small_vocabulary: has 5 tokens, its tokenizer 9"),
     # The ids of generation_config.json, config.json ([1, 99]) and the tokenizer, in this order.

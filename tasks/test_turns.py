@@ -10,7 +10,7 @@ from config import Config, UserError
 from rollout import Completion
 from tasks import Task, as_completion, call_rewards, guess, load_task
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
+from tasks._turns import Replies, encode_reply, replies_to, with_replies
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
@@ -31,6 +31,7 @@ def template(kind: str) -> str:
 
 NO_END = "the model's chat template puts no end token after a turn"
 NOT_SHOWN = "the model's chat template does not show the reply"
+USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
@@ -45,27 +46,17 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
 @pytest.mark.parametrize("kind, role, ends, expected", TEMPLATES)
 def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role, ends, expected):
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
-    rows = [{"prompt": [{"role": "user", "content": "1"}]}]
-    task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
-    if expected not in (NO_END, NOT_SHOWN):
-        assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
-        # If the model's turn has no end token, the reply begins with the one that the template puts there.
-        assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
-        check_template(task, CHAT, ends)
-        game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
-        whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
-        assert whole.endswith(expected) and whole.removesuffix(expected).endswith(("ok<out>", "ok<user>", "ok<tool>"))
-    else:
-        with pytest.raises(Exception, match=expected):
+    message = {"role": role, "content": "hi"}
+    if expected in (NO_END, NOT_SHOWN):
+        with pytest.raises(UserError, match=expected):
             encode_reply(CHAT, [message], ends)
-        if role == "user":  # check_template tries only this role
-            with pytest.raises(UserError, match=expected):
-                check_template(task, CHAT, ends)
-    check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
-    check_template(Task(rows, [], [], []), TOKENIZER, ends)  # without replies, chats need no template either
-
-
-USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
+        return
+    assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
+    # If the model's turn has no end token, the reply begins with the one that the template puts there.
+    assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
+    game = [*USER_SAYS, {"role": "assistant", "content": "ok"}, message]
+    whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
+    assert whole.endswith(expected) and whole.removesuffix(expected).endswith(("ok<out>", "ok<user>", "ok<tool>"))
 
 
 def replies_of(said: object, is_chat: bool, **how) -> Replies:
@@ -78,18 +69,12 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
-    (False, "", "the reply has no tokens"),
-    (False, USER_SAYS, "a text was expected"),
-    (True, 7, "a text or messages was expected"),
-    (True, [{"role": "user", "content": None}], "unsupported operand"),  # encode_reply appends "-" to the content
-]
-
-
-@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
-def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wrong):
-    with pytest.raises(UserError, match=f"^reply function answer returned .*, for prompt .*: .*{wrong}"):
-        replies_of(said, is_chat)([8, EOS_ID])
+@pytest.mark.parametrize(
+    "said, wrong", [("", "the reply has no tokens"), (USER_SAYS, "messages can reply only to a chat")]
+)
+def test_a_wrong_reply_to_a_text(said, wrong):
+    with pytest.raises(UserError, match=wrong):
+        replies_of(said, is_chat=False)([8, EOS_ID])
 
 
 SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
@@ -152,14 +137,11 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
 
 
-def test_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is appended
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
+def test_a_reply_function_of_a_file_takes_the_place_of_that_of_the_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of says.py is appended
+    (tmp_path / "says.py").write_text("def say(row, turns):\n    return 'a'\n")
     for task in "addition", "guess":
-        assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
-        load_task(Config(task="addition", max_turns=3))
+        assert load_task(Config(task=task, reply=f"{tmp_path}/says.py:say")).reply({}, []) == "a"
 
 
 # ---- The game ----
