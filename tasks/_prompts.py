@@ -41,8 +41,7 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
     room = (context or math.inf) - config.max_completion_length
     too_long = [row["prompt"] for row in task.train + task.eval if len(row["prompt_ids"]) > room]
     if too_long:
-        message = f"{len(too_long)} prompts leave no room for --max_completion_length {config.max_completion_length}"
-        message += f" in the model's context of {context}, for instance {too_long[0]!r:.200}"
+        message = f"{len(too_long)} prompts have more than {room} tokens, for instance {too_long[0]!r:.200}"
         if not config.drop_long_prompts:
             raise UserError(f"{message}; give --drop_long_prompts or lower --max_completion_length")
         task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]

@@ -51,8 +51,8 @@ def import_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     files = [path]
     for file in files:  # and the neighbours that are appended below
-        for name in sorted(imported_by(file)):
-            neighbours = path.parent / f"{name}.py", path.parent / name / "__init__.py"
+        for imported in sorted(imported_by(file)):
+            neighbours = path.parent / f"{imported}.py", path.parent / imported / "__init__.py"
             files += [one for one in neighbours if one.exists() and one not in files]
         name = file.parent.name if file.name == "__init__.py" else file.stem
         found = importlib.util.find_spec(name).origin

@@ -42,15 +42,18 @@ bound = functools.partial(judge)
 async def awaited(completions):
     return judge(completions)
 """
-# What the file of a reward imports -> whether that is refused. BESIDE are the files beside it. Of these, `config` and
-# `tasks` have the names of modules of this program, and `theirs` that of a module beside another reward.
+# The name of a reward's file, and what it imports -> whether that is refused. BESIDE are the files beside it. Of these,
+# `config` and `tasks` have the names of modules of this program, and `theirs` that of a module beside another reward.
 BESIDE = "config.py", "tasks/__init__.py", "theirs.py", "statistics.py", "minimal.py", "datasets/rows.py", "indirect.py"
-IMPORTS = [
-    ("import functools, config as settings", True),
-    ("from tasks.math import to_row", True),
-    ("from theirs import N", True),
-    ("import indirect", True),  # this one imports `theirs`
-    ("import statistics, datasets, mine.config as config", False),  # the first is always Python's own
+FILES = [
+    ("mine", "import functools, config as settings", True),
+    ("mine", "from tasks.math import to_row", True),
+    ("mine", "from theirs import N", True),
+    ("mine", "import indirect", True),  # this one imports `theirs`
+    ("mine", "import statistics, datasets, mine.config as config", False),  # the first is always Python's own
+    ("rewards", "", True),
+    ("config", "", True),
+    ("statistics", "", True),
 ]
 
 
@@ -123,29 +126,21 @@ def write(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("imports", "refused"), IMPORTS)
-def test_an_import_that_would_get_another_module_is_refused_by_name(write, imports, refused):
+@pytest.mark.parametrize(("name", "imports", "refused"), FILES)
+def test_a_name_that_would_get_another_module_is_refused(write, name, imports, refused):
     write("other/theirs.py", "N = 1\n")
     write("other/rewards.py", "def mine(prompts):\n    from theirs import N\n    return [N] * len(prompts)\n")
     reward, again = (load_function("other/rewards.py:mine", {}) for _ in range(2))
     assert call(reward) == [1.0] * 3 and reward.func is again.func, "all functions of a file share its module"
-    for name in BESIDE:
-        write(f"here/{name}", "import theirs" if name == "indirect.py" else "")
-    write("here/mine.py", f"def mine():\n    {imports}\n")
-    message = "^.*/here/(config|theirs|tasks/__init__).py has the name of another module, .*: rename it$"
+    for beside in BESIDE:
+        write(f"here/{beside}", "import theirs" if beside == "indirect.py" else "")
+    write(f"here/{name}.py", f"def mine():\n    {imports or 'pass'}\n")
+    message = (
+        "^.*/here/(config|theirs|tasks/__init__|rewards|statistics).py has the name of another module, .*: rename it$"
+    )
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
-        load_function("here/mine.py:mine", {})
+        load_function(f"here/{name}.py:mine", {})
     assert "here" not in importlib.util.find_spec("minimal").origin, "this program still finds its own modules"
-
-
-@pytest.mark.parametrize("name", ["config", "statistics", "rewards"])
-def test_a_file_with_the_name_of_another_module_is_refused(write, name):
-    """Such as one of this program, one of Python's own, and a reward's file in another folder."""
-    for folder in "other", "here":
-        write(f"{folder}/{name}.py", "def mine(): pass")
-    with pytest.raises(UserError, match=f"/{name}.py has the name of another module"):
-        for folder in "other", "here":
-            load_function(f"{folder}/{name}.py:mine", {})
 
 
 @pytest.mark.parametrize("name", ["judge", "bound", "awaited"])

@@ -40,7 +40,7 @@ ENCODED = [
 ]
 CANNOT = [  # a prompt, and the error
     ("", "a prompt has no tokens: ''"),
-    ("1" * 8, "^1 prompts leave no room for --max_completion_length 3 in .* context of 10, for instance '11111111';"),
+    ("1" * 8, "^1 prompts have more than 7 tokens, for instance '11111111'; .*--drop_long_prompts"),
 ]
 
 
@@ -115,7 +115,7 @@ def test_prompts_that_are_too_long_can_be_left_out():
     assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
     assert [row.get("_index") for row in task.train + task.eval] == [0, 1, None], "the positions after leaving some out"
     (note,) = task.notes
-    assert note.startswith("2 prompts leave no room") and note.endswith("they are left out")
+    assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")
     for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):
         with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on: see --eval_data"):
             check_prompts(task, PLAIN, 10, config)

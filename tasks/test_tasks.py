@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,11 +115,8 @@ def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, s
 
 
 WRONG = [  # settings of the rewards -> the error
-    (
-        dict(reward=[SUM, "exact_sum"]),
-        "needs one weight and a name of its own for each reward: .*'exact_sum', 'exact_sum'",
-    ),
-    (dict(reward_weights=[1, 2]), "needs one weight and a name of its own for each reward: .1, 2., .'exact_sum'"),
+    (dict(reward=[SUM, "exact_sum"]), "needs one weight and a name of its own for each reward"),
+    (dict(reward_weights=[1, 2]), "needs one weight and a name of its own for each reward"),
     (dict(correct="better"), "--correct better: must be one of the rewards, exact_sum$"),
 ]
 
@@ -187,19 +185,12 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
     assert {parts.dtype for parts, _ in judged} == {torch.float64}
     assert logged == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
-    assert all(type(value) is float for _, value in logged)
     assert events == ["reward function first", "awaited", "end", "reward function second", "values", "end"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
     ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]
     assert calls == [expected | {"truncated": [False, False, True], "completion_ids": ids}]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
-
-
-def test_a_log_of_the_wrong_length():
-    task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
-    with pytest.raises(ValueError):
-        call_rewards(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
 
 
 def test_the_reward_overlong_is_that_of_dapo_for_every_task():
@@ -209,19 +200,19 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     ids = [[0] * n for n in (0, 12, 16, 20, 25)]
     assert overlong(ids, state) == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert overlong(ids, SimpleNamespace(max_completion_length=20, overlong_buffer=None)) == [0.0, 0.0, 0.0, -1.0, -1.0]
-    config = Config(task="addition", reward=["exact_sum", "overlong"], max_completion_length=4, overlong_buffer=2)
-    task = load_task(config)
-    assert task.reward_names == ["exact_sum", "overlong"] and task.correct == "exact_sum"
+    how = dict(max_completion_length=4, overlong_buffer=2)
+    task = load_task(Config(task="addition", reward=["exact_sum", "overlong"], **how))
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
     assert parts[:, 1].tolist() == [-0.5, -1.0]
 
 
-def test_rows_of_several_tasks_have_the_columns_of_all(tmp_path):
-    """A reward gives None for rows that are not its own, which does not make them wrong."""
-    rows = [{"prompt": "1", "source": "sums", "answer": "1"}, {"prompt": "2", "source": "words", "letters": "ab"}]
-    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = load_task(Config(task="addition", data=str(tmp_path / "mixed.jsonl"), eval_every=0))
+def test_rows_of_several_tasks(folder):
+    """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
+    wrong."""
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "letters": "ab"}]
+    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
     assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
 
     def exact_sum(answer, **columns):

@@ -17,7 +17,6 @@ CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>"
 IN, OUT, USER, TOOL, AI = CHAT.convert_tokens_to_ids(["<in>", "<out>", "<user>", "<tool>", "<ai>"])
 MARKS = {  # the kind of a chat template: how it writes a message, and how it asks for an answer
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
-    "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
     "no tools": ("{% if m.role != 'tool' %}<in>{{ m.role }}:{{ m.content }}<out>{% endif %}", "<in>assistant:"),
     "twice": ("{{ m.content }}<out>{{ m.content }}<out>", "<in>"),
@@ -36,7 +35,6 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
     ("chatml", "user", [EOS_ID], NO_END),
-    ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),  # the <user> before "hi" is the token with which the model ended its turn
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("twice", "user", [OUT], NO_END),  # shows each turn twice, so it is unclear which end token is meant
@@ -69,9 +67,10 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-@pytest.mark.parametrize(
-    "said, wrong", [("", "the reply has no tokens"), (USER_SAYS, "messages can reply only to a chat")]
-)
+WRONG = [("", "the reply has no tokens"), (USER_SAYS, "messages can reply only to a chat")]
+
+
+@pytest.mark.parametrize("said, wrong", WRONG)
 def test_a_wrong_reply_to_a_text(said, wrong):
     with pytest.raises(UserError, match=wrong):
         replies_of(said, is_chat=False)([8, EOS_ID])
@@ -114,8 +113,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     assert ids == [None, [2]] and row == {"prompt": "1", "answer": ["2"]}
     completions = [Completion([], [], False) for _ in tried]
     assert [each.replies for each in with_replies(completions, replies)] == [[], ["a"]]
-    assert with_replies(completions, None) is completions
-    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0) is None
+    assert with_replies(completions, replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0)) is completions
 
 
 def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
