@@ -1,14 +1,13 @@
 """Replies between turns, as texts, messages and tokens; and the game of guessing."""
 
 import contextlib
-import sys
 
 import pytest
 
 from batch import Group
-from config import Config, UserError
+from config import UserError
 from rollout import Completion
-from tasks import Task, as_completion, call_rewards, guess, load_task
+from tasks import Task, as_completion, call_rewards, guess
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, encode_reply, replies_to, with_replies
 
@@ -52,9 +51,6 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
     # If the model's turn has no end token, the reply begins with the one that the template puts there.
     assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
-    game = [*USER_SAYS, {"role": "assistant", "content": "ok"}, message]
-    whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
-    assert whole.endswith(expected) and whole.removesuffix(expected).endswith(("ok<out>", "ok<user>", "ok<tool>"))
 
 
 def replies_of(said: object, is_chat: bool, **how) -> Replies:
@@ -67,10 +63,7 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-WRONG = [("", "the reply has no tokens"), (USER_SAYS, "messages can reply only to a chat")]
-
-
-@pytest.mark.parametrize("said, wrong", WRONG)
+@pytest.mark.parametrize("said, wrong", [("", "has no tokens"), (USER_SAYS, "messages can reply only to a chat")])
 def test_a_wrong_reply_to_a_text(said, wrong):
     with pytest.raises(UserError, match=wrong):
         replies_of(said, is_chat=False)([8, EOS_ID])
@@ -135,13 +128,6 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
 
 
-def test_a_reply_function_of_a_file_takes_the_place_of_that_of_the_task(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of says.py is appended
-    (tmp_path / "says.py").write_text("def say(row, turns):\n    return 'a'\n")
-    for task in "addition", "guess":
-        assert load_task(Config(task=task, reply=f"{tmp_path}/says.py:say")).reply({}, []) == "a"
-
-
 # ---- The game ----
 
 
@@ -159,13 +145,3 @@ def test_a_game(guesses, replies, reward):
     row, ids = {"prompt": "10-40:", "number": 30}, [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
     assert [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))] == replies
     assert guess.found(["10-40:"], [""], ids, turns=[guesses], number=[30]) == [reward]
-
-
-def test_the_rows_of_games():
-    """A range is either trained on or held out, with all its numbers. Each number is in its range."""
-    task = guess.load(Config())
-    assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
-    assert len(task.train) > 8000 and len(task.eval) > 1000
-    for row in task.train + task.eval:
-        low, high = map(int, row["prompt"].rstrip(":").split("-"))
-        assert 1 <= low <= row["number"] <= high <= 99 and high - low >= 9
