@@ -12,7 +12,6 @@ from infra.model import limits_of, load, open_model
 from rollout import Sampling
 from tasks import load_task, task_module
 from tasks._prompts import check_prompts, notes
-from tasks._turns import check_template
 
 
 def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
@@ -25,8 +24,6 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
     ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
     model, reference, eos_ids = load(opened, cfg, device)
-    with ranks.fail_together():
-        check_template(task, opened.tokenizer, eos_ids)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
     sampling = Sampling(

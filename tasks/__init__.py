@@ -42,7 +42,7 @@ from advantage import Group
 from config import Config, UserError
 from rollout import Completion
 from tasks._files import ADDED_COLUMNS, REWARD_ARGUMENTS, hold_out, read_rows, with_all_columns
-from tasks._rewards import as_list, check_arguments, load_function, overlong, values_of
+from tasks._rewards import check_arguments, load_function, overlong, values_of
 
 TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
 # The defaults for a real model. A task's DEFAULTS may replace these, and set nothing else.
@@ -71,12 +71,7 @@ class Task:
 
     @property
     def reward_names(self) -> list[str]:
-        """The names of the reward functions. A function whose name an earlier one has gets the next free number."""
-        names: list[str] = []
-        for reward in self.rewards:
-            candidates = [reward.__name__, *(f"{reward.__name__}_{n}" for n in range(2, len(self.rewards) + 1))]
-            names.append(next(name for name in candidates if name not in names))
-        return names
+        return [reward.__name__ for reward in self.rewards]
 
     def right(self, reward_parts: Tensor) -> Tensor | None:
         """Return which completions of a group are right, (G,): 1.0 for right, 0.0 for wrong, NaN if the reward that
@@ -134,43 +129,32 @@ def load_task(config: Config) -> Task:
     if config.eval_data:
         task.eval = read_rows(config.eval_data, task.to_row)
     task.train, task.eval = with_all_columns(task.train), with_all_columns(task.eval)
-    for rows in (task.train, task.eval):
-        if config.metrics_by and rows and config.metrics_by not in columns_of(rows[0]):
-            raise UserError(f"--metrics_by {config.metrics_by}: the columns are {', '.join(columns_of(rows[0]))}")
     set_rewards(task, config)
     if config.reply:
-        task.reply = load_function(config.reply, {}, "--reply")
+        task.reply = load_function(config.reply, {})
     if config.max_turns and task.reply is None:
         raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
-    names = [*REWARD_ARGUMENTS, "turns"] if task.reply else REWARD_ARGUMENTS
-    if task.train and config.steps != 0:
-        check_arguments(task.rewards, [*names, *columns_of(task.train[0])], "the rows to train on")
-    if task.eval and config.eval_every:
-        check_arguments(task.rewards, [*names, *columns_of(task.eval[0])], "the held-out rows")
+    for rows, are_used in ((task.train, config.steps != 0), (task.eval, bool(config.eval_every))):
+        if rows and are_used:
+            turns = ["turns"] if task.reply else []
+            check_arguments(task.rewards, [*REWARD_ARGUMENTS, *turns, *columns_of(rows[0])])
     return task
 
 
 def set_rewards(task: Task, config: Config) -> None:
     """Replace the task's rewards with those of --reward. One of the task's own that is among them keeps its weight and,
     if it says which answers are right, still says it, unless --correct names another."""
-    correct = task.correct
-    if config.reward_weights and not config.reward:
-        if len(config.reward_weights) != len(task.rewards):
-            raise UserError(
-                f"--reward_weights: the task has {len(task.rewards)} rewards, one weight for each is needed"
-            )
-        task.weights = config.reward_weights
+    own = {"overlong": overlong} | dict(zip(task.reward_names, task.rewards, strict=True))
+    weights = dict(zip(task.reward_names, task.weights, strict=True))
     if config.reward:
-        own = {"overlong": overlong} | dict(zip(task.reward_names, task.rewards, strict=True))
-        weights = dict(zip(task.reward_names, task.weights, strict=True))
         task.rewards = [load_function(name, own) for name in config.reward]
-        task.weights = config.reward_weights or [weights.get(name, 1.0) for name in config.reward]
-        # Its name may differ now, if it comes after a function of the same name.
-        correct = dict(zip(config.reward, task.reward_names, strict=True)).get(correct)
-    if correct is None or config.correct not in (None, correct):
+        task.weights = [weights.get(name, 1.0) for name in config.reward]
+    task.weights = config.reward_weights or task.weights
+    if len(task.weights) != len(task.rewards) or len({*task.reward_names}) != len(task.rewards):
+        raise UserError(f"needs one weight and a name of its own for each reward: {task.weights}, {task.reward_names}")
+    is_kept = not config.reward or task.correct in config.reward
+    if not is_kept or config.correct not in (None, task.correct):
         task.correct, task.correct_at, task.graded = config.correct, 1.0, False
-    else:
-        task.correct = correct
     if task.correct not in (None, *task.reward_names):
         raise UserError(f"--correct {task.correct}: must be one of the rewards, {', '.join(task.reward_names)}")
 
@@ -230,13 +214,16 @@ def call_rewards(
         logged.append((name, float(value)))
 
     def log_extra(name: str, values: Any) -> None:
-        for extra, value in zip(itertools.chain(*extras), as_list(values), strict=True):
+        values = values.tolist() if hasattr(values, "tolist") else values  # of a tensor or an array
+        for extra, value in zip(itertools.chain(*extras), values, strict=True):
             extra[name] = json.loads(json.dumps(value, default=str))  # samples.jsonl needs a value of JSON
 
     state = SimpleNamespace(global_step=steps_done, **task.of_run)
     of_the_run = dict(trainer_state=state, log_metric=log_metric, log_extra=log_extra)
-    values = torch.tensor(
-        values_of(task.rewards, columns, of_the_run, task.time_limit), dtype=torch.float64
-    ).T  # (N, K)
-    parts = values.split([len(group.completions) for group in groups])
+    values = []
+    for reward in task.rewards:
+        with task.time_limit(f"reward function {reward.__name__}"):
+            values.append(values_of(reward, columns, of_the_run))
+    sizes = [len(group.completions) for group in groups]
+    parts = torch.tensor(values, dtype=torch.float64).T.split(sizes)  # of (N, K)
     return [(part.clone(), extra) for part, extra in zip(parts, extras, strict=True)], logged

@@ -1,42 +1,33 @@
-"""Read the rows of a task from users' files or from the hub, and check them. Left out: streaming."""
+"""Read the rows of a task from users' files or from the hub. Left out: streaming."""
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from config import Config, UserError
 
-# suffix -> the name of the format in Hugging Face's `datasets`
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 ADDED_COLUMNS = ("prompt_ids", "_index")  # check_prompts adds these to the rows
-# What every reward may take, besides the columns of the rows. If the task replies, there is also `turns`.
-REWARD_ARGUMENTS = ["prompts", "completions", "completion_ids", "truncated"]
-REWARD_ARGUMENTS += ["trainer_state", "log_metric", "log_extra"]
+REWARD_ARGUMENTS = "prompts completions completion_ids truncated trainer_state log_metric log_extra".split()
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
-    """Read the rows of a .jsonl file, of another file that the package `datasets` can read, or of the train split of a
-    data set on the hub. A file with an unknown suffix is read as .jsonl."""
-    kind = FORMATS.get(Path(source.removesuffix(".gz")).suffix)
-    if kind and not Path(source).is_file():
-        raise UserError(f"{source}: there is no such file")
-    # A plain .jsonl is read here. A .jsonl.gz and the other formats are left to `datasets`.
-    if source.endswith(".jsonl") or (kind is None and Path(source).is_file()):
-        numbered = read_lines(source)
+    """Read the rows of a .jsonl, .json, .csv or .parquet file, or of the train split of a data set on the hub."""
+    kind = Path(source).suffix.removeprefix(".")
+    if kind == "jsonl":
+        lines = [line for line in Path(source).read_text("utf-8-sig").split("\n") if line.strip()]
+        contents = json.loads("[" + ",\n".join(lines) + "]")  # all at once, so that an error has the number of the line
+    elif kind in ("json", "csv", "parquet"):
+        contents = load_with_datasets(kind, "train", data_files=source)
     else:
-        found = load_with_datasets(kind, "train", data_files=source) if kind else load_with_datasets(source, "train")
-        numbered = enumerate(found, start=1)
-    rows = []
-    for number, content in numbered:
-        row = to_row(content) if isinstance(content, dict) else {}
+        contents = load_with_datasets(source, "train")
+    rows = [to_row(content) for content in contents]
+    for number, row in enumerate(rows, start=1):
         if not is_prompt(row.get("prompt")):
-            raise UserError(f'{source}:{number}: needs a "prompt", a string or chat messages: {content!r:.200}')
-        rows.append(row)
-    columns = {name for row in rows for name in row}
-    if taken := [name for name in (*ADDED_COLUMNS, *REWARD_ARGUMENTS, "turns") if name in columns]:
-        raise UserError(f"{source}: has a column {taken[0]}, a name that this program uses itself: rename the column")
+            raise UserError(f'{source}, row {number}: needs a "prompt", a string or chat messages: {row!r:.200}')
+    if taken := {name for row in rows for name in row} & {*ADDED_COLUMNS, *REWARD_ARGUMENTS, "turns"}:
+        raise UserError(f"{source}: rename {', '.join(sorted(taken))}: this program has columns of that name itself")
     return with_all_columns(rows)
 
 
@@ -47,34 +38,19 @@ def with_all_columns(rows: list[dict]) -> list[dict]:
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def read_lines(source: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of each line that is not blank."""
-    for number, line in enumerate(Path(source).read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{source}:{number}: not JSON: {error}") from None
-
-
 def is_prompt(prompt: Any) -> bool:
     """Return whether this is a string, or a list of messages that have a role and a content."""
     if not isinstance(prompt, list):
         return isinstance(prompt, str)
-    messages = [message for message in prompt if isinstance(message, dict)]
-    texts = [message.get(key) for message in messages for key in ("role", "content")]
-    return prompt != [] and messages == prompt and all(isinstance(text, str) for text in texts)
+    texts = [message.get(key) for message in prompt for key in ("role", "content")]
+    return prompt != [] and all(isinstance(text, str) for text in texts)
 
 
 def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
     """Return the rows of a data set on the hub, or of a file. For a file, `name` is its format."""
-    try:
-        import datasets  # not needed for .jsonl files
+    import datasets  # not needed for .jsonl files
 
-        return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
-    except Exception as error:  # there are many kinds, some with very long tracebacks
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{data_files or name}: the package datasets cannot read it: {why:.300}") from None
+    return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
 
 
 def hub_splits(config: Config, name: str, subset: str | None = None) -> tuple[list[dict], list[dict]]:

@@ -8,23 +8,16 @@ from config import Config, UserError
 from tasks import Task, TextOrMessages
 
 
-def encode_prompts(tokenizer: Any, rows: list[dict], at_once: int = 1000) -> None:
-    """Add to each row the token ids of its prompt, as `prompt_ids`. Many prompts are encoded at a time, because
-    encoding the prompts of a large data set one by one takes minutes."""
+def encode_prompts(tokenizer: Any, rows: list[dict]) -> None:
+    """Add to each row the token ids of its prompt, as `prompt_ids`. All prompts are encoded at a time, because encoding
+    those of a large data set one by one takes minutes."""
     for is_text in (True, False):
         same_kind = [row for row in rows if isinstance(row["prompt"], str) == is_text]
-        for start in range(0, len(same_kind), at_once):
-            batch = same_kind[start : start + at_once]
-            try:
-                encoded = encode(tokenizer, [row["prompt"] for row in batch])
-            except Exception as error:  # for instance a letter that the tokenizer does not know
-                if at_once > 1:
-                    encode_prompts(tokenizer, batch, at_once=1)  # one by one, to raise an error that names the prompt
-                raise UserError(f"a prompt could not be encoded: {batch[0]['prompt']!r:.200}: {error!r}") from error
-            for row, ids in zip(batch, encoded, strict=True):
-                if not ids:
-                    raise UserError(f"a prompt has no tokens: {row['prompt']!r:.200}")
-                row["prompt_ids"] = ids
+        encoded = encode(tokenizer, [row["prompt"] for row in same_kind]) if same_kind else []
+        for row, ids in zip(same_kind, encoded, strict=True):
+            if not ids:
+                raise UserError(f"a prompt has no tokens: {row['prompt']!r:.200}")
+            row["prompt_ids"] = ids
 
 
 def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
@@ -48,15 +41,14 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
     room = (context or math.inf) - config.max_completion_length
     too_long = [row["prompt"] for row in task.train + task.eval if len(row["prompt_ids"]) > room]
     if too_long:
-        limits = f"the model's context of {context} less --max_completion_length {config.max_completion_length}"
-        message = f"{len(too_long)} prompts have more than {room} tokens ({limits}), for instance {too_long[0]!r:.200}"
+        message = f"{len(too_long)} prompts have more than {room} tokens, for instance {too_long[0]!r:.200}"
         if not config.drop_long_prompts:
-            raise UserError(f"{message}; shorten them, give --drop_long_prompts, or lower --max_completion_length")
+            raise UserError(f"{message}; give --drop_long_prompts or lower --max_completion_length")
         task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]
         task.eval = [row for row in task.eval if len(row["prompt_ids"]) <= room]
         task.notes.append(f"{message}; they are left out")
     if (config.steps != 0 and not task.train) or (config.eval_every and not task.eval):
-        raise UserError("; ".join([*task.notes, "no prompts to train on, or none to evaluate on: see --eval_data"]))
+        raise UserError("no prompts to train on, or none to evaluate on: see --eval_data and --drop_long_prompts")
     for index, row in enumerate(task.train):
         row["_index"] = index
     return max(len(row["prompt_ids"]) for row in task.train + task.eval)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,74 +21,66 @@ import torch
 
 from config import UserError
 
-shared_runner = functools.cache(asyncio.Runner)  # one loop for all calls, so that an HTTP client keeps its connections
+runner = asyncio.Runner()  # one loop for all calls, so that an HTTP client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
 LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
 
 # ---- Find a function ----
 
 
-def load_function(name: str, own: dict[str, Callable], setting: str = "--reward") -> Callable:
+def load_function(name: str, own: dict[str, Callable]) -> Callable:
     """Return the function that `name` means: file.py:function, package.module:function, or one of the task's own."""
     if name in own:
         return own[name]
     source, _, function = name.rpartition(":")
     if not source:
-        raise UserError(f"{setting} {name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
+        raise UserError(f"{name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
     try:
         with torch_settings_put_back():
             module = import_file(Path(source).resolve()) if source.endswith(".py") else importlib.import_module(source)
-    except ModuleNotFoundError as error:  # of this file or module, or of one that it imports
-        raise UserError(f"{setting} {name}: {error}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"{setting} {name}: {source} has no function {function}")
-    # Wrap the function in a partial, because the name of some callables cannot be set.
-    reward = functools.update_wrapper(functools.partial(found), found)
+        found = getattr(module, function)
+    except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
+        raise UserError(f"{name}: {error}") from error
+    reward = functools.partial(found)  # the name of some callables cannot be set, but that of a partial can
     reward.__name__ = getattr(found, "__name__", function)
     return reward
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a file. It may import its neighbours, the other modules in its folder. Python looks for modules in that
-    folder last, so that no neighbour takes the place of a module that something else imports."""
-    if not path.is_file():
-        raise ModuleNotFoundError(f"there is no file {path}")
-    root, names = path.parent, [path.stem]
-    while (root / "__init__.py").exists():  # the file belongs to a package, so it may also use relative imports
-        names.insert(0, root.name)
-        root = root.parent
-    sys.path.append(str(root))
-    check_neighbours(path, root)
-    if folder_of(names[0]) != root:
-        # Another module has this name, such as one of this program, or the rewards.py of another folder. To give this
-        # file a name of its own, put the name of a package in front that has only the modules of this folder.
-        package = f"modules_of_{bytes(root).hex()}"
-        sys.modules.setdefault(package, ModuleType(package)).__path__ = [str(root)]
-        names.insert(0, package)
-    return importlib.import_module(".".join(names))
-
-
-def check_neighbours(path: Path, root: Path) -> None:
-    """Raise an error if this file, or a neighbour that it imports, imports a neighbour in the folder `root` whose name
-    another module has, too. Python would import the other one without a word."""
+    folder last, so that no neighbour takes the place of a module that something else imports. If a neighbour has the
+    name of another module, Python would import the other one without a word, so this is an error."""
+    sys.path.append(str(path.parent))
     files = [path]
-    for file in files:  # and those that are appended below
-        nodes = [*ast.walk(ast.parse(file.read_bytes(), file))]
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-        for name in sorted({name.partition(".")[0] for name in names} - sys.stdlib_module_names):
-            neighbours = [one for one in (root / f"{name}.py", root / name / "__init__.py") if one.exists()]
-            if neighbours and (folder := folder_of(name)) != root:
-                other = f"{neighbours[0]} has the name of a module in {folder}"
-                raise UserError(f"{file} imports {name}, but {other}: rename it")
-            files += [one for one in neighbours if one not in files]
+    for file in files:  # and the neighbours that are appended below
+        for name in sorted(imported_by(file)):
+            for neighbour in (path.parent / f"{name}.py", path.parent / name / "__init__.py"):
+                if neighbour.exists() and (other := origin_of(name)) != neighbour:
+                    raise UserError(f"{file} imports {name}, and {neighbour} has the name of {other}: rename it")
+                if neighbour.exists() and neighbour not in files:
+                    files.append(neighbour)
+    if origin_of(path.stem) == path:
+        return importlib.import_module(path.stem)
+    name = f"file {path}"  # another module has its name
+    if name not in sys.modules:  # two functions of a file share its variables
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
-def folder_of(name: str) -> Path:
-    """Return the folder in which Python finds the module or package with this name."""
-    spec = importlib.util.find_spec(name)
-    return Path((spec.submodule_search_locations or [spec.origin])[0]).parent.resolve()
+def origin_of(name: str) -> Path:
+    """Return the file in which Python finds this module."""
+    return Path(str(importlib.util.find_spec(name).origin)).resolve()
+
+
+def imported_by(file: Path) -> set[str]:
+    """Return the names of the modules that this file imports, without those of Python itself. Of a module in a package,
+    it is the name of the package."""
+    nodes = [*ast.walk(ast.parse(file.read_bytes(), file))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
 
 
 # ---- A reward for every task ----
@@ -125,53 +117,25 @@ def accepted(reward: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if takes_all or name in parameters}
 
 
-def check_arguments(rewards: list[Callable], names: list[str], rows: str) -> None:
-    """Raise an error if a reward needs an argument other than these."""
+def check_arguments(rewards: list[Callable], names: list[str]) -> None:
+    """Raise an error if a reward needs an argument other than these, before hours are spent on a first rollout."""
     for reward in rewards:
         try:
             inspect.signature(reward).bind(**accepted(reward, dict.fromkeys(names)))
         except TypeError as error:
-            there = f"for {rows}, there are {', '.join(names)}"
-            raise UserError(f"reward function {reward.__name__}: {error}; {there}") from error
+            raise UserError(f"reward function {reward.__name__}: {error}; there are {', '.join(names)}") from error
 
 
-def values_of(
-    rewards: list[Callable], columns: dict[str, list], of_the_run: dict[str, Any], time_limit: Callable = nullcontext
-) -> list[list[float]]:
-    """Call every reward function, and return a list for each: one value for each completion, NaN where the function
-    gave none. Asynchronous functions run at the same time. Each function gets its own copy of the columns, but not of
-    `of_the_run`."""
-    results = []
-    for reward in rewards:
-        copies = {name: [*map(copy.deepcopy, x)] for name, x in accepted(reward, columns).items()}
-        with time_limit(f"reward function {reward.__name__}"), torch_settings_put_back():
-            results.append(as_list(reward(**copies | accepted(reward, of_the_run))))
-    awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-    if awaited:
-
-        async def gather() -> list:
-            return await asyncio.gather(*(results[i] for i in awaited))
-
-        names = ", ".join(rewards[i].__name__ for i in awaited)
-        with time_limit(f"reward function {names}"), torch_settings_put_back():
-            gathered = thread.submit(shared_runner().run, gather()).result()
-            for i, result in zip(awaited, gathered, strict=True):
-                results[i] = as_list(result)
-    return [numbers_of(reward, values, columns["prompts"]) for reward, values in zip(rewards, results, strict=True)]
-
-
-def as_list(values: Any) -> Any:
-    """Turn a tensor, an array or a generator into a list, and return anything else unchanged."""
-    values = list(values) if isinstance(values, Iterator) else values
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
-def numbers_of(reward: Callable, values: Any, prompts: list) -> list[float]:
-    """Turn what the function returned into floats. None becomes NaN, which means "no reward"."""
-    with suppress(Exception):  # `float` may raise anything if a value is not a number
+def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, Any]) -> list[float]:
+    """Call a reward function, and return one value for each completion. None becomes NaN, which means "no reward". The
+    function gets its own copy of the columns, but not of `of_the_run`."""
+    copies = {name: [*map(copy.deepcopy, x)] for name, x in accepted(reward, columns).items()}
+    with torch_settings_put_back():
+        values = reward(**copies | accepted(reward, of_the_run))
+        if inspect.iscoroutine(values):
+            values = thread.submit(runner.run, values).result()
         numbers = [math.nan if value is None else float(value) for value in values]
-        too_large = any(abs(number) > LARGEST for number in numbers)
-        if isinstance(values, list | tuple) and len(values) == len(prompts) and not too_large:
-            return numbers
-    expected = f"{len(prompts)} numbers were expected, for prompt {prompts[0]!r:.200} and others"
-    raise UserError(f"reward function {reward.__name__} returned {values!r:.200}; {expected}")
+    expected = len(columns["prompts"])
+    if len(numbers) != expected or any(abs(number) > LARGEST for number in numbers):
+        raise UserError(f"reward function {reward.__name__}: {numbers!r:.200} are not {expected} finite numbers")
+    return numbers

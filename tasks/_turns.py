@@ -42,40 +42,40 @@ class Replies:
 
     def __call__(self, ids: list[int]) -> list[int] | None:
         self.turns.append(self.tokenizer.decode(ids, skip_special_tokens=True))
-        is_chat = not isinstance(self.row["prompt"], str)
         with self.time_limit(f"reply function {self.reply.__name__}"):
             reply = self.reply(self.row, [*self.turns])
         # After --max_turns turns, the completion ends, even if the function returns a reply. The function is still
         # called, so that it sees every turn.
         if reply is None or len(self.turns) == self.max_turns:
             return None
-        self.replies.append([{"role": "user", "content": reply}] if is_chat and isinstance(reply, str) else reply)
-        try:
-            if isinstance(self.replies[-1], list) != is_chat:
-                raise UserError("a text or messages was expected" if is_chat else "a text was expected")
-            return encode_reply(self.tokenizer, self.replies[-1], self.eos_ids, has_end=ids[-1] in self.eos_ids)
-        except Exception as error:  # such as the one above, or a role that the chat template does not know
-            what = f"reply function {self.reply.__name__} returned {reply!r:.200}"
-            raise UserError(f"{what}, for prompt {self.row['prompt']!r:.200}: {error}") from error
+        is_chat = not isinstance(self.row["prompt"], str)
+        if is_chat and isinstance(reply, str):
+            reply = [{"role": "user", "content": reply}]
+        if isinstance(reply, list) and not is_chat:
+            raise UserError(f"reply function {self.reply.__name__}: messages can reply only to a chat, not to a text")
+        self.replies.append(reply)
+        return encode_reply(self.tokenizer, reply, self.eos_ids, has_end=ids[-1] in self.eos_ids)
 
 
+@dataclass
 class RepliesTo:
     """The replies to several completions. `replies[i]` begins those to completion i, and begins them anew each time: a
     rollout that runs out of memory tries again, and a game must not go on where the failed try has left it."""
 
-    def __init__(self, reply: Callable, rows: list[dict], *settings: Any):
-        self.reply, self.rows, self.settings = reply, rows, settings
-        self.made: dict[int, Replies] = {}  # the last one of each completion
+    begin: Callable[[int], Replies]
+    made: dict[int, Replies] = field(default_factory=dict)  # the last one of each completion
 
     def __getitem__(self, i: int) -> Replies:
-        self.made[i] = Replies(self.reply, self.rows[i], *self.settings)
+        self.made[i] = self.begin(i)
         return self.made[i]
 
 
 def replies_to(task: Task, rows: list[dict], *settings: Any) -> RepliesTo | None:
     """Return the replies to one completion of each of these rows, or None if the task does not reply. `settings` are
     the next fields of Replies, in this order: tokenizer, eos_ids, max_turns."""
-    return RepliesTo(task.reply, rows, *settings, task.time_limit) if task.reply else None
+    if task.reply is None:
+        return None
+    return RepliesTo(lambda i: Replies(task.reply, rows[i], *settings, task.time_limit))
 
 
 def with_replies(completions: list[Completion], replies: RepliesTo | None) -> list[Completion]:
@@ -108,9 +108,3 @@ def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_
     if not ids:
         raise UserError("the reply has no tokens")
     return ids
-
-
-def check_template(task: Task, tokenizer: Any, eos_ids: list[int]) -> None:
-    """Raise an error if the task replies to chats and the chat template cannot continue after a turn."""
-    if task.reply is not None and not all(isinstance(row["prompt"], str) for row in task.train + task.eval):
-        encode_reply(tokenizer, [{"role": "user", "content": "-"}], eos_ids)

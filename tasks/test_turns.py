@@ -1,23 +1,21 @@
 """Replies between turns, as texts, messages and tokens; and the game of guessing."""
 
 import contextlib
-import sys
 
 import pytest
 
 from batch import Group
-from config import Config, UserError
+from config import UserError
 from rollout import Completion
-from tasks import Task, as_completion, call_rewards, guess, load_task
+from tasks import Task, as_completion, call_rewards, guess
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, check_template, encode_reply, replies_to, with_replies
+from tasks._turns import Replies, encode_reply, replies_to, with_replies
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
 IN, OUT, USER, TOOL, AI = CHAT.convert_tokens_to_ids(["<in>", "<out>", "<user>", "<tool>", "<ai>"])
 MARKS = {  # the kind of a chat template: how it writes a message, and how it asks for an answer
     "chatml": ("<in>{{ m.role }}:{{ m.content }}<out>", "<in>assistant:"),  # Qwen, LFM, Nemotron, SmolLM
-    "llama": ("<in>{{ m.role }} {{ m.content | trim }}<out>", "<in>assistant "),
     "glm": ("{{ dict(user='<user>', tool='<tool>', assistant='<ai>')[m.role] }}{{ m.content }}", "<ai>"),
     "no tools": ("{% if m.role != 'tool' %}<in>{{ m.role }}:{{ m.content }}<out>{% endif %}", "<in>assistant:"),
     "twice": ("{{ m.content }}<out>{{ m.content }}<out>", "<in>"),
@@ -31,11 +29,11 @@ def template(kind: str) -> str:
 
 NO_END = "the model's chat template puts no end token after a turn"
 NOT_SHOWN = "the model's chat template does not show the reply"
+USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
 TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, and the text after a turn or the error
     ("chatml", "user", [OUT], "<in>user:hi<out><in>assistant:"),
     ("chatml", "tool", [EOS_ID, OUT], "<in>tool:hi<out><in>assistant:"),
     ("chatml", "user", [EOS_ID], NO_END),
-    ("llama", "user", [OUT], "<in>user hi<out><in>assistant "),
     ("glm", "user", [USER, TOOL], "hi<ai>"),  # the <user> before "hi" is the token with which the model ended its turn
     ("no tools", "tool", [OUT], NOT_SHOWN),
     ("twice", "user", [OUT], NO_END),  # shows each turn twice, so it is unclear which end token is meant
@@ -45,27 +43,14 @@ TEMPLATES = [  # the kind of template, who says "hi", the ids that end a turn, a
 @pytest.mark.parametrize("kind, role, ends, expected", TEMPLATES)
 def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role, ends, expected):
     monkeypatch.setattr(CHAT, "chat_template", template(kind))
-    rows = [{"prompt": [{"role": "user", "content": "1"}]}]
-    task, message = Task(rows, [], [], [], reply=print), {"role": role, "content": "hi"}
-    if expected not in (NO_END, NOT_SHOWN):
-        assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
-        # If the model's turn has no end token, the reply begins with the one that the template puts there.
-        assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
-        check_template(task, CHAT, ends)
-        game = [*rows[0]["prompt"], {"role": "assistant", "content": "ok"}, message]
-        whole = CHAT.apply_chat_template(game, add_generation_prompt=True, tokenize=False)
-        assert whole.endswith(expected) and whole.removesuffix(expected).endswith(("ok<out>", "ok<user>", "ok<tool>"))
-    else:
-        with pytest.raises(Exception, match=expected):
+    message = {"role": role, "content": "hi"}
+    if expected in (NO_END, NOT_SHOWN):
+        with pytest.raises(UserError, match=expected):
             encode_reply(CHAT, [message], ends)
-        if role == "user":  # check_template tries only this role
-            with pytest.raises(UserError, match=expected):
-                check_template(task, CHAT, ends)
-    check_template(Task([{"prompt": "a"}], [], [], [], reply=print), TOKENIZER, ends)  # text needs no template
-    check_template(Task(rows, [], [], []), TOKENIZER, ends)  # without replies, chats need no template either
-
-
-USER_SAYS, MESSAGES = [{"role": "user", "content": "7"}], [{"role": "tool", "content": "7"}] * 2
+        return
+    assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
+    # If the model's turn has no end token, the reply begins with the one that the template puts there.
+    assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
 
 
 def replies_of(said: object, is_chat: bool, **how) -> Replies:
@@ -78,18 +63,10 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
     return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
 
 
-WRONG = [  # whether the prompt is a chat, what the reply function returns, what is wrong with it
-    (False, "", "the reply has no tokens"),
-    (False, USER_SAYS, "a text was expected"),
-    (True, 7, "a text or messages was expected"),
-    (True, [{"role": "user", "content": None}], "unsupported operand"),  # encode_reply appends "-" to the content
-]
-
-
-@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
-def test_a_wrong_reply_is_named_with_its_function_and_prompt(is_chat, said, wrong):
-    with pytest.raises(UserError, match=f"^reply function answer returned .*, for prompt .*: .*{wrong}"):
-        replies_of(said, is_chat)([8, EOS_ID])
+@pytest.mark.parametrize("said, wrong", [("", "has no tokens"), (USER_SAYS, "messages can reply only to a chat")])
+def test_a_wrong_reply_to_a_text(said, wrong):
+    with pytest.raises(UserError, match=wrong):
+        replies_of(said, is_chat=False)([8, EOS_ID])
 
 
 SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
@@ -129,8 +106,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     assert ids == [None, [2]] and row == {"prompt": "1", "answer": ["2"]}
     completions = [Completion([], [], False) for _ in tried]
     assert [each.replies for each in with_replies(completions, replies)] == [[], ["a"]]
-    assert with_replies(completions, None) is completions
-    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0) is None
+    assert with_replies(completions, replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0)) is completions
 
 
 def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
@@ -152,16 +128,6 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     assert seen == [([["a", "b"]] * 2, [ids] * 2)]
 
 
-def test_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is appended
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def say(row, turns):\n    return 'a'\n")
-    for task in "addition", "guess":
-        assert load_task(Config(task=task, reply="mine.py:say", max_turns=3)).reply({}, []) == "a"
-    with pytest.raises(UserError, match=r"^--max_turns 3: nothing replies to the model's turns; see --reply$"):
-        load_task(Config(task="addition", max_turns=3))
-
-
 # ---- The game ----
 
 
@@ -179,13 +145,3 @@ def test_a_game(guesses, replies, reward):
     row, ids = {"prompt": "10-40:", "number": 30}, [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
     assert [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))] == replies
     assert guess.found(["10-40:"], [""], ids, turns=[guesses], number=[30]) == [reward]
-
-
-def test_the_rows_of_games():
-    """A range is either trained on or held out, with all its numbers. Each number is in its range."""
-    task = guess.load(Config())
-    assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
-    assert len(task.train) > 8000 and len(task.eval) > 1000
-    for row in task.train + task.eval:
-        low, high = map(int, row["prompt"].rstrip(":").split("-"))
-        assert 1 <= low <= row["number"] <= high <= 99 and high - low >= 9
