@@ -24,8 +24,8 @@ from loss import policy_loss
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # they cap or scale what the head returns
 # Completions cannot share a row if the model has a short sliding window, no position ids or a state.
-NOT_SHARED = ("mistral", "gemma3", "gpt_oss", "bloom", "mpt", "mamba", "falcon_h1")
-ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied", "opt")  # the others compute some parts in float32
+NOT_SHARED = ("mistral", "gemma3", "gpt_oss", "bloom", "mamba", "falcon_h1")
+ALL_IN_FLOAT64 = ("gpt2", "gpt2 tied")  # the others compute some parts in float32
 
 ROWS = ["pppcccccc...", "pc..........", "ppppccc.....", "ppppp.......", "ppppcccc...."]  # prompt, completion, padding
 ATTENTION, COMPLETION = (torch.tensor([[int(c in letters) for c in row] for row in ROWS]) for letters in ("pc", "c"))
