@@ -56,12 +56,9 @@ FAMILIES = {  # name: model type, settings
     "gpt2": ("gpt2", GPT),
     "gpt2 tied": ("gpt2", GPT | {"tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "gptj": ("gptj", GPT | {"rotary_dim": 4}),
     **{name: (name, SIZES | EXPERTS) for name in ("mixtral", "qwen3_moe")},
     "gpt_oss": ("gpt_oss", SIZES | EXPERTS | {"sliding_window": 4}),
-    "opt": ("opt", SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("bloom", BASE | dict(hidden_size=32, n_layer=2, n_head=4)),  # no position ids
-    "mpt": ("mpt", BASE | dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
     "mamba": ("mamba", SIZES | {"state_size": 4}),  # no attention
     "falcon_h1": ("falcon_h1", SIZES | HYBRID | {"lm_head_multiplier": 0.5}),
 }
@@ -149,12 +146,10 @@ def sorting(tmp_path_factory) -> dict:
 
 def flags(settings: dict, out: Path) -> list[str]:
     """Return the command line of a run with these settings."""
-    settings = settings | {"out": out}
     words = []
-    if settings.get("eval_every") == 0:
-        settings.pop("eval_k", None)  # it is refused in a run that does not evaluate
-    for name, value in settings.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    for name, value in (settings | {"out": out}).items():
+        if name != "eval_k" or settings.get("eval_every") != 0:  # it is refused in a run that does not evaluate
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return words
 
 
@@ -271,9 +266,8 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            # Every string ends with "", so without `of`, every call matches.
-            matches = str(args[0] if args else "").endswith(of)
-            is_the_nth = matches and next(calls) == n  # next(calls) counts this call, if it matches
+            # Every string ends with "", so without `of`, every call counts. next(calls) counts it.
+            is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
             if is_the_nth and not after:
                 action()
             result = call(*args, **kwargs)

@@ -1,13 +1,14 @@
 """Advantages compared with plain Python, with rewards that are complete, missing, equal, or too few."""
 
 import math
+from functools import partial
 from itertools import product
 from statistics import fmean, stdev
 
 import pytest
 import torch
 
-from advantage import BASELINES, COMBINATIONS, SCALES, all_equal, combine_rewards, group_advantages, on_high_entropy
+from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
 from conftest import rounding
 
 NAN = math.nan
@@ -24,10 +25,8 @@ REWARDS = {
     "plain": (PLAIN, None),
     "some missing": ([[0.0, NAN, 0.5, 1.0], PLAIN[1], [NAN, 0.2, NAN, 0.8]], None),
     "one or no reward in a group": ([PLAIN[0], [NAN, NAN, 2.5, NAN], [NAN] * 4, PLAIN[2]], None),
-    "missing and equal": ([[0.0, NAN, 0.5, 1.0], [0.1, NAN, 0.1, 0.1], PLAIN[2]], None),
     # 0.3 - 0.1 - 0.2 is 3e-17 in float64 and 7e-9 in float32. A mean that small counts as 0, but 1e-3 / 3 does not.
     "means near 0": ([[-0.1, 0.3, -0.2], [-0.3, 0.1, 0.2], [1.0, -1.25, 0.25], [-1.0, -2.5, 0], [0, 0, 1e-3]], None),
-    "no reward at all": ([[NAN, NAN], [NAN, NAN]], None),
     "groups of one": ([[0.0], [1.0], [5.0]], None),
     "some truncated": (PLAIN, [[3, 0, 5, 2], [4, 1, 0, 0], [0, 2, 6, 1]]),
     "one left in a group": ([[0.0, 1.0, 0.5], [1.0, 0.25, 2.0], [0.0, 3.0, 1.0]], [[3, 2, 4], [0, 5, 0], [1, 2, 0]]),
@@ -103,25 +102,18 @@ def test_all_equal_is_exact_and_ignores_missing_rewards():
     groups = [[0.1, 0.1, 0.1], [0.1, one_up, 0.1], [NAN, 0.1, one_up], [NAN, 0.1, 0.1], [NAN, NAN, 0.1], [NAN] * 3]
     rewards = torch.tensor(groups, dtype=torch.float64)
     assert all_equal(rewards).tolist() == [[True], [False], [False], [True], [True], [True]]
-    assert (group_advantages(rewards[:2], scale="none") != 0).any(1).tolist() == [False, True]
     assert group_advantages(torch.tensor([[1, 1]])).dtype == torch.float32, "also for rewards that are integers"
 
 
 TWO = torch.zeros(2, 2)
-ERRORS = [
-    (lambda: group_advantages(TWO, "whiten", "none"), ["need lengths"]),
-    (lambda: group_advantages(TWO, baseline="length"), ["need lengths"]),
-    (lambda: group_advantages(TWO, scale="unheard"), ["unheard", *SCALES]),
-    (lambda: group_advantages(TWO, baseline="unheard"), ["unheard", *BASELINES]),
-    (lambda: combine_rewards(TWO[..., None], [1.0], how="unheard"), ["unheard", *COMBINATIONS]),
-    (lambda: combine_rewards(torch.zeros(2, 1, 2), [1.0, 1.0], how="gdpo"), ["at least 2 completions"]),
-]
+UNCLEAR = [dict(scale="unheard"), dict(baseline="unheard"), dict(scale="whiten"), dict(baseline="length")]
 
 
-@pytest.mark.parametrize("call, words", ERRORS)
-def test_errors_name_what_is_valid_or_missing(call, words):
-    with pytest.raises(ValueError, match=".*".join(words)):
-        call()
+def test_a_name_that_is_unknown_or_needs_lengths_is_an_error():
+    calls = [partial(combine_rewards, TWO[..., None], [1.0], how="unheard")]
+    for call in calls + [partial(group_advantages, TWO, **settings) for settings in UNCLEAR]:
+        with pytest.raises(ValueError, match=r"must be one of|need lengths"):
+            call()
 
 
 def test_several_rewards_are_added_by_their_weights_and_a_missing_one_is_left_out():
@@ -140,7 +132,6 @@ def test_gdpo_brings_each_reward_to_the_same_scale_first():
     expected = by_hand((first + 0.5 * second).tolist(), "batch", "batch", 1e-4, lengths)
     advantages = group_advantages(combine_rewards(parts, weights, how="gdpo"), "batch", "batch")
     torch.testing.assert_close(advantages, expected, rtol=rounding(torch.float64), atol=rounding(torch.float64))
-    assert combine_rewards(torch.full((1, 2, 2), NAN), weights, how="gdpo").isnan().all()
 
 
 def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
@@ -148,14 +139,10 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     entropy = torch.tensor([[9.0, 0.1, 0.5, 0.3, 0.2], [0.4, 0.9, 0.6, 0.7, 9.0]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     # The same advantages twice: one for each completion, and one for each token.
-    by_completion, by_token = torch.tensor([2.0, -1.0]), torch.tensor([[2.0] * 5, [-1.0] * 5])
-    for share, expected in ((0.25, [[0] * 5, [0, -1, 0, -1, 0]]), (1.0, [[0, 2, 2, 2, 2], [-1, -1, -1, -1, 0]])):
-        for A in (by_completion, by_token):
-            assert (on_high_entropy(A, entropy, mask, share) * mask).tolist() == expected
+    for A in (torch.tensor([2.0, -1.0]), torch.tensor([[2.0] * 5, [-1.0] * 5])):
+        assert (on_high_entropy(A, entropy, mask, 0.25) * mask).tolist() == [[0] * 5, [0, -1, 0, -1, 0]]
     # The number of tokens is rounded up, as in the authors' code. But 0.07 * 100, which is 7.000000000000001 in
     # float64, counts as 7. All entropies are equal here, so the first tokens are kept.
     for share, tokens in ((0.07, 7), (0.2, 20), (0.205, 21)):
         kept = on_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
         assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "the first tokens are kept"
-    # Here no token is trained on.
-    assert on_high_entropy(torch.ones(1), torch.zeros(1, 2), torch.zeros(1, 2), 0.2).isfinite().all()

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import json
 import math
 import random
@@ -20,26 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import advantage
+import conftest
 import train
 from advantage import on_high_entropy
 from batch import minibatches
 from config import Config
-from conftest import (
-    ROOT,
-    assert_same_files,
-    assert_same_run,
-    distance,
-    flags,
-    flat_gradient,
-    gradient_of,
-    lines,
-    metrics,
-    run,
-    samples,
-    save_chat_model,
-)
+from conftest import ROOT, assert_same_run, distance, flags, flat_gradient, metrics, run, samples
 from infra import faults, server
-from loss import policy_loss
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer
 from tasks.sorting import model as sorting_model
@@ -50,10 +36,6 @@ G = 4  # the num_generations of the fixture `sorting`
 def sometimes(completions, completion_ids, **columns):
     """Give no reward to a completion whose length is a multiple of three."""
     return [len(set(text)) if len(ids) % 3 else None for text, ids in zip(completions, completion_ids)]
-
-
-def never(prompts, **columns):
-    return [None] * len(prompts)
 
 
 def wrong(prompts, **columns):
@@ -189,7 +171,6 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
 def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, tmp_path):
     settings = dict(steps=1, samples_per_step=3)
     one = go("one", **settings)
-    assert {"settings", "commit", "hardware", "versions"} <= json.loads((one / "config.json").read_text()).keys()
     assert len({line["prompt"] for line in samples(one)}) == len(samples(one)) == 3, "one sample of each prompt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py"]
     subprocess.check_call([*command, *flags(sorting | settings, tmp_path / "two")], cwd=tmp_path)
@@ -199,21 +180,18 @@ def test_a_run_by_torchrun_from_another_directory_is_that_of_main(go, sorting, t
 # ---- A step compared with its equation, one completion after another, in float64 ----
 
 
-def to_rows(lines: list[dict], n: int, replies: bool = False) -> list[dict]:
+def to_rows(lines: list[dict], n: int) -> list[dict]:
     """Return each line of samples.jsonl with the ids of prompt and completion and with an advantage that is computed
     here from the rewards of its group."""
     _, tokenizer = sorting_model(Config())
     rows = []
     for group in (lines[start : start + n] for start in range(0, len(lines), n)):
-        assert len({line["prompt"] for line in group}) == 1
         given = [line["reward"] for line in group if line["reward"] is not None]
         mean, std = statistics.mean(given), statistics.stdev(given)
         for line in group:
             ids = tokenizer(line["completion"]).input_ids
             written = [logp is not None for _, logp, *_ in line["tokens"]]  # by the model, not in a reply
             assert len(ids) == len(written) and sum(written) == line["length"] and written[-1]
-            if not replies:
-                assert all(written) and line["truncated"] == (ids[-1] != EOS_ID)
             advantage = 0.0 if line["reward"] is None or std == 0.0 else (line["reward"] - mean) / (std + 1e-4)
             assert line["advantage"] == pytest.approx(advantage, abs=1e-5)
             prompt_ids = tokenizer(line["prompt"]).input_ids
@@ -255,27 +233,24 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        norms.append(float(gradient_of(optimizer).norm()))
+        norms.append(float(conftest.gradient_of(optimizer).norm()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-        grads.append(gradient_of(optimizer))
+        grads.append(conftest.gradient_of(optimizer))
         optimizer.step()
     return losses, norms, grads, flat(model)
 
 
 STEPS = {
     "temperature 1.5": dict(temperature=1.5, normalization="global"),
-    "entropy": dict(entropy_coef=0.3, temperature=0.7),
-    "entropy below 0, some advantages 0": dict(entropy_coef=-0.3, reward=paths("letters"), micro_batch_size=1),
+    "entropy below 0, some advantages 0": dict(entropy_coef=-0.3, temperature=0.7, reward=paths("letters")),
     "mask_truncated": dict(mask_truncated=True, normalization="prompt"),
-    "several turns": TURNS | dict(normalization="global", entropy_coef=0.3),
-    "several turns, micro-batches of one row": TURNS | dict(normalization="sequence", micro_batch_size=1, beta=0.5),
+    "several turns": TURNS | dict(normalization="global", entropy_coef=0.3, beta=0.5, micro_batch_size=1),
     "some without a reward": dict(reward=paths("sometimes"), normalization="constant"),
-    "three passes, clipped gradients": dict(num_iterations=3, learning_rate=0.02, max_grad_norm=0.2),
-    "KL": dict(num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, normalization="global"),
-    "minibatches": dict(num_iterations=2, minibatches=2, learning_rate=0.01, beta=0.1, seed=1),
-    "another Adam": dict(
-        num_iterations=3, learning_rate=0.01, adam_beta1=0.5, adam_beta2=0.3, weight_decay=2.0, normalization="sum"
+    "KL, three passes, clipped gradients": dict(
+        num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, max_grad_norm=0.2
     ),
+    "minibatches": dict(num_iterations=2, minibatches=2, learning_rate=0.01, beta=0.1, seed=1),
+    "another Adam": dict(num_iterations=3, normalization="sum", adam_beta1=0.5, adam_beta2=0.3, weight_decay=2.0),
 }
 
 
@@ -285,17 +260,14 @@ def test_a_step_is_the_papers_equation(go, updates, name):
     out = go(**dict(steps=1, num_generations=6, micro_batch_size=5) | settings)
     # `updates` records the gradient and the learning rates of each update. Copy it, because by_hand will add its own.
     actual = [*updates]
-    rows, (figures,) = to_rows(samples(out), 6, "reply" in settings), metrics(out)
+    rows, (figures,) = to_rows(samples(out), 6), metrics(out)
     # The run above has these three settings as well, unless STEPS changes them.
     cfg = Config(**dict(normalization="sequence", learning_rate=1e-3, max_grad_norm=1e6) | settings)
     masked = {i for i, row in enumerate(rows) if row["reward"] is None or (cfg.mask_truncated and row["truncated"])}
     assert bool(masked) == (name in ("mask_truncated", "some without a reward")) and len(masked) < 12  # of 18
-    rows_by_update = [
-        [i for i in rows_of_update if i not in masked]
-        for iteration in range(cfg.num_iterations)
-        # 18 completions: 3 prompts with 6 each
-        for rows_of_update in minibatches(18, cfg.minibatches, seed=(cfg.seed, 1, iteration))
-    ]
+    # 18 completions: 3 prompts with 6 each
+    passes = [minibatches(18, cfg.minibatches, seed=(cfg.seed, 1, n)) for n in range(cfg.num_iterations)]
+    rows_by_update = [[i for i in rows_of_update if i not in masked] for each in passes for rows_of_update in each]
     model, _ = sorting_model(cfg)
     losses, norms, grads, weights = by_hand(model, rows, rows_by_update, cfg)
     for (ours, _), expected in zip(actual, grads, strict=True):
@@ -318,14 +290,14 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     # On this clock, drawing the groups takes 3 s, an update takes 5 s, and everything else takes no time.
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
-    of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05)
+    of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05, tis_cap=9.0)
     out = go(
         steps=1, seed=1, prompts_per_step=16, num_generations=3, max_completion_length=16, micro_batch_size=4,
         reward=paths("sometimes", "judged"), reward_weights=[0.5, 2.0], correct="judged", mask_truncated=mask_truncated,
         num_iterations=2, minibatches=2, learning_rate=0.04, warmup_steps=2, top_entropy=0.5, entropy_coef=0.2,
         **of_loss,
     )  # fmt: skip
-    (figures,), rows = lines(out / "metrics.jsonl"), samples(out)
+    (figures,), rows = conftest.lines(out / "metrics.jsonl"), samples(out)
     names = "length", "reward", "advantage", "truncated", "rewards"
     lengths, rewards, advantages, truncated, rewards_by_name = ([row[name] for row in rows] for name in names)
     weighted = [[w * x for w, x in zip((0.5, 2.0), named.values()) if x is not None] for named in rewards_by_name]
@@ -342,7 +314,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         expected = on_high_entropy(A, batch.entropy, batch.mask, 0.5)
         assert torch.equal(batch.advantages * batch.mask, expected)
 
-    loss, totals = 0.0, np.zeros((len(train.STATS), 2))
+    names = *train.STATS, "tis_ratio"
+    loss, totals = 0.0, np.zeros((len(names), 2))
     # Keep the calls in which `accumulate` scores the policy. Only they may ask for a head.
     # The other calls score the old policy and the reference.
     entropies = [call.result[1].detach() for call in logprob_calls if "head_ids" in call.kwargs]
@@ -352,7 +325,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         part_loss, stats = call.result
         loss += (part_loss - 0.2 * (weights * entropy).sum()).item() / 4  # 0.2 is entropy_coef; the step has 4 updates
         stats = stats | {"entropy": (entropy.sum(), mask.sum())}
-        totals += np.array([[float(x) for x in stats[name]] for name in train.STATS])
+        totals += np.array([[float(x) for x in stats[name]] for name in names])
 
     def mean(values) -> float:
         return statistics.fmean(x for x in values if x is not None)
@@ -363,9 +336,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     # trained on. If `judged` judges none of them, the rewards take the place of its verdicts.
     verdicts = [{*right[i : i + 3]} - {None} or {*rewards[i : i + 3]} - {None} for i in range(0, len(rows), 3)]
     assert any({*right[i : i + 3]} == {None} for i in range(0, len(rows), 3)), "there are such groups"
-    expected = dict(zip(train.STATS, totals[:, 0] / totals[:, 1])) | {
-        "step": 1,
-        "delay": 0,
+    expected = dict(zip(names, totals[:, 0] / totals[:, 1])) | {
         "reward": mean(rewards),
         "reward/sometimes": mean(named["sometimes"] for named in rewards_by_name),
         "reward/judged": mean(named["judged"] for named in rewards_by_name),
@@ -375,10 +346,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "length_correct": mean(n for n, ok in zip(lengths, right) if ok),
         "length_incorrect": mean(n for n, ok in zip(lengths, right) if ok == 0.0),
         "truncated": mean(truncated),
-        "groups": 16,
         "equal_rewards": mean(len({*values}) < 2 for values in given),
         "without_signal": mean(len(verdicts[i]) < 2 or sum(trained_on[3 * i : 3 * i + 3]) < 2 for i in range(16)),
-        "groups_replaced": 0,
         "tokens": sum(lengths),
         "logged/tokens": mean(lengths),
         "loss": loss,
@@ -388,18 +357,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "seconds_update": 20.0,
         "tokens_per_second": sum(lengths) / 23.0,
     }
-    assert [name for name, x in expected.items() if not x] == ["delay", "groups_replaced"], (
-        "a figure of 0 would show nothing"
-    )
-    assert {name: figures.pop(name) for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32
-    assert figures.keys() == {
-        "ess",
-        "sampler_chi2",
-        "turns",
-        "reply_length",
-        "peak_memory_gb",
-        "peak_memory_reserved_gb",
-    }
+    assert all(expected.values()), "a figure of 0 would show nothing"
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32
 
 
 # ---- Log-probs of the sampler, the old policy and the reference ----
@@ -422,34 +381,31 @@ def test_where_the_vocabulary_is_cut_all_log_probs_are_over_what_is_left(go, sor
 # ---- Completions of earlier steps ----
 
 
-def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch, capsys):
+def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch):
     """Step t trains on completions of the policy at the start of step t - 2, or of step 1, with the prompts and random
     numbers of step t. A run whose weights hardly change shows what these are. W is the ratio of the probabilities of a
     completion under the policy before the step and under the sampler, and ess is mean(W)^2 / mean(W^2)."""
-    still, prompts = dict(learning_rate=1e-30), [line["prompt"] for line in samples(go("now", steps=4))]
-    without, calls = go("still", steps=4, **still), watch(train, "policy_loss")
-    capsys.readouterr()
-    out = go("out", steps=3, delay=2, learning_rate=0.02)
-    assert capsys.readouterr().out.count("nothing corrects for it") == 1
+    prompts = [line["prompt"] for line in samples(go("now", steps=4))]
+    without, calls = go("still", steps=4, learning_rate=1e-30), watch(train, "policy_loss")
+    off_policy = dict(delay=2, learning_rate=0.02, tis_cap=99.0, micro_batch_size=5)
+    out = go("out", steps=3, **off_policy)
     earlier = len(calls)
-    go("out", steps=4, delay=2, learning_rate=0.02)
+    go("out", steps=4, **off_policy)
     assert [line["delay"] for line in metrics(out)] == [0, 1, 2, 2]
     assert [line["prompt"] for line in samples(out)] == prompts
     texts, texts_without = ([line["completion"] for line in samples(folder)] for folder in (out, without))
     assert texts[:36] == texts_without[:36] and texts[36:] != texts_without[36:]  # 12 in each step
 
-    last = metrics(out)[-1]
-    w = []
+    last, w = metrics(out)[-1], []
     for call in calls[earlier:]:  # those of step 4
         _, old_logp, _, _, mask = call.args
-        w += [math.exp(x) for x in ((old_logp - call.kwargs["sampler_logp"]).double() * mask).sum(1).tolist()]
-    squares = statistics.fmean(x**2 for x in w)
-    assert last["ess"] == pytest.approx(statistics.fmean(w) ** 2 / squares, rel=1e-5) and last["ess"] < 0.9
-    assert last["sampler_chi2"] == pytest.approx(squares / statistics.fmean(w) ** 2 - 1, rel=1e-4)
-
-    capsys.readouterr()
-    go("corrected", steps=2, delay=1, old_policy="sampler")
-    assert "nothing corrects" not in capsys.readouterr().out
+        w += ((old_logp - call.kwargs["sampler_logp"]).double() * mask).sum(1).exp().tolist()
+    ess = statistics.fmean(w) ** 2 / statistics.fmean(x**2 for x in w)
+    assert last["ess"] == pytest.approx(ess, rel=1e-5) and ess < 0.9
+    assert last["sampler_chi2"] == pytest.approx(1 / ess - 1, rel=1e-4)
+    # A statistic whose name ends in _max is a maximum over the step.
+    highest = [float(call.result[1]["tis_ratio_max"][0]) for call in calls[earlier:]]
+    assert last["tis_ratio_max"] == pytest.approx(max(highest)) and max(highest) > min(highest) + 0.01
     # On-policy, the two differ by rounding only, also in the updates after the first one.
     (line,) = metrics(go("on-policy", steps=1, old_policy="sampler", num_iterations=2, learning_rate=0.02))
     assert line["ess"] == pytest.approx(1.0, abs=1e-6) and abs(line["sampler_chi2"]) < 1e-6
@@ -469,44 +425,11 @@ def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, w
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 
-def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
-    """A checkpoint has the completions of the next steps, but not the rows of the task."""
+def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go):
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
     whole = go("whole", steps=4, **settings)
-    loads = watch(train.checkpoint, "load")
     go("out", steps=2, **settings)
-    assert_same_files(go("out", steps=4, **settings), whole)
-    queue = train.checkpoint.load(whole, 4, *loads[0].args[2:])[1]["queue"]
-    assert len(queue) == 2
-    for groups, drawn, logged in queue:
-        assert len(drawn) >= len(groups) > 0 and not any(group.row for group in drawn) and logged
-
-
-def test_the_rollout_and_the_evaluation_may_have_settings_of_their_own(go, watch):
-    calls = watch(server, "rollout")
-    own = dict(eval_every=1, eval_prompts=2, eval_k=2, eval_temperature=0.5, eval_top_p=0.9, temperature=0.8, steps=1)
-    go("own", **own)
-    # Evaluations before and after the step: samples, then greedy completions.
-    assert [(call.args[3].temperature, call.args[3].top_p) for call in calls] == [
-        (0.5, 0.9), (0.0, 1.0), (0.8, 1.0), (0.5, 0.9), (0.0, 1.0)
-    ]  # fmt: skip
-    gaps = [metrics(go(dtype, rollout_dtype=dtype))[-1]["sampler_gap"] for dtype in ("float32", "bfloat16")]
-    assert gaps[0] < 1e-5 < 1e-4 < gaps[1]
-
-
-def test_a_fork_can_add_a_statistic_to_the_loss(go, monkeypatch):
-    """The statistic becomes a metric: a mean over the step, or a maximum if its name ends in _max."""
-    sizes = []
-
-    def with_another(*args, **switches):
-        loss, stats = policy_loss(*args, **switches)
-        *_, mask = args
-        sizes.append(mask.sum())
-        return loss, stats | {"mine": (2.0 * sizes[-1], sizes[-1]), "mine_max": (sizes[-1], torch.ones(()))}
-
-    monkeypatch.setattr(train, "policy_loss", with_another)
-    (line,) = metrics(go(minibatches=2, micro_batch_size=2, steps=1))
-    assert line["mine"] == 2.0 and line["mine_max"] == max(sizes) > min(sizes)
+    conftest.assert_same_files(go("out", steps=4, **settings), whole)
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
@@ -517,7 +440,7 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
     assert max((logp - other).abs().max() for other in (old_logp, losses[0].kwargs["ref_logp"])) < 1e-5
 
 
-def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates, capsys):
+def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates):
     """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has one
     layer, and the vocabulary of the student."""
     student, tokenizer = sorting_model(Config())
@@ -527,20 +450,14 @@ def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tm
     for part in (teacher, tokenizer):
         part.save_pretrained(tmp_path / "teacher")
     distillation = dict(reference=tmp_path / "teacher", beta=1, kl_estimator="k1+", reward_weights=[0], steps=1)
-    out = go("out", **distillation, micro_batch_size=5)
-    loss, rows = 0.0, to_rows(samples(out), G)
+    loss, rows = 0.0, to_rows(samples(go(**distillation, micro_batch_size=5)), G)
     for row in rows:
         logp, ref = (log_probs(model.double(), row, 1.0)[0] for model in (student, teacher))
         loss = loss + ((logp - ref).detach() * logp).mean() / len(rows)
     loss.backward()
     assert distance(updates[0][0], flat_gradient(student)) < ONE_UPDATE
-    run(sorting | distillation | dict(shard=True), tmp_path / "two", world=2)
-    assert_same_run(tmp_path / "two", out)
-
-    letters_by_id = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)[2:]  # after padding and the end token
-    char_tokenizer("".join(reversed(letters_by_id))).save_pretrained(tmp_path / "teacher")
+    char_tokenizer("fedcba>").save_pretrained(tmp_path / "teacher")  # another vocabulary
     assert train.main(flags(sorting | distillation, tmp_path / "refused")) == 2
-    assert "has another vocabulary than the model that is trained" in capsys.readouterr().err
 
 
 def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
@@ -552,10 +469,7 @@ def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     for source in ("short", "long"):
         own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
         assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(own_rewards))
-        assert line[f"groups/source={source}"] == len(own_rewards) / G
-    counts = [line[f"groups/source={source}"] for source in ("short", "long")]
-    of_eval = [line[f"eval/accuracy/source={source}"] for source in ("short", "long")]
-    assert sum(counts) == 8 and min(counts) > 0 and all(0 <= x <= 1 for x in of_eval)
+        assert line[f"groups/source={source}"] == len(own_rewards) / G and f"eval/accuracy/source={source}" in line
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
@@ -570,9 +484,15 @@ def test_log_probs_are_computed_as_in_eval_mode(go, monkeypatch, settings):
 # ---- Nothing to learn from ----
 
 
-def test_momentum_changes_no_weights_in_a_step_that_trains_on_no_token(go):
-    one, three = (go(f"{n}", steps=n, reward=paths("at_first"), weight_decay=0.1) for n in (1, 3))
-    assert metrics(three)[0]["grad_norm"] > 0.01 and [line["grad_norm"] for line in metrics(three)[1:]] == [0.0, 0.0]
+def test_nothing_changes_in_a_step_without_a_reward_however_many_rounds(go):
+    """Not even by momentum or weight decay."""
+    settings = dict(reward=paths("at_first"), dynamic_sampling=3, weight_decay=0.1)
+    one, three = (go(f"{n}", steps=n, **settings) for n in (1, 3))
+    drawn = (1 + 3) * 3  # the first draw and three more rounds, of 3 prompts each
+    expected = {"grad_norm": 0.0, "reward": None, "reward/at_first": None}
+    expected |= {"equal_rewards": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
+    assert all(expected.items() <= line.items() for line in metrics(three)[1:])
+    assert {row["reward"] for row in samples(three)[-2 * 3 * G :]} == {None}
     assert torch.equal(trained(three), trained(one)) and not torch.equal(trained(one), untrained())
 
 
@@ -599,8 +519,7 @@ def test_each_update_has_its_minibatch_and_the_learning_rate_of_its_step(go, wat
     calls = watch(train, "minibatches")
     monkeypatch.setattr(torch.optim, "AdamW", two_groups)
     out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
-    assert len(calls) == 3 * 2 and len({str(call.result) for call in calls}) == 6
-    assert all(sorted(itertools.chain(*call.result)) == list(range(12)) for call in calls)
+    assert len({str(call.result) for call in calls}) == len(calls) == 3 * 2
     # learning_rate/1 is the rate of the second group of parameters, and learning_rate that of the first.
     assert [line["learning_rate/1"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
     assert [line["learning_rate"] for line in metrics(out)] == pytest.approx([2e-5, 4e-5, 4e-5])
@@ -661,18 +580,7 @@ def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws)
     assert min(sizes) < max(sizes) == 6 * G, "after the last round, a step trains on the groups that it has"
     assert [G * line["groups"] for line in metrics(out)] == sizes
     assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
-    assert all(line["grad_norm"] > 0.01 for line in metrics(out))
     assert any(line["equal_rewards"] > 0 for line in metrics(out)), "the metrics count all groups that were drawn"
-
-
-def test_nothing_is_learned_without_a_reward_however_many_rounds(go, draws):
-    out = go(reward=paths("never"), dynamic_sampling=3)
-    drawn = (1 + 3) * 3  # the first draw and three more rounds, of 3 prompts each
-    assert draws()[0] == list(range(2 * drawn)) and len(samples(out)) == 2 * 3 * G
-    expected = {"grad_norm": 0.0, "reward": None, "reward/never": None}
-    expected |= {"equal_rewards": 1.0, "without_reward": drawn * G, "groups_replaced": 9}
-    assert all(expected.items() <= line.items() for line in metrics(out))
-    assert {row["reward"] for row in samples(out)} == {None} and torch.equal(trained(out), untrained())
 
 
 def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
@@ -689,31 +597,30 @@ def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
 
 def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(server, "rollout")
-    out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky")
+    own = dict(temperature=0.8, eval_temperature=0.5, eval_top_p=0.9)
+    out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky", **own)
     calls = [call.kwargs | {"values": call.result} for call in rewarded]
     evaluated = [line for line in metrics(out) if "eval/accuracy" in line]
-    assert [line["step"] for line in evaluated] == [0, 2, 3]
-    # The purpose of each rollout and of its call of the reward: a part of an evaluation, or a training step.
-    kinds = ["sampled", "greedy", "step", "step", "sampled", "greedy", "step", "sampled", "greedy"]
-    assert len(calls) == 9 and len(samples(out, "eval")) == 6
-    assert [call.args[3].temperature == 0.0 for call in rollouts] == [kind == "greedy" for kind in kinds]
-    trained_on = {prompt for call, kind in zip(calls, kinds) if kind == "step" for prompt in call["prompts"]}
+    assert [line["step"] for line in evaluated] == [0, 2, 3] and len(samples(out, "eval")) == 6
+    # The temperature and top_p of each rollout, and of its call of the reward.
+    sampled, greedy, step = (0.5, 0.9), (0.0, 1.0), (0.8, 1.0)
+    kinds = [sampled, greedy, step, step, sampled, greedy, step, sampled, greedy]
+    assert [(call.args[3].temperature, call.args[3].top_p) for call in rollouts] == kinds
+    trained_on = {prompt for call, kind in zip(calls, kinds, strict=True) if kind == step for prompt in call["prompts"]}
     for figures, i in zip(evaluated, (0, 4, 7)):  # the first call of each evaluation
-        sampled, greedy = calls[i], calls[i + 1]
-        shown = [row["completion"] for row in samples(out, "eval") if row["step"] == figures["step"]]
-        shown = [text.replace("<pad>", "").replace(EOS, "") for text in shown]
-        assert shown == sampled["completions"][:4:3], "the first samples of two prompts"
-        assert len(set(greedy["prompts"])) == 7 and not trained_on & set(greedy["prompts"])
-        assert {x["trainer_state"].global_step for x in (sampled, greedy)} == {figures["step"]}
-        assert sampled["prompts"] == [prompt for prompt in greedy["prompts"] for _ in range(3)]
-        for name, values in {"accuracy": greedy["values"], "pass@1": sampled["values"]}.items():
+        of_sampled, of_greedy = calls[i], calls[i + 1]
+        assert len(set(of_greedy["prompts"])) == 7 and not trained_on & set(of_greedy["prompts"])
+        assert {x["trainer_state"].global_step for x in (of_sampled, of_greedy)} == {figures["step"]}
+        assert of_sampled["prompts"] == [prompt for prompt in of_greedy["prompts"] for _ in range(3)]
+        for name, values in {"accuracy": of_greedy["values"], "pass@1": of_sampled["values"]}.items():
             assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 
 def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
-    """This holds for the initial model, the trained one, and a checkpoint."""
+    """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
     made = go("made", **held_out)
+    assert torch.equal(trained(go("often", **held_out | dict(eval_every=1))), trained(made))
     # The evaluations before the first step and after the second one.
     before, after = ({name: x for name, x in line.items() if "eval/" in name} for line in metrics(made)[::2])
     assert before != after
@@ -734,7 +641,7 @@ def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
     """The model has several end tokens, and generation settings that must change nothing and be saved again."""
     alphabet, data = string.ascii_lowercase + string.digits + "<>;+ ?", tmp_path / "chat.jsonl"
     generation = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
-    save_chat_model(tmp_path / "model", alphabet, TEMPLATE, **generation)
+    conftest.save_chat_model(tmp_path / "model", alphabet, TEMPLATE, **generation)
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
     rows = [{"prompt": messages, "answer": "2"}, {"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from graphlib import TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,7 +126,7 @@ def test_every_command_is_understood(page, monkeypatch):
 
 
 def test_imports_run_one_way():
-    """Imports follow the order that docs/contributing.md gives, and there is no circle."""
+    """Imports follow the order that docs/contributing.md gives."""
     order, imports = {"results": 0, "tools": 1, "minimal": 2, "train": 3, "infra": 4, "tasks": 5}, {}
     for path in HERE.rglob("*.py"):
         if "test" not in path.name and ".venv" not in path.parts:
@@ -144,7 +143,6 @@ def test_imports_run_one_way():
     assert against == [], "train may not import tools, for example"
     # loss, advantage and the modules of fast/ import no module of this repository.
     assert [name for name in imports if re.match(r"loss$|advantage$|fast\.", name) and imports[name]] == []
-    TopologicalSorter(imports).prepare()  # raises where there is a circle
 
 
 def test_every_table_is_that_of_the_logs_and_every_picture_is_there():
@@ -235,8 +233,7 @@ INCREMENT = '''
 import random
 class IncrementEnv:
     def reset(self, **kwargs):
-        self.counter = 0
-        self.target = random.randint(1, 6)
+        self.counter, self.target = 0, random.randint(1, 6)
         return f"Increment the counter by {self.target}."
     def get_reward(self):
         return float(self.counter == self.target)
@@ -356,8 +353,8 @@ def test_the_environment_of_the_page(program):
     asked, once = {"prompt": [{"role": "user", "content": "Please. "}]}, CALL % ("increment", '{"step": 1}')
     row, again = file.to_row(asked), file.to_row(asked)
     target = row["environment"].target
-    prompt = [{"role": "user", "content": f"Please. Increment the counter by {target}."}]
-    assert row["prompt"] == again["prompt"] == prompt, "every rank gets the same prompt"
+    assert row["prompt"] == again["prompt"], "every rank gets the same prompt"
+    assert row["prompt"][0]["content"] == f"Please. Increment the counter by {target}."
     # Only the last turn is executed. The counter of `again` keeps its value from turn to turn.
     for turn, results in [(once + once, ["1", "2"]), (CALL % ("reset", "{}"), ["KeyError: 'reset'"]), (once, ["3"])]:
         assert file.reply(again, [once, turn]) == [{"role": "tool", "content": result} for result in results]
@@ -449,9 +446,9 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
         name, settings = "kl_returns", "--algorithm reinforce++ --normalization sequence"
         (replacement,) = blocks(PROGRAMS["kl_reward"], "python")
         program = (fork / "kl_reward.py").read_text()
-        first, last = program.index("    rewards = torch.cat("), program.index("    batch.advantages = batch.mask * A")
-        end = program.index("\n", last) + 1
-        (fork / "kl_returns.py").write_text(program[:first] + replacement + program[end:])
+        # The lines of the first variant, up to the one that sets the advantages, give way to those of the second.
+        lines = r"    rewards = torch\.cat\(.*?batch\.advantages = batch\.mask \* A.*?\n"
+        (fork / "kl_returns.py").write_text(re.sub(lines, lambda _: replacement, program, count=1, flags=re.DOTALL))
     words = f"{settings} --beta 0.5 --learning_rate 1e-3 --prompts_per_step 4 --eval_every 0 --samples_per_step -1"
     one, two = (make(fork, name, [*words.split(), "--steps", str(n)], f"{name}{n}") for n in (1, 2))
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (one / "model", addition.model(None))]
@@ -459,10 +456,9 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
     rows = [line for line in conftest.samples(two) if line["step"] == 2]
     logps, kls = [], []
     for row in rows:
-        prompt, ids = (tokenizer(row[key]).input_ids for key in ("prompt", "completion"))
-        at = [*range(len(prompt) - 1, len(prompt) + len(ids) - 1)]
-        own, ref = (model(torch.tensor([prompt + ids])).logits[0, at].log_softmax(-1).detach() for model in models)
-        own, ref = (x.gather(1, torch.tensor(ids)[:, None])[:, 0].double() for x in (own, ref))
+        prompt, ids = (torch.tensor(tokenizer(row[key]).input_ids) for key in ("prompt", "completion"))
+        logits = (model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] for model in models)
+        own, ref = (x.detach().log_softmax(-1).gather(1, ids[:, None])[:, 0].double() for x in logits)
         logps.append(own.sum().item())
         kls.append((own - ref).tolist())
     assert max(abs(sum(kl)) for kl in kls) > 0.05
