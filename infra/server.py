@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -38,7 +37,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
@@ -47,19 +46,26 @@ from infra import ranks
 from infra.checkpoint import write_model
 from infra.decoding import decoding
 from infra.lora import adapted_layers, save_adapters, trained_tensors
-from rollout import Completion, Progress, Reply, Sampling, rollout, uniforms
+from rollout import Completion, Reply, Sampling, rollout, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
-# vLLM takes what a request leaves out from the model's generation_config.json.
-ALWAYS = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
+# vLLM takes what a request leaves out from the model's generation_config.json. Only Sampling.eos_ids end a turn.
+ALWAYS = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=True)
 ALWAYS |= dict(skip_special_tokens=False, return_token_ids=True, return_tokens_as_token_ids=True)
-ALWAYS |= dict(ignore_eos=True)  # only Sampling.eos_ids end a turn
-AS_IN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop")
+SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "stop")  # in a request and in Sampling
 # The largest mean difference of the log-probs of tokens that is taken for rounding. A wrong model or temperature gives
 # more.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 TRIAL_PROMPTS, TRIAL_LENGTH, TRIAL_TOKENS = 8, 32, 500
+PARTS = {  # of a model: the first one whose pattern is found in the name of a tensor
+    "adapters": r"\.lora_[AB]$",
+    "head": r"^lm_head|^embed_out",
+    "norms": r"norm|ln_",
+    "embedding": r"embed|wte|wpe",
+    "attention": r"attn|attention",
+    "feed-forward layers": r"",
+}
 
 
 class Lost(Exception):
@@ -69,11 +75,10 @@ class Lost(Exception):
 @dataclass
 class Server:
     urls: list[str]
-    folder: Path  # the weights of hand-over `weights` are in folder / weights
     timeout: float  # how long to wait for an answer, and how long a server may be lost
     has_adapters: bool
-    holder: tempfile.TemporaryDirectory | None  # deletes the folder when the process ends; on the first rank
-    weights: str = ""  # the name of the last hand-over
+    holder: tempfile.TemporaryDirectory | None  # of all weights, deleted when the process ends; on the first rank
+    folder: Path | None = None  # of the last hand-over; its name is that of the hand-over
     is_current: bool = False  # whether the model has not changed since then
     is_tried: bool = False  # before, a server that is lost ends the run at once
     seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
@@ -97,7 +102,7 @@ def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
         run.server = connect(run)
     if not run.server.is_current:
         hand_over(run, run.server)
-    yield partial(served, run.server)
+    yield lambda model, *how, replies, progress: served(run.server, *how, replies)
 
 
 # ---- Requests ----
@@ -118,20 +123,25 @@ def ask(server: Server, url: str, path: str, body: dict | None = None) -> dict:
         raise Lost(f"--server {url}: {error}") from None
 
 
+def at_once(call: Callable, items: Any) -> list:
+    """Call a function with each item, each in a thread of its own. Return the results."""
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return list(pool.map(call, items))
+
+
 def version(server: Server, url: str) -> str:
     return str(ask(server, url, "/weight_info").get("weight_version"))
 
 
 def load(server: Server, url: str) -> str:
     """Let a server load the weights of the last hand-over. Return their new version, which no other call returns."""
-    folder = str(server.folder / server.weights)
     if server.has_adapters:
-        asked = dict(lora_name="adapters", lora_path=folder, load_inplace=True)
+        asked = dict(lora_name="adapters", lora_path=str(server.folder), load_inplace=True)
         ask(server, url, "/v1/load_lora_adapter", asked)
     else:
-        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=folder)))
+        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(server.folder))))
     ask(server, url, "/reset_prefix_cache", {})
-    held = f"{server.weights}-{uuid4().hex}"
+    held = f"{server.folder.name}-{uuid4().hex}"
     ask(server, url, "/update_weight_version", dict(new_version=held))
     return held
 
@@ -143,7 +153,7 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
     while True:
         try:
             held = version(server, url)
-            if not held.startswith(server.weights):
+            if not held.startswith(server.folder.name):
                 held = load(server, url)
             made = do()
             if version(server, url) == held:
@@ -160,18 +170,10 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
 
 
 def served(
-    server: Server,
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    uniform: np.ndarray,
-    sampling: Sampling,
-    *,
-    replies: Any = None,
-    progress: Progress | None = None,
+    server: Server, prompts: list[list[int]], uniform: np.ndarray, sampling: Sampling, replies: Any = None
 ) -> list[Completion]:
     """Sample as `rollout` does, but on the servers, to which the prompts are dealt out in turn. The seed of a turn is
-    the uniform number at its first token, so it is a function of the seed, step, prompt and sample. `progress` is never
-    called."""
+    the uniform number at its first token, so it is a function of the seed, step, prompt and sample."""
     start, n = time.perf_counter(), len(server.urls)
 
     def complete_one(i: int) -> Completion:
@@ -179,12 +181,10 @@ def served(
         return complete(server, server.urls[i % n], prompts[i], uniform[i], sampling, reply)
 
     def share_of(k: int) -> list[Completion]:
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            ask_all = lambda: list(pool.map(complete_one, range(k, len(prompts), n)))
-            return with_our_weights(server, server.urls[k], ask_all)
+        rows = range(k, len(prompts), n)
+        return with_our_weights(server, server.urls[k], lambda: at_once(complete_one, rows))
 
-    with ThreadPoolExecutor(n) as pool:
-        shares = list(pool.map(share_of, range(n)))
+    shares = at_once(share_of, range(n))
     server.seconds["waited"] += time.perf_counter() - start
     return [shares[i % n][i // n] for i in range(len(prompts))]
 
@@ -195,18 +195,16 @@ def complete(
     """Ask for the turns of one completion, one after another."""
     ids, logps, tops, written = [], [], [], []
     while True:
-        room = sampling.max_completion_length - len(ids)
-        turn = ask_turn(server, url, prompt + ids, room, int(uniform[len(ids)] * 2**53), sampling)
+        turn = ask_turn(server, url, prompt, ids, uniform, sampling)
         ids += turn["token_ids"]
         logps += turn["logprobs"]["token_logprobs"]
         tops += turn["logprobs"]["top_logprobs"]
         written += [True] * len(turn["token_ids"])
-        truncated = turn["finish_reason"] == "length"
-        if truncated or reply is None:
-            break
-        with server.replying:
-            reply_ids = reply(turn["token_ids"])
-        truncated = bool(reply_ids) and len(ids) + len(reply_ids) >= sampling.max_completion_length
+        truncated, reply_ids = turn["finish_reason"] == "length", None
+        if reply is not None and not truncated:
+            with server.replying:
+                reply_ids = reply(turn["token_ids"])
+            truncated = bool(reply_ids) and len(ids) + len(reply_ids) >= sampling.max_completion_length
         if truncated or not reply_ids:
             break
         ids += reply_ids
@@ -219,11 +217,14 @@ def complete(
     return completion
 
 
-def ask_turn(server: Server, url: str, ids: list[int], room: int, seed: int, sampling: Sampling) -> dict:
-    """Ask for one turn after these ids. Return what the server has chosen. The turn has ended unless its finish_reason
-    is "length": then `room` tokens were too few."""
-    asked = ALWAYS | {name: getattr(sampling, name) for name in AS_IN_SAMPLING}
-    asked |= dict(prompt=ids, max_tokens=room, seed=seed, stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
+def ask_turn(
+    server: Server, url: str, prompt: list[int], ids: list[int], uniform: np.ndarray, sampling: Sampling
+) -> dict:
+    """Ask for the turn after a prompt and these ids. Return what the server has chosen. The turn has ended, unless its
+    finish_reason is "length": then there were too few tokens left."""
+    asked = ALWAYS | {name: getattr(sampling, name) for name in SAME_NAMES}
+    asked |= dict(prompt=prompt + ids, max_tokens=sampling.max_completion_length - len(ids))
+    asked |= dict(seed=int(uniform[len(ids)] * 2**53), stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
     asked |= {"model": "adapters"} if server.has_adapters else {}
     choice = ask(server, url, "/v1/completions", asked)["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
@@ -233,15 +234,14 @@ def ask_turn(server: Server, url: str, ids: list[int], room: int, seed: int, sam
 
 def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids (T, K) of the likeliest tokens, and the log-probs (T, K + 1) of these and of all others together.
-    `tops` has a log-prob for each "token_id:7" that the server has named, at each token."""
+    `tops` has the log-probs that the server has named at each token, each under a name such as "token_id:7"."""
     # vLLM adds the sampled id to its list. It is the least likely one of the list if it is not among the K.
     likeliest = [sorted(top.items(), key=lambda pair: -pair[1])[:k] for top in tops]
-    ids = np.array([[int(key.split(":")[1]) for key, _ in top] for top in likeliest], np.int32)
+    ids = np.array([[int(name.split(":")[1]) for name, _ in top] for top in likeliest], np.int32)
     logp = np.array([[x for _, x in top] for top in likeliest])
-    # What the K have not together. The sampled id is at least as likely as the server says, where it is not in K.
-    others = np.maximum(1 - np.exp(logp).sum(1), 0.0)
+    # What the K have not together. That is at least what the sampled id has, where it is not one of them.
     outside = (ids != completion.ids[:, None]).all(1)
-    others = np.where(outside, np.maximum(others, np.exp(completion.logp)), others)
+    others = np.maximum(1 - np.exp(logp).sum(1), outside * np.exp(completion.logp))
     with np.errstate(divide="ignore"):
         return ids, np.c_[logp, np.log(others)].astype(np.float32)
 
@@ -250,12 +250,10 @@ def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[
 
 
 def connect(run: Any) -> Server:
-    """Make the folder of the weights. All ranks must call this."""
     cfg, holder = run.config, None
     if ranks.rank() == 0:
         holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
-    folder = Path(ranks.on_first(lambda: holder.name))
-    server = Server(cfg.server, folder, cfg.server_timeout, bool(adapted_layers(run.model)), holder)
+    server = Server(cfg.server, cfg.server_timeout, bool(adapted_layers(run.model)), holder)
     # Every update makes the weights on the servers old.
     run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
     return server
@@ -266,34 +264,31 @@ def hand_over(run: Any, server: Server) -> None:
     start = time.perf_counter()
     with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
         if server.is_tried:
-            server.weights = ranks.on_first(put, server, run.model, trained_tensors(run.model))
+            server.folder = ranks.on_first(put, server, run.model, trained_tensors(run.model))
         else:
-            server.weights = ranks.on_first(trial, server, run)
+            server.folder = ranks.on_first(trial, server, run)
     server.is_tried = server.is_current = True
     server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(server: Server, model: PreTrainedModel, weights: dict[str, Tensor]) -> str:
-    """Write the weights, without flushing them to disk, and let every server load them. Return their new name."""
-    before, server.weights = server.folder / server.weights, uuid4().hex
-    folder = server.folder / server.weights
-    folder.mkdir()
+def put(server: Server, model: PreTrainedModel, weights: dict[str, Tensor]) -> Path:
+    """Write the weights, without flushing them to disk, and let every server load them. Return their folder."""
+    before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
     write = save_adapters if server.has_adapters else write_model
-    write(folder, model, {name: x.detach() for name, x in weights.items()})
-    with ThreadPoolExecutor(len(server.urls)) as pool:
-        list(pool.map(lambda url: with_our_weights(server, url, lambda: None), server.urls))
-    if before != server.folder:
+    write(server.folder, model, {name: x.detach() for name, x in weights.items()})
+    at_once(lambda url: with_our_weights(server, url, lambda: None), server.urls)
+    if before is not None:
         shutil.rmtree(before)
-    return server.weights
+    return server.folder
 
 
 # ---- The trial ----
 
 
 @torch.no_grad()
-def trial(server: Server, run: Any) -> str:
+def trial(server: Server, run: Any) -> Path:
     """Make sure that the servers compute with the weights that they are given, and as the trainer does. Only the first
-    rank calls this, with whole weights in the served dtype. Return the name of the last hand-over."""
+    rank calls this, with whole weights in the served dtype. Return the folder of the last hand-over."""
     model, seed, n = run.model, run.config.seed, len(server.urls)
     length = min(TRIAL_LENGTH, run.sampling.max_completion_length)
     sampling = Sampling(length, run.sampling.eos_ids, run.sampling.temperature)
@@ -305,15 +300,16 @@ def trial(server: Server, run: Any) -> str:
     stream = torch.Generator(model.device).manual_seed(seed)
     with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
     noisy = {name: with_its_noise[x] for name, x in true.items()}
-    parts = {name: part_of(model, name) for name in true}
+    parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
     for new, old in (noisy, true), (true, noisy):
         put(server, model, new)
-        completions = served(server, model, prompts, uniform, sampling)
+        completions = served(server, prompts, uniform, sampling)
         for k, url in enumerate(server.urls):
-            gap = partial(mean_gap, model, prompts[k::n], completions[k::n], sampling.temperature)
-            own, gaps = gap(new), {}
-            for part in parts.values():
-                gaps[part] = gap(new | {name: old[name] for name in parts if parts[name] == part})
+            pairs = list(zip(prompts, completions))[k::n]
+            own, gaps = mean_gap(model, new, pairs, sampling.temperature), {}
+            for part in set(parts.values()):
+                variant = new | {name: old[name] for name in parts if parts[name] == part}
+                gaps[part] = mean_gap(model, variant, pairs, sampling.temperature)
             nearest = min(gaps, key=gaps.get)
             if gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
                 raise UserError(f"--server {url}: given new weights, it still computes with the old {nearest}")
@@ -323,13 +319,13 @@ def trial(server: Server, run: Any) -> str:
 
     sampling.max_completion_length = 1
     uniform = uniforms(seed, 0, [(0, i) for i in range(TRIAL_TOKENS * n)], 1)
-    drawn = served(server, model, prompts[:1] * len(uniform), uniform, sampling)
+    drawn = served(server, prompts[:1] * len(uniform), uniform, sampling)
     logits = model(torch.tensor(prompts[:1], device=model.device), use_cache=False).logits[0, -1].double()
     p = (logits / sampling.temperature).softmax(-1).cpu().numpy()
     for k, url in enumerate(server.urls):
         if not are_samples(np.array([completion.ids[0] for completion in drawn[k::n]]), p):
             raise UserError(f"--server {url}: the tokens that it samples do not have the probabilities that it reports")
-    return server.weights
+    return server.folder
 
 
 def with_noise(x: Tensor, stream: torch.Generator) -> Tensor:
@@ -339,31 +335,11 @@ def with_noise(x: Tensor, stream: torch.Generator) -> Tensor:
     return (x.float() + noise * (0.05 * spread or 0.02)).to(x.dtype)
 
 
-def part_of(model: PreTrainedModel, name: str) -> str:
-    """Return which part of the model a tensor belongs to."""
-    path, _, own_name = name.rpartition(".")
-    module = model.get_submodule(path)
-    if own_name in ("lora_A", "lora_B"):
-        return "adapters"
-    if module is model.get_output_embeddings():
-        return "head"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if "norm" in type(module).__name__.lower():
-        return "norms"
-    return "attention" if re.search("attn|attention", path) else "feed-forward layers"
-
-
-def mean_gap(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    completions: list[Completion],
-    temperature: float,
-    weights: dict[str, Tensor],
-) -> float:
-    """Return the mean difference between the log-probs of a server and those of the model with these weights."""
+def mean_gap(model: PreTrainedModel, weights: dict[str, Tensor], pairs: list, temperature: float) -> float:
+    """Return the mean difference between the log-probs of a server's completions and those of the model with these
+    weights. `pairs` are prompts and completions."""
     gaps = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, completion in pairs:
         ids = torch.tensor([[*prompt, *completion.ids.tolist()]], device=model.device)
         # Without tie_weights=False, a tied head would follow the embedding.
         logits = functional_call(model, weights, ids, dict(use_cache=False), tie_weights=False).logits[0]
