@@ -37,9 +37,8 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
 
 from config import UserError
 from infra import ranks
@@ -77,8 +76,8 @@ class Server:
     urls: list[str]
     timeout: float  # how long to wait for an answer, and how long a server may be lost
     has_adapters: bool
-    holder: tempfile.TemporaryDirectory | None  # of all weights, deleted when the process ends; on the first rank
-    folder: Path | None = None  # of the last hand-over; its name is that of the hand-over
+    holder: tempfile.TemporaryDirectory | None = None  # on the first rank: of the weights; deleted at the end
+    folder: Path | None = None  # of the last hand-over, and named as it
     is_current: bool = False  # whether the model has not changed since then
     is_tried: bool = False  # before, a server that is lost ends the run at once
     seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
@@ -98,11 +97,14 @@ def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
         with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length):
             yield rollout
         return
-    if run.server is None:
-        run.server = connect(run)
-    if not run.server.is_current:
-        hand_over(run, run.server)
-    yield lambda model, *how, replies, progress: served(run.server, *how, replies)
+    server = run.server
+    if server is None:
+        server = run.server = Server(cfg.server, cfg.server_timeout, bool(adapted_layers(run.model)))
+        # Every update makes the weights on the servers old.
+        run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
+    if not server.is_current:
+        hand_over(run, server)
+    yield lambda model, *how, replies, progress: served(server, *how, replies)
 
 
 # ---- Requests ----
@@ -135,11 +137,11 @@ def version(server: Server, url: str) -> str:
 
 def load(server: Server, url: str) -> str:
     """Let a server load the weights of the last hand-over. Return their new version, which no other call returns."""
+    path = str(server.folder)
     if server.has_adapters:
-        asked = dict(lora_name="adapters", lora_path=str(server.folder), load_inplace=True)
-        ask(server, url, "/v1/load_lora_adapter", asked)
+        ask(server, url, "/v1/load_lora_adapter", dict(lora_name="adapters", lora_path=path, load_inplace=True))
     else:
-        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(server.folder))))
+        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path)))
     ask(server, url, "/reset_prefix_cache", {})
     held = f"{server.folder.name}-{uuid4().hex}"
     ask(server, url, "/update_weight_version", dict(new_version=held))
@@ -195,7 +197,8 @@ def complete(
     """Ask for the turns of one completion, one after another."""
     ids, logps, tops, written = [], [], [], []
     while True:
-        turn = ask_turn(server, url, prompt, ids, uniform, sampling)
+        room, seed = sampling.max_completion_length - len(ids), int(uniform[len(ids)] * 2**53)
+        turn = ask_turn(server, url, prompt + ids, room, seed, sampling)
         ids += turn["token_ids"]
         logps += turn["logprobs"]["token_logprobs"]
         tops += turn["logprobs"]["top_logprobs"]
@@ -217,14 +220,11 @@ def complete(
     return completion
 
 
-def ask_turn(
-    server: Server, url: str, prompt: list[int], ids: list[int], uniform: np.ndarray, sampling: Sampling
-) -> dict:
-    """Ask for the turn after a prompt and these ids. Return what the server has chosen. The turn has ended, unless its
-    finish_reason is "length": then there were too few tokens left."""
+def ask_turn(server: Server, url: str, ids: list[int], room: int, seed: int, sampling: Sampling) -> dict:
+    """Ask for one turn after these ids. Return what the server has chosen. The turn has ended, unless its finish_reason
+    is "length": then `room` tokens were too few."""
     asked = ALWAYS | {name: getattr(sampling, name) for name in SAME_NAMES}
-    asked |= dict(prompt=prompt + ids, max_tokens=sampling.max_completion_length - len(ids))
-    asked |= dict(seed=int(uniform[len(ids)] * 2**53), stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
+    asked |= dict(prompt=ids, max_tokens=room, seed=seed, stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
     asked |= {"model": "adapters"} if server.has_adapters else {}
     choice = ask(server, url, "/v1/completions", asked)["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
@@ -249,16 +249,6 @@ def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[
 # ---- Weights ----
 
 
-def connect(run: Any) -> Server:
-    cfg, holder = run.config, None
-    if ranks.rank() == 0:
-        holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
-    server = Server(cfg.server, cfg.server_timeout, bool(adapted_layers(run.model)), holder)
-    # Every update makes the weights on the servers old.
-    run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
-    return server
-
-
 def hand_over(run: Any, server: Server) -> None:
     """Give the weights of the model to all servers, in the dtype of the rollout. All ranks must call this."""
     start = time.perf_counter()
@@ -271,7 +261,7 @@ def hand_over(run: Any, server: Server) -> None:
     server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(server: Server, model: PreTrainedModel, weights: dict[str, Tensor]) -> Path:
+def put(server: Server, model: nn.Module, weights: dict[str, Tensor]) -> Path:
     """Write the weights, without flushing them to disk, and let every server load them. Return their folder."""
     before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
     write = save_adapters if server.has_adapters else write_model
@@ -289,15 +279,16 @@ def put(server: Server, model: PreTrainedModel, weights: dict[str, Tensor]) -> P
 def trial(server: Server, run: Any) -> Path:
     """Make sure that the servers compute with the weights that they are given, and as the trainer does. Only the first
     rank calls this, with whole weights in the served dtype. Return the folder of the last hand-over."""
-    model, seed, n = run.model, run.config.seed, len(server.urls)
+    cfg, model, n = run.config, run.model, len(server.urls)
+    server.holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
     length = min(TRIAL_LENGTH, run.sampling.max_completion_length)
     sampling = Sampling(length, run.sampling.eos_ids, run.sampling.temperature)
     rows = (run.task.train or run.task.eval)[:TRIAL_PROMPTS]
     prompts = [row["prompt_ids"][-TRIAL_LENGTH:] for row in rows for _ in server.urls]  # each one for each server
-    uniform = uniforms(seed, 0, [(p, 0) for p in range(len(prompts))], length)
+    uniform = uniforms(cfg.seed, 0, [(p, 0) for p in range(len(prompts))], length)
 
     true = trained_tensors(model, remove_duplicate=False)  # a head that is tied to the embedding has its own name here
-    stream = torch.Generator(model.device).manual_seed(seed)
+    stream = torch.Generator(model.device).manual_seed(cfg.seed)
     with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
     noisy = {name: with_its_noise[x] for name, x in true.items()}
     parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
@@ -318,7 +309,7 @@ def trial(server: Server, run: Any) -> Path:
                 raise UserError(f"--server {url}: its log-probs are off by {own:.3g} on average; {wanted}")
 
     sampling.max_completion_length = 1
-    uniform = uniforms(seed, 0, [(0, i) for i in range(TRIAL_TOKENS * n)], 1)
+    uniform = uniforms(cfg.seed, 0, [(0, i) for i in range(TRIAL_TOKENS * n)], 1)
     drawn = served(server, prompts[:1] * len(uniform), uniform, sampling)
     logits = model(torch.tensor(prompts[:1], device=model.device), use_cache=False).logits[0, -1].double()
     p = (logits / sampling.temperature).softmax(-1).cpu().numpy()
@@ -335,7 +326,7 @@ def with_noise(x: Tensor, stream: torch.Generator) -> Tensor:
     return (x.float() + noise * (0.05 * spread or 0.02)).to(x.dtype)
 
 
-def mean_gap(model: PreTrainedModel, weights: dict[str, Tensor], pairs: list, temperature: float) -> float:
+def mean_gap(model: nn.Module, weights: dict[str, Tensor], pairs: list, temperature: float) -> float:
     """Return the mean difference between the log-probs of a server's completions and those of the model with these
     weights. `pairs` are prompts and completions."""
     gaps = []
