@@ -41,10 +41,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from config import UserError
-from infra import ranks
-from infra.checkpoint import write_model
+from infra import checkpoint, lora, ranks
 from infra.decoding import decoding
-from infra.lora import adapted_layers, save_adapters, trained_tensors
 from rollout import Completion, Reply, Sampling, rollout, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
@@ -99,7 +97,7 @@ def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
         return
     server = run.server
     if server is None:
-        server = run.server = Server(cfg.server, cfg.server_timeout, bool(adapted_layers(run.model)))
+        server = run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
         # Every update makes the weights on the servers old.
         run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
     if not server.is_current:
@@ -254,7 +252,7 @@ def hand_over(run: Any, server: Server) -> None:
     start = time.perf_counter()
     with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
         if server.is_tried:
-            server.folder = ranks.on_first(put, server, run.model, trained_tensors(run.model))
+            server.folder = ranks.on_first(put, server, run.model, lora.trained_tensors(run.model))
         else:
             server.folder = ranks.on_first(trial, server, run)
     server.is_tried = server.is_current = True
@@ -264,7 +262,7 @@ def hand_over(run: Any, server: Server) -> None:
 def put(server: Server, model: nn.Module, weights: dict[str, Tensor]) -> Path:
     """Write the weights, without flushing them to disk, and let every server load them. Return their folder."""
     before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
-    write = save_adapters if server.has_adapters else write_model
+    write = lora.save_adapters if server.has_adapters else checkpoint.write_model
     write(server.folder, model, {name: x.detach() for name, x in weights.items()})
     at_once(lambda url: with_our_weights(server, url, lambda: None), server.urls)
     if before is not None:
@@ -287,7 +285,7 @@ def trial(server: Server, run: Any) -> Path:
     prompts = [row["prompt_ids"][-TRIAL_LENGTH:] for row in rows for _ in server.urls]  # each one for each server
     uniform = uniforms(cfg.seed, 0, [(p, 0) for p in range(len(prompts))], length)
 
-    true = trained_tensors(model, remove_duplicate=False)  # a head that is tied to the embedding has its own name here
+    true = lora.trained_tensors(model, remove_duplicate=False)  # a tied head has a name of its own
     stream = torch.Generator(model.device).manual_seed(cfg.seed)
     with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
     noisy = {name: with_its_noise[x] for name, x in true.items()}

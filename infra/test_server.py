@@ -14,22 +14,22 @@ from torch import nn
 
 import train
 from conftest import flags, metrics, run
-from infra import faults
 from infra.lora import add_adapters
 from rollout import Sampling, rollout
 from tasks.sorting import model as sorting_model
 
 
 class StandIn(HTTPServer):
-    """Samples with this project's `rollout`. `fault` is called with each path before a request is answered, and may
-    change the server. What it returns, if anything, is the status and text of the answer."""
+    """Samples with this project's `rollout`. Tensors whose name contains `stale` keep their values, and settings of a
+    request that are in `disobeyed` have the values there. `fault` is called with each path before a request is
+    answered, and may change the server. What it returns, if anything, is the status and text of the answer."""
 
     request_queue_size = 512  # connections that wait
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
         self.url, self.asked, self.stale = f"http://127.0.0.1:{self.server_port}", [], "no tensor"
-        self.temperature_of_logprobs, self.fault = 1.0, lambda server, path: None
+        self.disobeyed, self.fault = {}, lambda server, path: None
         self.restart()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -57,13 +57,14 @@ class StandIn(HTTPServer):
 
     def complete(self, body: dict) -> dict:
         self.asked.append(body)
+        body = body | self.disobeyed
         settings = Sampling(body["max_tokens"], body["stop_token_ids"], body["temperature"], head=body["logprobs"])
         uniform = np.random.default_rng(body["seed"]).random((1, body["max_tokens"]))
         (one,) = rollout(self.model, [body["prompt"]], uniform, settings)
         tops = [{f"token_id:{i}": float(x)} for i, x in zip(one.ids, one.logp)]
         for t, top in enumerate(tops if settings.head else []):
             top |= {f"token_id:{i}": float(x) for i, x in zip(one.head_ids[t], one.head_logp[t])}
-        logprobs = dict(token_logprobs=(one.logp * self.temperature_of_logprobs).tolist(), top_logprobs=tops)
+        logprobs = dict(token_logprobs=one.logp.tolist(), top_logprobs=tops)
         finish = "length" if one.truncated else "stop"
         return {"choices": [dict(token_ids=one.ids.tolist(), finish_reason=finish, logprobs=logprobs)]}
 
@@ -92,10 +93,8 @@ def stand_in():
 
 
 @pytest.fixture
-def go(sorting, tmp_path, monkeypatch, stand_in):
+def go(sorting, tmp_path, stand_in):
     """Return a function that makes a run with the stand-in, and returns its folder."""
-    monkeypatch.setattr(faults, "stop_requests", lambda: [])
-    (tmp_path / "again.py").write_text("def reply(row, turns):\n    return 'b>' if len(turns) == 1 else None\n")
 
     def run_here(name: str = "out", code: int = 0, **settings):
         settings = sorting | dict(server=[stand_in.url], max_completion_length=12, learning_rate=0.02) | settings
@@ -107,6 +106,7 @@ def go(sorting, tmp_path, monkeypatch, stand_in):
 
 def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in, tmp_path):
     """Each request names all of its settings. The folder of the weights is deleted at the end."""
+    (tmp_path / "again.py").write_text("def reply(row, turns):\n    return 'b>' if len(turns) == 1 else None\n")
     reply = f"{tmp_path}/again.py:reply"
     out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, reply=reply)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
@@ -164,28 +164,32 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
     assert "old adapters" in capsys.readouterr().err
 
 
-def test_log_probs_of_another_temperature_are_noticed(go, stand_in, capsys):
-    stand_in.temperature_of_logprobs = 0.7
+@pytest.mark.parametrize(
+    "disobeyed, words",
+    [
+        ({"temperature": 0.7}, "its log-probs are off by"),
+        ({"seed": 0}, "the tokens that it samples do not have the probabilities that it reports"),
+    ],
+)
+def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, capsys, disobeyed, words):
+    stand_in.disobeyed = disobeyed
     go(code=2)
-    assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
     """It answers with the weights that it started with, and without an error. For a while it answers nothing at all."""
-    seen = {"n": 0, "down": 0}
+    starting = iter([(503, "starting")] * 3)
 
     def fault(server, path):
-        seen["n"] += path == "/v1/completions" and server.version != "as started" and len(server.asked) > TRIAL + 14
-        if seen["n"] == 5:
+        if len(server.asked) == TRIAL + 14 and server.version != "as started":
             server.restart()
-            seen["n"], seen["down"] = 6, 3
-        if seen["down"]:
-            seen["down"] -= 1
-            return 503, "starting"
+        if len(server.asked) >= TRIAL + 14 and server.version == "as started":
+            return next(starting, None)
 
     stand_in.fault = fault
-    out = go(steps=3)
-    assert seen["n"] > 6 and all(line["sampler_gap"] < 1e-5 for line in metrics(out))
+    assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(steps=3)))
+    assert len(stand_in.asked) > TRIAL + 3 * 12  # some completions were asked for again
 
 
 @pytest.mark.parametrize("url, words", [("http://127.0.0.1:9", "refused"), (None, "400 no such thing")])
