@@ -51,13 +51,12 @@ REQUESTS = 256  # how many a rank sends to a server at once; the server queues w
 ALWAYS = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=True)
 ALWAYS |= dict(skip_special_tokens=False, return_token_ids=True, return_tokens_as_token_ids=True)
 SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "stop")  # in a request and in Sampling
-# The largest mean difference of the log-probs of tokens that is taken for rounding. A wrong model or temperature gives
-# more.
+# The largest mean difference of log-probs that is taken for rounding. A wrong model or temperature gives more.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 TRIAL_PROMPTS, TRIAL_LENGTH, TRIAL_TOKENS = 8, 32, 500
 PARTS = {  # of a model: the first one whose pattern is found in the name of a tensor
     "adapters": r"\.lora_[AB]$",
-    "head": r"^lm_head|^embed_out",
+    "head": r"^lm_head\.",
     "norms": r"norm|ln_",
     "embedding": r"embed|wte|wpe",
     "attention": r"attn|attention",
@@ -74,8 +73,8 @@ class Server:
     urls: list[str]
     timeout: float  # how long to wait for an answer, and how long a server may be lost
     has_adapters: bool
-    holder: tempfile.TemporaryDirectory | None = None  # on the first rank: of the weights; deleted at the end
-    folder: Path | None = None  # of the last hand-over, and named as it
+    holder: tempfile.TemporaryDirectory | None = None  # of all weights; deleted when the process of the first rank ends
+    folder: Path | None = None  # of the weights of the last hand-over, which has the same name
     is_current: bool = False  # whether the model has not changed since then
     is_tried: bool = False  # before, a server that is lost ends the run at once
     seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
@@ -290,7 +289,7 @@ def trial(server: Server, run: Any) -> Path:
     with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
     noisy = {name: with_its_noise[x] for name, x in true.items()}
     parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
-    for new, old in (noisy, true), (true, noisy):
+    for new, old in ((noisy, true), (true, noisy)):
         put(server, model, new)
         completions = served(server, prompts, uniform, sampling)
         for k, url in enumerate(server.urls):
