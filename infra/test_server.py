@@ -14,6 +14,7 @@ from torch import nn
 
 import train
 from conftest import flags, metrics, run
+from infra import server
 from infra.lora import add_adapters
 from rollout import Sampling, rollout
 from tasks.sorting import model as sorting_model
@@ -143,6 +144,15 @@ def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
     assert [served[name] for name in names] == [own[name] for name in names]
 
 
+def test_heads_are_those_that_rollout_records(stand_in):
+    asked = dict(prompt=[3, 4], max_tokens=12, stop_token_ids=[-1], temperature=1.0, logprobs=3, seed=0)
+    tops = stand_in.complete(asked)["choices"][0]["logprobs"]["top_logprobs"]
+    (one,) = rollout(stand_in.model, [[3, 4]], np.random.default_rng(0).random((1, 12)), Sampling(12, [-1], head=3))
+    ids, logp = server.head(one, tops, 3)
+    assert (ids == one.head_ids).all() and max(map(len, tops)) == 4  # with sampled ids that are not among the three
+    assert logp == pytest.approx(one.head_logp, abs=1e-5)
+
+
 PARTS = {"lm_head": "head", "embed": "embedding", "norm": "norms", "attn": "attention", "mlp": "feed-forward layers"}
 
 
@@ -175,10 +185,10 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
     """It answers with the weights that it started with, and without an error. For a while it answers nothing at all."""
     starting = iter([(503, "starting")] * 3)
 
-    def fault(server, path):
-        if len(server.asked) == TRIAL + 14 and server.version != "as started":
-            server.restart()
-        if len(server.asked) >= TRIAL + 14 and server.version == "as started":
+    def fault(one, path):
+        if len(one.asked) == TRIAL + 14 and one.version != "as started":
+            one.restart()
+        if len(one.asked) >= TRIAL + 14 and one.version == "as started":
             return next(starting, None)
 
     stand_in.fault = fault
