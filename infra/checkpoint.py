@@ -181,7 +181,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
         if ranks.rank() == 0:
             tokenizer.save_pretrained(partial_folder)
             if adapted_layers(model):
-                save_adapters(partial_folder, model)
+                save_adapters(partial_folder, model, trained_tensors(model))
             else:
                 write_model(partial_folder, model, weights)
                 write_text(partial_folder / "generation_config.json", model.generation_config.to_json_string())

@@ -55,9 +55,9 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_scale")}
 
 
-def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """Return the tensors that are trained, by name: the adapters, or all weights of a model without adapters."""
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     return {name: p for name, p in named.items() if name.endswith((".lora_A", ".lora_B"))} or named
 
 
@@ -83,8 +83,8 @@ def notes(model: PreTrainedModel) -> Iterator[str]:
 # ---- Adapters on disk, in the format of PEFT ----
 
 
-def save_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Write adapter_config.json and adapter_model.safetensors."""
+def save_adapters(folder: Path, model: PreTrainedModel, adapters: dict[str, Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, with these tensors of the model, or other values."""
     layers, base = adapted_layers(model), model.config.name_or_path
     first = next(iter(layers.values()))
     about = dict(
@@ -96,5 +96,5 @@ def save_adapters(folder: Path, model: PreTrainedModel) -> None:
         target_modules=sorted({name.rpartition(".")[2] for name in layers}),
     )
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    tensors = {f"base_model.model.{name}.weight": p.detach().cpu() for name, p in trained_tensors(model).items()}
+    tensors = {f"base_model.model.{name}.weight": x.detach().cpu() for name, x in adapters.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

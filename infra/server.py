@@ -8,12 +8,11 @@ a name of its own, which is stored in the server as the version of its weights. 
 the same version before the first of them was asked for and after the last one was complete. Otherwise the weights are
 handed over again, and all completions of that server are asked for again.
 
-Before the first step, a trial finds out whether weights arrive: the server gets weights with noise in every tensor, and
-its log-probs must be nearer to the trainer's under these weights than to the trainer's with the old weights of any part
-of the model. Then the true weights follow.
+The first hand-over is a trial, which finds out whether weights arrive. The server gets weights with noise in every
+tensor, and then the true ones. Each time, its log-probs must be those that the trainer computes with these weights, and
+not with the previous weights of any part of the model. The trainer's model is not changed for this.
 
 `served` makes only requests and replies. It uses neither the model nor another rank, so it may run in a thread.
-`hand_over` writes the weights, on all ranks together.
 
 Left out: transfer of weights between GPUs, kept sets, and streams that do not depend on the number of ranks.
 """
@@ -27,8 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -40,29 +38,30 @@ from uuid import uuid4
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from torch.func import functional_call
 
-from advantage import Group
-from batch import Batch, collate
 from config import UserError
-from infra import ranks
-from infra.checkpoint import write_model
+from infra import checkpoint, lora, ranks
 from infra.decoding import decoding
-from infra.lora import adapted_layers, save_adapters, trained_tensors
-from infra.seeds import generator
-from infra.shard import whole_weights
-from logprob import token_logprobs
-from rollout import Completion, Progress, Reply, Sampling, rollout, uniforms
+from rollout import Completion, Reply, Sampling, rollout, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
-# vLLM takes what a request leaves out from the model's generation_config.json.
-NEUTRAL = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
-# The largest mean difference of the log-probs of tokens that is taken for rounding. A wrong model or temperature gives
-# more.
+# vLLM takes what a request leaves out from the model's generation_config.json. Only Sampling.eos_ids end a turn.
+ALWAYS = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=True)
+ALWAYS |= dict(skip_special_tokens=False, return_token_ids=True, return_tokens_as_token_ids=True)
+SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "stop")  # in a request and in Sampling
+# The largest mean difference of log-probs that is taken for rounding. A wrong model or temperature gives more.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
-TRIAL_PROMPTS, TRIAL_LENGTH = 8, 32
+TRIAL_PROMPTS, TRIAL_LENGTH, TRIAL_TOKENS = 8, 32, 500
+PARTS = {  # of a model: the first one whose pattern is found in the name of a tensor
+    "adapters": r"\.lora_[AB]$",
+    "head": r"^lm_head\.",
+    "norms": r"norm|ln_",
+    "embedding": r"embed|wte|wpe",
+    "attention": r"attn|attention",
+    "feed-forward layers": r"",
+}
 
 
 class Lost(Exception):
@@ -72,12 +71,10 @@ class Lost(Exception):
 @dataclass
 class Server:
     urls: list[str]
-    folder: Path  # the weights of hand-over `weights` are in folder / weights
     timeout: float  # how long to wait for an answer, and how long a server may be lost
     has_adapters: bool
-    dtype: torch.dtype  # of the weights that are handed over
-    holder: tempfile.TemporaryDirectory | None  # deletes the folder when the process ends; on the first rank
-    weights: str = ""  # the name of the last hand-over
+    holder: tempfile.TemporaryDirectory | None = None  # of all weights; deleted when the process of the first rank ends
+    folder: Path | None = None  # of the weights of the last hand-over, which has the same name
     is_current: bool = False  # whether the model has not changed since then
     is_tried: bool = False  # before, a server that is lost ends the run at once
     seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
@@ -97,10 +94,14 @@ def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
         with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length):
             yield rollout
         return
-    if run.server is None:
-        run.server = connect(run)
-    hand_over(run, run.server)
-    yield partial(served, server=run.server)
+    server = run.server
+    if server is None:
+        server = run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
+        # Every update makes the weights on the servers old.
+        run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
+    if not server.is_current:
+        hand_over(run, server)
+    yield lambda model, *how, replies, progress: served(server, *how, replies)
 
 
 # ---- Requests ----
@@ -115,11 +116,16 @@ def ask(server: Server, url: str, path: str, body: dict | None = None) -> dict:
             text = answer.read()
             return json.loads(text) if text.startswith(b"{") else {}
     except HTTPError as error:
-        words = " ".join(error.read().decode(errors="replace").split())
         kind = Lost if error.code >= 500 else UserError
-        raise kind(f"--server {url}: {path} gave {error.code} {words:.600}") from None
+        raise kind(f"--server {url}: {path} gave {error.code} {error.read().decode(errors='replace'):.600}") from None
     except (OSError, HTTPException, ValueError) as error:  # ValueError: not an address
         raise Lost(f"--server {url}: {error}") from None
+
+
+def at_once(call: Callable, items: Any) -> list:
+    """Call a function with each item, each in a thread of its own. Return the results."""
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return list(pool.map(call, items))
 
 
 def version(server: Server, url: str) -> str:
@@ -128,14 +134,13 @@ def version(server: Server, url: str) -> str:
 
 def load(server: Server, url: str) -> str:
     """Let a server load the weights of the last hand-over. Return their new version, which no other call returns."""
-    folder = str(server.folder / server.weights)
+    path = str(server.folder)
     if server.has_adapters:
-        asked = dict(lora_name="adapters", lora_path=folder, load_inplace=True)
-        ask(server, url, "/v1/load_lora_adapter", asked)
+        ask(server, url, "/v1/load_lora_adapter", dict(lora_name="adapters", lora_path=path, load_inplace=True))
     else:
-        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=folder)))
+        ask(server, url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path)))
     ask(server, url, "/reset_prefix_cache", {})
-    held = f"{server.weights}-{uuid4().hex}"
+    held = f"{server.folder.name}-{uuid4().hex}"
     ask(server, url, "/update_weight_version", dict(new_version=held))
     return held
 
@@ -147,7 +152,7 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
     while True:
         try:
             held = version(server, url)
-            if not held.startswith(server.weights):
+            if not held.startswith(server.folder.name):
                 held = load(server, url)
             made = do()
             if version(server, url) == held:
@@ -164,261 +169,172 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
 
 
 def served(
-    model: PreTrainedModel | None,
-    prompts: list[list[int]],
-    uniform: np.ndarray | None,
-    sampling: Sampling,
-    *,
-    replies: Any = None,
-    progress: Progress | None = None,
-    server: Server,
+    server: Server, prompts: list[list[int]], uniform: np.ndarray, sampling: Sampling, replies: Any = None
 ) -> list[Completion]:
     """Sample as `rollout` does, but on the servers, to which the prompts are dealt out in turn. The seed of a turn is
-    the uniform number at its first token, so it is a function of the seed, step, prompt and sample. `progress` is never
-    called."""
-    start = time.perf_counter()
+    the uniform number at its first token, so it is a function of the seed, step, prompt and sample."""
+    start, n = time.perf_counter(), len(server.urls)
 
-    def complete_one(url: str, i: int) -> Completion:
-        own = None if uniform is None else uniform[i]
-        return complete(server, url, prompts[i], own, sampling, None if replies is None else replies[i])
+    def complete_one(i: int) -> Completion:
+        reply = None if replies is None else replies[i]
+        return complete(server, server.urls[i % n], prompts[i], uniform[i], sampling, reply)
 
     def share_of(k: int) -> list[Completion]:
-        url, rows = server.urls[k], range(k, len(prompts), len(server.urls))
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return with_our_weights(server, url, lambda: list(pool.map(partial(complete_one, url), rows)))
+        rows = range(k, len(prompts), n)
+        return with_our_weights(server, server.urls[k], lambda: at_once(complete_one, rows))
 
-    with ThreadPoolExecutor(len(server.urls)) as pool:
-        shares = list(pool.map(share_of, range(len(server.urls))))
+    shares = at_once(share_of, range(n))
     server.seconds["waited"] += time.perf_counter() - start
-    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
+    return [shares[i % n][i // n] for i in range(len(prompts))]
 
 
 def complete(
-    server: Server, url: str, prompt: list[int], uniform: np.ndarray | None, sampling: Sampling, reply: Reply | None
+    server: Server, url: str, prompt: list[int], uniform: np.ndarray, sampling: Sampling, reply: Reply | None
 ) -> Completion:
     """Ask for the turns of one completion, one after another."""
-    tokens: list[tuple[int, float, list[tuple[int, float]]]] = []  # id, log-prob and head of each token
-    written: list[bool] = []
+    ids, logps, tops, written = [], [], [], []
     while True:
-        room = sampling.max_completion_length - len(tokens)
-        seed = None if uniform is None else int(uniform[len(tokens)] * 2**53)
-        turn, has_ended = ask_turn(server, url, prompt + [token for token, *_ in tokens], room, seed, sampling)
-        tokens, written = tokens + turn, written + [True] * len(turn)
-        reply_ids = None
-        if has_ended and reply is not None:
+        room, seed = sampling.max_completion_length - len(ids), int(uniform[len(ids)] * 2**53)
+        turn = ask_turn(server, url, prompt + ids, room, seed, sampling)
+        ids += turn["token_ids"]
+        logps += turn["logprobs"]["token_logprobs"]
+        tops += turn["logprobs"]["top_logprobs"]
+        written += [True] * len(turn["token_ids"])
+        truncated, reply_ids = turn["finish_reason"] == "length", None
+        if reply is not None and not truncated:
             with server.replying:
-                reply_ids = reply([token for token, *_ in turn])
-        next_turn = len(tokens) + len(reply_ids or [])
-        truncated = not has_ended or (bool(reply_ids) and next_turn >= sampling.max_completion_length)
+                reply_ids = reply(turn["token_ids"])
+            truncated = bool(reply_ids) and len(ids) + len(reply_ids) >= sampling.max_completion_length
         if truncated or not reply_ids:
             break
-        tokens += [(token, 0.0, [(0, 0.0)] * len(turn[0][2])) for token in reply_ids]
+        ids += reply_ids
+        logps += [0.0] * len(reply_ids)
+        tops += tops[-1:] * len(reply_ids)  # any will do
         written += [False] * len(reply_ids)
-    completion = Completion(*zip(*[pair[:2] for pair in tokens]), truncated, written=written if reply else None)
+    completion = Completion(ids, logps, truncated, written=written if reply else None)
     if sampling.head:
-        top = np.array([head for *_, head in tokens], np.float64)  # (T, K, 2)
-        # What the K have not together. The sampled id is at least as likely as the server says, where it is not in K.
-        others = np.maximum(1 - np.exp(top[..., 1]).sum(1), 0.0)
-        outside = (top[..., 0] != completion.ids[:, None]).all(1)
-        others = np.where(outside, np.maximum(others, np.exp(completion.logp)), others)
-        with np.errstate(divide="ignore"):
-            completion.head_logp = np.c_[top[..., 1], np.log(others)].astype(np.float32)
-        completion.head_ids = top[..., 0].astype(np.int32)
+        completion.head_ids, completion.head_logp = head(completion, tops, sampling.head)
     return completion
 
 
-def ask_turn(
-    server: Server, url: str, ids: list[int], room: int, seed: int | None, sampling: Sampling
-) -> tuple[list[tuple[int, float, list[tuple[int, float]]]], bool]:
-    """Ask for one turn after these ids. Return the id, log-prob and head of each token, and whether the turn has ended,
-    which it has not if `room` tokens were too few."""
-    asked = NEUTRAL | dict(
-        prompt=ids,
-        max_tokens=room,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.eos_ids,
-        ignore_eos=True,  # only eos_ids end a turn
-        skip_special_tokens=False,
-        logprobs=sampling.head,
-        return_token_ids=True,
-        return_tokens_as_token_ids=True,
-    )
+def ask_turn(server: Server, url: str, ids: list[int], room: int, seed: int, sampling: Sampling) -> dict:
+    """Ask for one turn after these ids. Return what the server has chosen. The turn has ended, unless its finish_reason
+    is "length": then `room` tokens were too few."""
+    asked = ALWAYS | {name: getattr(sampling, name) for name in SAME_NAMES}
+    asked |= dict(prompt=ids, max_tokens=room, seed=seed, stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
     asked |= {"model": "adapters"} if server.has_adapters else {}
     choice = ask(server, url, "/v1/completions", asked)["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
         raise Lost(f"--server {url}: a completion ended with {choice['finish_reason']}")
-    turn_ids, logprobs = choice["token_ids"], choice["logprobs"]
-    heads = [[] for _ in turn_ids]
-    if sampling.head:
-        tops = [{int(key.split(":")[1]): x for key, x in top.items()} for top in logprobs["top_logprobs"]]
-        # vLLM adds the sampled id to its list. It is the least likely one of the list if it is not among the K.
-        heads = [sorted(top.items(), key=lambda pair: -pair[1])[: sampling.head] for top in tops]
-    return list(zip(turn_ids, logprobs["token_logprobs"], heads)), choice["finish_reason"] == "stop"
+    return choice
+
+
+def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids (T, K) of the likeliest tokens, and the log-probs (T, K + 1) of these and of all others together.
+    `tops` has the log-probs that the server has named at each token, each under a name such as "token_id:7"."""
+    # vLLM adds the sampled id to its list. It is the least likely one of the list if it is not among the K.
+    likeliest = [sorted(top.items(), key=lambda pair: -pair[1])[:k] for top in tops]
+    ids = np.array([[int(name.split(":")[1]) for name, _ in top] for top in likeliest], np.int32)
+    logp = np.array([[x for _, x in top] for top in likeliest])
+    # What the K have not together. That is at least what the sampled id has, where it is not one of them.
+    outside = (ids != completion.ids[:, None]).all(1)
+    others = np.maximum(1 - np.exp(logp).sum(1), outside * np.exp(completion.logp))
+    with np.errstate(divide="ignore"):
+        return ids, np.c_[logp, np.log(others)].astype(np.float32)
 
 
 # ---- Weights ----
 
 
-def connect(run: Any) -> Server:
-    """Find the servers, and try them out. All ranks must call this."""
-    cfg, dtype, holder = run.config, getattr(torch, run.config.sampler_dtype), None
-    if ranks.rank() == 0:
-        holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
-    folder = Path(ranks.on_first(lambda: holder.name))
-    server = Server(cfg.server, folder, cfg.server_timeout, bool(adapted_layers(run.model)), dtype, holder)
-    with decoding(run.model, dtype):
-        server.weights = ranks.on_first(trial, run, server)
-    server.is_tried = True
-    # From now on, every update makes the weights on the servers old.
-    run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
-    return server
-
-
 def hand_over(run: Any, server: Server) -> None:
-    """Give the weights of the model to all servers, unless they have them. All ranks must call this."""
+    """Give the weights of the model to all servers, in the dtype of the rollout. All ranks must call this."""
     start = time.perf_counter()
-    if not server.is_current:
-        is_sharded = isinstance(run.model, FSDPModule) and not server.has_adapters
-        weights = whole_weights(run.model) if is_sharded else trained_tensors(run.model)
-        server.weights = ranks.on_first(put, run.model, weights, server)
-        server.is_current = True
+    with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
+        if server.is_tried:
+            server.folder = ranks.on_first(put, server, run.model, lora.trained_tensors(run.model))
+        else:
+            server.folder = ranks.on_first(trial, server, run)
+    server.is_tried = server.is_current = True
     server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(model: PreTrainedModel, weights: dict[str, Tensor], server: Server) -> str:
-    """Write the weights, without flushing them to disk, and let every server load them. Return their new name."""
-    before, server.weights = server.folder / server.weights, uuid4().hex
-    folder = server.folder / server.weights
-    folder.mkdir()
-    if server.has_adapters:
-        save_adapters(folder, model)
-    else:
-        write_model(folder, model, {name: x.detach().to("cpu", server.dtype) for name, x in weights.items()})
-    with ThreadPoolExecutor(len(server.urls)) as pool:
-        list(pool.map(lambda url: with_our_weights(server, url, lambda: None), server.urls))
-    if before != server.folder:
+def put(server: Server, model: nn.Module, weights: dict[str, Tensor]) -> Path:
+    """Write the weights, without flushing them to disk, and let every server load them. Return their folder."""
+    before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
+    write = lora.save_adapters if server.has_adapters else checkpoint.write_model
+    write(server.folder, model, {name: x.detach() for name, x in weights.items()})
+    at_once(lambda url: with_our_weights(server, url, lambda: None), server.urls)
+    if before is not None:
         shutil.rmtree(before)
-    return server.weights
+    return server.folder
 
 
 # ---- The trial ----
 
 
 @torch.no_grad()
-def trial(run: Any, server: Server) -> str:
+def trial(server: Server, run: Any) -> Path:
     """Make sure that the servers compute with the weights that they are given, and as the trainer does. Only the first
-    rank calls this, with whole weights in the served dtype. Return the name of the last hand-over."""
-    model, tensors, seed = run.model, trained_tensors(run.model), run.config.seed
+    rank calls this, with whole weights in the served dtype. Return the folder of the last hand-over."""
+    cfg, model, n = run.config, run.model, len(server.urls)
+    server.holder = tempfile.TemporaryDirectory(".partial", "served-", cfg.server_folder or cfg.out)
     length = min(TRIAL_LENGTH, run.sampling.max_completion_length)
-    plain = dict(top_p=1.0, top_k=0, min_p=0.0, stop=[], head=0, max_completion_length=length)
-    sampling = replace(run.sampling, **plain)
-    prompts = [row["prompt_ids"] for row in (run.task.train or run.task.eval)[:TRIAL_PROMPTS]]
-    noisy = {name: with_noise(name, x, seed) for name, x in tensors.items()}
-    with changed(tensors, noisy) as old:
-        put(model, tensors, server)
-        for url in server.urls:
-            compare(model, prompts, sampling, seed, replace(server, urls=[url]), old_variants(model, tensors, old))
-    name = put(model, tensors, server)
-    for url in server.urls:
-        alone = replace(server, urls=[url])
-        compare(model, prompts, sampling, seed, alone, {})
-        one, uniform = replace(sampling, max_completion_length=1), uniforms(seed, 0, [(0, i) for i in range(500)], 1)
-        drawn = served(None, prompts[:1] * len(uniform), uniform, one, server=alone)
-        logits = model(torch.tensor(prompts[:1], device=model.device), use_cache=False).logits[0, -1].double()
-        p = (logits / sampling.temperature).softmax(-1).cpu().numpy()
-        if not are_samples(np.array([completion.ids[0] for completion in drawn]), p):
+    sampling = Sampling(length, run.sampling.eos_ids, run.sampling.temperature)
+    rows = (run.task.train or run.task.eval)[:TRIAL_PROMPTS]
+    prompts = [row["prompt_ids"][-TRIAL_LENGTH:] for row in rows for _ in server.urls]  # each one for each server
+    uniform = uniforms(cfg.seed, 0, [(p, 0) for p in range(len(prompts))], length)
+
+    true = lora.trained_tensors(model, remove_duplicate=False)  # a tied head has a name of its own
+    stream = torch.Generator(model.device).manual_seed(cfg.seed)
+    with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
+    noisy = {name: with_its_noise[x] for name, x in true.items()}
+    parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
+    for new, old in ((noisy, true), (true, noisy)):
+        put(server, model, new)
+        completions = served(server, prompts, uniform, sampling)
+        for k, url in enumerate(server.urls):
+            pairs = list(zip(prompts, completions))[k::n]
+            own, gaps = mean_gap(model, new, pairs, sampling.temperature), {}
+            for part in set(parts.values()):
+                variant = new | {name: old[name] for name in parts if parts[name] == part}
+                gaps[part] = mean_gap(model, variant, pairs, sampling.temperature)
+            nearest = min(gaps, key=gaps.get)
+            if gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
+                raise UserError(f"--server {url}: given new weights, it still computes with the old {nearest}")
+            if not own <= TOLERANCE[model.dtype]:
+                wanted = "it needs the same model and tokenizer, and the flag --logprobs-mode processed_logprobs"
+                raise UserError(f"--server {url}: its log-probs are off by {own:.3g} on average; {wanted}")
+
+    sampling.max_completion_length = 1
+    uniform = uniforms(cfg.seed, 0, [(0, i) for i in range(TRIAL_TOKENS * n)], 1)
+    drawn = served(server, prompts[:1] * len(uniform), uniform, sampling)
+    logits = model(torch.tensor(prompts[:1], device=model.device), use_cache=False).logits[0, -1].double()
+    p = (logits / sampling.temperature).softmax(-1).cpu().numpy()
+    for k, url in enumerate(server.urls):
+        if not are_samples(np.array([completion.ids[0] for completion in drawn[k::n]]), p):
             raise UserError(f"--server {url}: the tokens that it samples do not have the probabilities that it reports")
-    return name
+    return server.folder
 
 
-def compare(
-    model: PreTrainedModel, prompts: list, sampling: Sampling, seed: int, server: Server, variants: dict[str, Callable]
-) -> None:
-    """Raise an error if the log-probs of a server are not the trainer's, or are nearer to those of a variant of the
-    model in which one part has its old weights."""
-    uniform = uniforms(seed, 0, [(p, 0) for p in range(len(prompts))], sampling.max_completion_length)
-    completions = served(None, prompts, uniform, sampling, server=server)
-    nothing = torch.zeros(1)
-    groups = [Group(ids, {}, [one], nothing, advantages=nothing) for ids, one in zip(prompts, completions)]
-    gap = partial(mean_gap, model, collate(groups, False, model.device), sampling.temperature)
-    own, gaps = gap(), {}
-    for name, with_old_part in variants.items():
-        with with_old_part():
-            gaps[name] = gap()
-    nearest = min(gaps, key=gaps.get, default=None)
-    if nearest and gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
-        raise UserError(f"--server {server.urls[0]}: given new weights, it still computes with the old {nearest}")
-    if not own <= TOLERANCE[server.dtype]:
-        wanted = "it needs the same model and tokenizer, and the flag --logprobs-mode processed_logprobs"
-        raise UserError(f"--server {server.urls[0]}: its log-probs are off by {own:.3g} on average; {wanted}")
-
-
-def mean_gap(model: PreTrainedModel, batch: Batch, temperature: float) -> float:
-    """Return the mean difference between the log-probs of the server and those of the model."""
-    logp, _ = token_logprobs(model, batch.ids, batch.attention, batch.mask, temperature=temperature)
-    return float((logp - batch.sampler_logp).abs()[batch.mask.bool()].mean())
-
-
-def with_noise(name: str, x: Tensor, seed: int) -> Tensor:
-    """Add noise of 5 % of the spread of x, or of 0.02 where all its values are equal, from a stream of its name."""
-    stream = torch.Generator(x.device).manual_seed(int(generator(f"trial {name}", seed).integers(2**62)))
+def with_noise(x: Tensor, stream: torch.Generator) -> Tensor:
+    """Add noise of 5 % of the spread of x, or of 0.02 where all its values are equal."""
     noise = torch.randn(x.shape, generator=stream, device=x.device)
     spread = float(x.float().std(correction=0))
     return (x.float() + noise * (0.05 * spread or 0.02)).to(x.dtype)
 
 
-@contextmanager
-def changed(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give tensors other values for a while. Yield their own values, which they have again afterwards, bit for bit."""
-    own = {name: tensors[name].detach().cpu().clone() for name in values}
-    try:
-        for name, x in values.items():
-            tensors[name].data.copy_(x)
-        yield own
-    finally:
-        for name, x in own.items():
-            tensors[name].data.copy_(x)
-
-
-@contextmanager
-def replaced(module: nn.Module, weight: Tensor) -> Iterator[None]:
-    """Give a module a weight of its own for a while, although it shares one with another module."""
-    shared = module.weight
-    module.weight = nn.Parameter(weight.to(shared.device), requires_grad=False)
-    try:
-        yield
-    finally:
-        module.weight = shared
-
-
-def old_variants(model: PreTrainedModel, tensors: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Callable]:
-    """Return for each part of the model a context in which this part has its old weights."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parts: dict[str, dict[str, Tensor]] = {}
-    variants: dict[str, Callable] = {}
-    for name, x in tensors.items():
-        if x is embedding.weight and x is head.weight:
-            variants |= {"head": partial(replaced, head, old[name])}
-            variants |= {"embedding": partial(replaced, embedding, old[name])}
-        else:
-            part = "embedding" if x is embedding.weight else "head" if x is head.weight else part_of(name, x)
-            parts.setdefault(part, {})[name] = old[name]
-    return variants | {part: partial(changed, tensors, values) for part, values in parts.items()}
-
-
-def part_of(name: str, x: Tensor) -> str:
-    if name.endswith((".lora_A", ".lora_B")):
-        return "adapters"
-    if re.search(r"norm|ln_", name) and x.dim() == 1:
-        return "norms"
-    if re.search(r"embed|wpe", name):
-        return "embedding"
-    return "attention" if re.search(r"attn|attention", name) else "feed-forward layers"
+def mean_gap(model: nn.Module, weights: dict[str, Tensor], pairs: list, temperature: float) -> float:
+    """Return the mean difference between the log-probs of a server's completions and those of the model with these
+    weights. `pairs` are prompts and completions."""
+    gaps = []
+    for prompt, completion in pairs:
+        ids = torch.tensor([[*prompt, *completion.ids.tolist()]], device=model.device)
+        # Without tie_weights=False, a tied head would follow the embedding.
+        logits = functional_call(model, weights, ids, dict(use_cache=False), tie_weights=False).logits[0]
+        all_logp = (logits[len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+        logp = all_logp.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        gaps.append((logp.cpu() - torch.from_numpy(completion.logp)).abs())
+    return float(torch.cat(gaps).mean())
 
 
 def are_samples(ids: np.ndarray, p: np.ndarray) -> bool:

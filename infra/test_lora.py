@@ -51,7 +51,7 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     from_folder = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
     ours = lora.add_adapters(from_folder(tmp_path / "base"), rank=3, alpha=8)
     disturb(ours)
-    lora.save_adapters(tmp_path, ours)
+    lora.save_adapters(tmp_path, ours, lora.trained_tensors(ours))
     theirs = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path, is_trainable=True)
     expected = backward(ours)
     # Given a folder of adapters, transformers loads their base model and adds them.

@@ -3,45 +3,41 @@
 import json
 import os
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch import nn
 
 import train
 from conftest import flags, metrics, run
-from infra import faults
+from infra import server
+from infra.lora import add_adapters
 from rollout import Sampling, rollout
 from tasks.sorting import model as sorting_model
 
 
-class StandIn(ThreadingHTTPServer):
-    """Samples with this project's `rollout`. `fault` is called with each path before a request is answered, and may
-    change the server. What it returns, if anything, is the status and text of the answer."""
+class StandIn(HTTPServer):
+    """Samples with this project's `rollout`. Tensors whose name contains `stale` keep their values, and settings of a
+    request that are in `disobeyed` have the values there. `fault` is called with each path before a request is
+    answered, and may change the server. What it returns, if anything, is the status and text of the answer."""
 
     request_queue_size = 512  # connections that wait
-    lock = threading.Lock()  # of all servers, because `from_pretrained` must not run twice at once in a process
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
-        self.model, self.version, self.asked = None, "as started", []
-        self.stale, self.temperature_of_logprobs, self.fault = (), None, lambda server, path: None
+        self.url, self.asked, self.stale = f"http://127.0.0.1:{self.server_port}", [], "no tensor"
+        self.disobeyed, self.fault = {}, lambda server, path: None
         self.restart()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def restart(self) -> None:
-        self.model, _ = sorting_model(SimpleNamespace(seed=0))
         self.version = "as started"
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        self.model = add_adapters(sorting_model(SimpleNamespace(seed=0))[0], rank=4, alpha=32)
+        self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.clone())  # no longer that of the embedding
 
     def answer(self, path: str, body: dict) -> dict:
         if path == "/weight_info":
@@ -49,40 +45,39 @@ class StandIn(ThreadingHTTPServer):
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
-            loaded = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"], dtype=torch.float32)
-            new = {name: x for name, x in loaded.state_dict().items() if not any(part in name for part in self.stale)}
-            self.model.load_state_dict(new, strict=False)
+            weights = load_file(f"{body['kwargs']['weights_path']}/model.safetensors")
+            self.take(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+        if path == "/v1/load_lora_adapter":
+            adapters = load_file(f"{body['lora_path']}/adapter_model.safetensors").items()
+            self.take({name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in adapters})
         return self.complete(body) if path == "/v1/completions" else {}
+
+    def take(self, weights: dict) -> None:
+        new = {name: x for name, x in weights.items() if self.stale not in name}
+        assert not self.model.load_state_dict(new, strict=False).unexpected_keys
 
     def complete(self, body: dict) -> dict:
         self.asked.append(body)
+        body = body | self.disobeyed
         settings = Sampling(body["max_tokens"], body["stop_token_ids"], body["temperature"], head=body["logprobs"])
         uniform = np.random.default_rng(body["seed"]).random((1, body["max_tokens"]))
         (one,) = rollout(self.model, [body["prompt"]], uniform, settings)
-        tops = []
-        for t, token in enumerate(one.ids.tolist()):
-            top = {f"token_id:{token}": float(one.logp[t])}
-            if one.head_ids is not None:
-                top |= {f"token_id:{i}": float(x) for i, x in zip(one.head_ids[t], one.head_logp[t])}
-            tops.append(top)
-        logps = (one.logp * (self.temperature_of_logprobs or 1.0)).tolist()
+        tops = [{f"token_id:{i}": float(x)} for i, x in zip(one.ids, one.logp)]
+        for t, top in enumerate(tops if settings.head else []):
+            top |= {f"token_id:{i}": float(x) for i, x in zip(one.head_ids[t], one.head_logp[t])}
+        logprobs = dict(token_logprobs=one.logp.tolist(), top_logprobs=tops)
         finish = "length" if one.truncated else "stop"
-        chosen = dict(token_ids=one.ids.tolist(), finish_reason=finish)
-        return {"choices": [chosen | {"logprobs": {"token_logprobs": logps, "top_logprobs": tops}}]}
+        return {"choices": [dict(token_ids=one.ids.tolist(), finish_reason=finish, logprobs=logprobs)]}
 
 
 class Requests(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length", 0))
         body = json.loads(self.rfile.read(length) or "{}")
-        with self.server.lock:
-            status, text = self.server.fault(self.server, self.path) or (200, None)
-            text = json.dumps(self.server.answer(self.path, body)) if text is None else text
+        status, text = self.server.fault(self.server, self.path) or (200, None)
         self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write((text or json.dumps(self.server.answer(self.path, body))).encode())
 
     do_GET = do_POST
 
@@ -95,16 +90,12 @@ TRIAL = 2 * 8 + 500  # requests of the trial to each server: eight prompts twice
 
 @pytest.fixture
 def stand_in():
-    server = StandIn()
-    yield server
-    server.shutdown()
-    server.server_close()
+    return StandIn()
 
 
 @pytest.fixture
-def go(sorting, tmp_path, monkeypatch, stand_in):
-    """Return a function that makes a run with the stand-in, and returns its folder and what it printed as errors."""
-    monkeypatch.setattr(faults, "stop_requests", lambda: [])
+def go(sorting, tmp_path, stand_in):
+    """Return a function that makes a run with the stand-in, and returns its folder."""
 
     def run_here(name: str = "out", code: int = 0, **settings):
         settings = sorting | dict(server=[stand_in.url], max_completion_length=12, learning_rate=0.02) | settings
@@ -114,19 +105,20 @@ def go(sorting, tmp_path, monkeypatch, stand_in):
     return run_here
 
 
-def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in):
+def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in, tmp_path):
     """Each request names all of its settings. The folder of the weights is deleted at the end."""
-    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2)
-    lines = metrics(out)[1:]
-    assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in lines)
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
-    assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in steps)
-    assert len({json.dumps(one["seed"]) for one in stand_in.asked[-20:]}) > 10
+    (tmp_path / "again.py").write_text("def reply(row, turns):\n    return 'b>' if len(turns) == 1 else None\n")
+    reply = f"{tmp_path}/again.py:reply"
+    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, reply=reply)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+    assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 and line["turns"] > 1 for line in lines)
+    assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
+    assert len({one["seed"] for one in stand_in.asked[-20:]}) > 10
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert not [path for path in out.iterdir() if "served" in path.name]
-    trained = load_file(out / "model/model.safetensors")
-    for name, x in stand_in.model.state_dict().items():  # the last evaluation was made with the last weights
-        assert name not in trained or torch.equal(x, trained[name])
+    there = stand_in.model.state_dict()
+    for name, x in load_file(out / "model/model.safetensors").items():
+        assert x.equal(there[name])  # the last evaluation was made with the last weights
 
 
 def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
@@ -137,11 +129,9 @@ def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
     assert len(lines) == 3 and all(line["sampler_gap"] < 1e-5 for line in lines)
     asked = [len(server.asked) - TRIAL for server in (stand_in, other)]
     assert sum(asked) == 3 * 3 * 4 and min(asked) >= 3 * 4  # prompts and completions of each, over three steps
-    other.shutdown()
-    other.server_close()
 
 
-def test_the_trial_scores_in_the_dtype_that_is_served(go):
+def test_weights_are_served_in_the_dtype_of_the_rollout(go):
     lines = metrics(go(steps=2, rollout_dtype="bfloat16"))
     assert all(1e-6 < line["sampler_gap"] < 0.05 for line in lines)  # bf16 has a relative error of 0.4 %
 
@@ -154,35 +144,56 @@ def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
     assert [served[name] for name in names] == [own[name] for name in names]
 
 
-@pytest.mark.parametrize("stale, part", [("norm", "norms"), ("self_attn", "attention"), ("mlp", "feed-forward layers")])
-def test_weights_that_do_not_arrive_are_named(go, stand_in, capsys, stale, part):
-    stand_in.stale = (stale,)
-    go(code=2)
-    assert f"given new weights, it still computes with the old {part}" in capsys.readouterr().err
+def test_heads_are_those_that_rollout_records(stand_in):
+    asked = dict(prompt=[3, 4], max_tokens=12, stop_token_ids=[-1], temperature=1.0, logprobs=3, seed=0)
+    tops = stand_in.complete(asked)["choices"][0]["logprobs"]["top_logprobs"]
+    (one,) = rollout(stand_in.model, [[3, 4]], np.random.default_rng(0).random((1, 12)), Sampling(12, [-1], head=3))
+    ids, logp = server.head(one, tops, 3)
+    assert (ids == one.head_ids).all() and max(map(len, tops)) == 4  # with sampled ids that are not among the three
+    assert logp == pytest.approx(one.head_logp, abs=1e-5)
 
 
-def test_log_probs_of_another_temperature_are_noticed(go, stand_in, capsys):
-    stand_in.temperature_of_logprobs = 0.7
+PARTS = {"lm_head": "head", "embed": "embedding", "norm": "norms", "attn": "attention", "mlp": "feed-forward layers"}
+
+
+@pytest.mark.parametrize("stale", PARTS)
+def test_weights_that_do_not_arrive_are_named(go, stand_in, capsys, stale):
+    stand_in.stale = stale
     go(code=2)
-    assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
+    assert f"given new weights, it still computes with the old {PARTS[stale]}" in capsys.readouterr().err
+
+
+def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
+    for part in sorting_model(SimpleNamespace(seed=0)):
+        part.save_pretrained(tmp_path / "base")
+    settings = dict(model=tmp_path / "base", lora_rank=4)
+    assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go(**settings)))
+    stand_in.restart()
+    stand_in.stale = "lora_B"
+    go("stale", code=2, **settings)
+    assert "old adapters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, value, words", [("temperature", 0.7, "are off by"), ("seed", 0, "do not have the")])
+def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, capsys, name, value, words):
+    stand_in.disobeyed = {name: value}
+    go(code=2)
+    assert words in capsys.readouterr().err
 
 
 def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
     """It answers with the weights that it started with, and without an error. For a while it answers nothing at all."""
-    seen = {"n": 0, "down": 0}
+    starting = iter([(503, "starting")] * 3)
 
-    def fault(server, path):
-        seen["n"] += path == "/v1/completions" and server.version != "as started" and len(server.asked) > 530
-        if seen["n"] == 5:
-            server.restart()
-            seen["n"], seen["down"] = 6, 3
-        if seen["down"]:
-            seen["down"] -= 1
-            return 503, "starting"
+    def fault(one, path):
+        if len(one.asked) == TRIAL + 14 and one.version != "as started":
+            one.restart()
+        if len(one.asked) >= TRIAL + 14 and one.version == "as started":
+            return next(starting, None)
 
     stand_in.fault = fault
-    out = go(steps=3)
-    assert seen["n"] > 6 and all(line["sampler_gap"] < 1e-5 for line in metrics(out))
+    assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(steps=3)))
+    assert len(stand_in.asked) > TRIAL + 3 * 12  # some completions were asked for again
 
 
 @pytest.mark.parametrize("url, words", [("http://127.0.0.1:9", "refused"), (None, "400 no such thing")])
@@ -192,58 +203,48 @@ def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, ca
     assert words in capsys.readouterr().err
 
 
-# ---- With a real server: VLLM=http://127.0.0.1:8000 pytest -m server ----
+# ---- With a real server of a model with an untied head: VLLM=http://127.0.0.1:8000 pytest -m server ----
 
 
 @pytest.fixture
 def real(tmp_path):
-    """Return a function that makes a run of addition with the server and its model, and returns its folder."""
+    """Return a function that makes a run of addition with the server's model, and returns its metrics."""
     if (url := os.environ.get("VLLM")) is None:
         pytest.skip("there is no server: give its address in VLLM")
     model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["root"]
-    words = ["--task", "addition", "--model", model, "--eval_every", "0", "--prompts_per_step", "4"]
+    words = ["--task", "addition", "--model", model, "--prompts_per_step", "4"]
 
-    def make(name: str, *more: str, code: int = 0, server: bool = True) -> Path:
+    def make(name: str, *more: str, server: bool = True) -> list[dict]:
         served = ["--server", url] if server else []
-        assert train.main([*words, *served, "--out", str(tmp_path / name), *more]) == code
-        return tmp_path / name
+        assert train.main([*words, *served, "--out", str(tmp_path / name), *more]) == 0
+        return metrics(tmp_path / name)
 
-    return make, json.loads((Path(model) / "config.json").read_text())["tie_word_embeddings"]
+    return make
 
 
 @pytest.mark.server
-def test_a_real_server_has_the_weights_or_is_refused(real, capsys):
-    """vLLM's CPU backend packs a head that is tied to the embedding at its start, and never loads it again."""
-    make, is_tied = real
-    if is_tied:
-        make("tied", "--steps", "1", code=2)
-        assert "given new weights, it still computes with the old head" in capsys.readouterr().err
-        return
-    lines = metrics(make("untied", "--steps", "4", "--learning_rate", "1e-3"))
+def test_a_real_server_samples_with_our_weights(real):
+    lines = real("run", "--steps", "4", "--learning_rate", "1e-3", "--eval_every", "0")
     assert all(line["sampler_gap"] < 1e-5 for line in lines)
     evaluation = ["--steps", "0", "--eval_every", "1", "--eval_prompts", "32", "--eval_k", "1"]
-    (served,), (own,) = metrics(make("served", *evaluation)), metrics(make("own", *evaluation, server=False))
-    assert [served[f"eval/{x}"] for x in ("reward", "completion_length")] == pytest.approx(
-        [own[f"eval/{x}"] for x in ("reward", "completion_length")], abs=1e-9
-    )
+    (served,), (own,) = real("served", *evaluation), real("own", *evaluation, server=False)
+    names = "eval/reward", "eval/completion_length"
+    assert [served[name] for name in names] == pytest.approx([own[name] for name in names], abs=1e-9)
 
 
 @pytest.mark.server
 def test_turns_stop_strings_and_heads_of_a_real_server(real, tmp_path):
-    make, is_tied = real
-    if is_tied:
-        pytest.skip("the server is refused")
     (tmp_path / "again.py").write_text("def reply(row, turns):\n    return '1+1=' if len(turns) == 1 else None\n")
-    reply = ["--reply", f"{tmp_path}/again.py:reply", "--max_completion_length", "96"]
-    out = make("turns", "--steps", "2", *reply, "--stop", "#1", "--score_centering", "5", "--samples_per_step", "-1")
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert any("#11+1=" in one["completion"] for one in samples)  # a turn that ended with "#1", and the reply
-    assert all(line["sampler_gap"] < 1e-5 and line["turns"] > 1 for line in metrics(out))
+    more = ["--reply", f"{tmp_path}/again.py:reply", "--max_completion_length", "96", "--eval_every", "0"]
+    lines = real("turns", "--steps", "2", *more, "--stop", "#1", "--score_centering", "5", "--samples_per_step", "-1")
+    assert all(line["sampler_gap"] < 1e-5 and line["turns"] > 1 for line in lines)
+    # A turn that ended with "#1", and the reply.
+    assert "#11+1=" in (tmp_path / "turns/samples.jsonl").read_text()
 
 
 @pytest.mark.server
 def test_adapters_of_a_real_server(real):
     if not os.environ.get("VLLM_LORA"):
         pytest.skip("give VLLM_LORA=1 if the server was started with --enable-lora")
-    lines = metrics(real[0]("lora", "--steps", "3", "--lora_rank", "4", "--learning_rate", "1e-2"))
-    assert all(line["sampler_gap"] < 1e-4 for line in lines)
+    more = ["--steps", "3", "--lora_rank", "4", "--learning_rate", "1e-2", "--eval_every", "0"]
+    assert all(line["sampler_gap"] < 1e-4 for line in real("lora", *more))
