@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.loading import load_run
-from infra.server import Server, sampler
+from infra.server import Server, ask_sampler
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, uniforms
@@ -171,15 +170,12 @@ def ask_for_groups(
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    with sampler(run) as sample, ranks.fail_together():  # `rollout`, or the same on a server
-        prompts = [row["prompt_ids"] for row in own_rows]
-        own = sample(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
+    prompts = [row["prompt_ids"] for row in own_rows]
+    sampled = ask_sampler(run, prompts, uniform, sampling, replies=replies)  # `rollout`, or the same on a server
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
 
     def groups_of_all_ranks() -> list[Group]:
-        with ranks.fail_together():
-            sampled = own.result() if isinstance(own, Future) else own
-        completions = ranks.gather(with_replies(sampled, replies))
+        completions = ranks.gather(with_replies(sampled(), replies))
         groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
         for p, group in enumerate(groups):
             group.completions = completions[p * n : (p + 1) * n]

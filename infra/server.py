@@ -12,7 +12,8 @@ The first hand-over is a trial, which finds out whether weights arrive. The serv
 tensor, and then the true ones. Each time, its log-probs must be those that the trainer computes with these weights, and
 not with the previous weights of any part of the model. The trainer's model is not changed for this.
 
-`served` makes only requests and replies. It uses neither the model nor another rank, so it may run in a thread.
+`served` makes only requests and replies. It uses neither the model nor another rank, so it runs in a thread: with
+--delay, during the updates of a step.
 
 Left out: transfer of weights between GPUs, kept sets, and streams that do not depend on the number of ranks.
 """
@@ -23,10 +24,10 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -75,9 +76,10 @@ class Server:
     has_adapters: bool
     holder: tempfile.TemporaryDirectory | None = None  # of all weights; deleted when the process of the first rank ends
     folder: Path | None = None  # of the weights of the last hand-over, which has the same name
-    is_current: bool = False  # whether the model has not changed since then
+    is_current: bool = False  # set to False at the end of a step (train.py), after whose updates the weights are old
     is_tried: bool = False  # before, a server that is lost ends the run at once
     seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
+    background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     replying: Lock = field(default_factory=Lock)  # one reply at a time, because they are the user's code
 
     def take_seconds(self) -> dict[str, float]:
@@ -85,23 +87,28 @@ class Server:
         return {f"seconds_{name}": self.seconds.pop(name, 0.0) for name in ("handover", "waited")}
 
 
-@contextmanager
-def sampler(run: Any) -> Iterator[Callable[..., list[Completion]]]:
-    """Yield the function that samples: `rollout`, with the model prepared for it, or one that takes the same arguments
-    and asks servers that have the weights of the model. All ranks must call this."""
+def ask_sampler(run: Any, *how: Any, replies: Any) -> Callable[[], list[Completion]]:
+    """Return a function that returns completions. Without a server, `rollout` samples them at once. Servers that have
+    the weights of the model begin now, and the function waits for them. All ranks must call this."""
     cfg = run.config
     if not cfg.server:
-        with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length):
-            yield rollout
-        return
-    server = run.server
-    if server is None:
-        server = run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
-        # Every update makes the weights on the servers old.
-        run.optimizer.register_step_post_hook(lambda *_: setattr(server, "is_current", False))
-    if not server.is_current:
-        hand_over(run, server)
-    yield lambda model, *how, replies, progress: served(server, *how, replies)
+        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
+        with prepared, ranks.fail_together():
+            completions = rollout(run.model, *how, replies=replies, progress=run.progress)
+        return lambda: completions
+    if run.server is None:
+        run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
+    if not run.server.is_current:
+        hand_over(run, run.server)
+    return partial(wait_for, run.server, run.server.background.submit(served, run.server, *how, replies))
+
+
+def wait_for(server: Server, asked: Future[list[Completion]]) -> list[Completion]:
+    start = time.perf_counter()
+    with ranks.fail_together():
+        completions = asked.result()
+    server.seconds["waited"] += time.perf_counter() - start
+    return completions
 
 
 # ---- Requests ----
@@ -173,7 +180,7 @@ def served(
 ) -> list[Completion]:
     """Sample as `rollout` does, but on the servers, to which the prompts are dealt out in turn. The seed of a turn is
     the uniform number at its first token, so it is a function of the seed, step, prompt and sample."""
-    start, n = time.perf_counter(), len(server.urls)
+    n = len(server.urls)
 
     def complete_one(i: int) -> Completion:
         reply = None if replies is None else replies[i]
@@ -184,7 +191,6 @@ def served(
         return with_our_weights(server, server.urls[k], lambda: at_once(complete_one, rows))
 
     shares = at_once(share_of, range(n))
-    server.seconds["waited"] += time.perf_counter() - start
     return [shares[i % n][i // n] for i in range(len(prompts))]
 
 

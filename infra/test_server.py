@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -119,6 +120,37 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
+
+
+def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_before(go, stand_in, monkeypatch):
+    """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. A run
+    that was stopped and continued gives the same numbers."""
+    update, meanwhile, paths = train.update, [], []
+    monkeypatch.setattr(server, "TRIAL_TOKENS", 4)
+
+    def fault(stand_in, path):
+        paths.append(path)
+        if len(stand_in.asked) >= 2 * 8 + 4:  # after the trial
+            time.sleep(0.03)  # so that an update begins before the last of twelve requests
+
+    def updating(run, batch, step):
+        before, end = len(stand_in.asked), time.monotonic() + 30
+        while len(stand_in.asked) == before and time.monotonic() < end:
+            time.sleep(0.01)
+        meanwhile.append(len(stand_in.asked) - before)
+        return update(run, batch, step)
+
+    stand_in.fault = fault
+    monkeypatch.setattr(train, "update", updating)
+    settings = dict(delay=1, eval_every=0, save_every=1, dynamic_sampling=2)
+    whole = metrics(go("whole", steps=3, **settings))
+    assert len(meanwhile) == 3 and all(meanwhile), "nothing waits for the server before an update"
+    assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
+    gaps = [line["sampler_gap"] for line in whole]
+    assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
+    assert [line["delay"] for line in whole] == [0, 1, 1]
+    go("parts", steps=1, **settings)
+    assert metrics(go("parts", steps=3, **settings)) == whole
 
 
 def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
