@@ -249,6 +249,13 @@ def test_a_token_of_probability_zero_is_never_picked(u, expected):
     assert sample(logits, torch.tensor([u], dtype=torch.float64), Sampling(1, [0]))[0] == expected
 
 
+def test_kept_sets_that_are_too_large_for_memory_are_refused_with_their_size(monkeypatch):
+    monkeypatch.setattr(rollout_module, "MOST_KEPT_IDS", 40 * len(PROMPTS))
+    model = build(spread=0.1)  # nearly uniform, so top_p keeps about nine tenths of the ids
+    with pytest.raises(UserError, match=r"kept sets of 5\d ids are too large: lower --top_p"):
+        rollout(model, PROMPTS, streams(), replace(SAMPLING, top_p=0.9))
+
+
 def test_a_rollout_that_runs_out_of_memory_goes_on_with_fewer_rows_and_fresh_replies():
     """Memory runs out once a turn has ended and more than two rows are left. What was sampled before stays, and the
     completions of the failed attempt begin again, with replies that have not seen that attempt."""

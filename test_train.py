@@ -425,11 +425,15 @@ def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, w
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 
-def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go):
+def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
+    """A checkpoint has the completions of the next steps, but not the rows of the task."""
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
     whole = go("whole", steps=4, **settings)
     go("out", steps=2, **settings)
+    loads = watch(train.checkpoint, "load")
     conftest.assert_same_files(go("out", steps=4, **settings), whole)
+    queue = loads[0].result[1]["queue"]
+    assert len(queue) == 2 and not any(group.row for _, drawn, _ in queue for group in drawn)
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
@@ -609,6 +613,9 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     trained_on = {prompt for call, kind in zip(calls, kinds, strict=True) if kind == step for prompt in call["prompts"]}
     for figures, i in zip(evaluated, (0, 4, 7)):  # the first call of each evaluation
         of_sampled, of_greedy = calls[i], calls[i + 1]
+        shown = [row["completion"] for row in samples(out, "eval") if row["step"] == figures["step"]]
+        shown = [text.replace("<pad>", "").replace(EOS, "") for text in shown]
+        assert shown == of_sampled["completions"][:4:3], "the first samples of two prompts"
         assert len(set(of_greedy["prompts"])) == 7 and not trained_on & set(of_greedy["prompts"])
         assert {x["trainer_state"].global_step for x in (of_sampled, of_greedy)} == {figures["step"]}
         assert of_sampled["prompts"] == [prompt for prompt in of_greedy["prompts"] for _ in range(3)]
