@@ -27,11 +27,11 @@ from loss import policy_loss, token_weights
 from train import LOSS_SWITCHES
 
 P, G, T, K = 3, 4, 7, 5  # all sizes and their products differ, so that a size tells what a sum is over
-OVER = {1: [], G: ["j"], P * G: ["all"], T: ["t"], P * G * T: ["t", "all"], K: ["v"]}
+OVER = {G: "j", P * G: "all", T: "t", P * G * T: "it", K: "v"}
 COUNTS = {"j": "G", "all": "N", "t": "|o_i|"}
 # Operations that change nothing that an equation shows.
-KEEPS = """unbind __getitem__ __get__ to float double bool long int type type_as reshape view flatten squeeze unsqueeze expand
-    expand_as contiguous clone nan_to_num broadcast_to requires_grad_ cpu""".split()
+KEEPS = """__getitem__ __get__ to float double bool reshape view flatten squeeze unsqueeze expand expand_as unbind
+    contiguous clone""".split()
 TO_PYTHON = "item tolist numpy __bool__ __float__ __int__ __index__ __setitem__".split()
 REDUCTIONS = dict(sum="Σ", nansum="Σ", nanmean="mean", amax="max", amin="min", std="std", logsumexp="logsumexp")
 REDUCTIONS |= {name: name for name in ("mean", "max", "min", "any", "all")}
@@ -136,12 +136,10 @@ def reduce(kind: str, x: Node, size: int) -> Node:
     """Return a sum, a mean and so on of `size` values."""
     if size == K + 1:  # the head and all other ids together
         return make("+", reduce(kind, part_of(x, 1), K), part_of(x, 2))
-    for over in OVER.get(size, [f"axis{size}"]):
-        if isinstance(x, str | tuple):
-            x = ((kind, over), x)
-        elif kind == "Σ":
-            x = make("*", float(x), COUNTS.get(over, over))
-    return x
+    over = OVER.get(size, f"axis{size}")
+    if size > 1 and isinstance(x, str | tuple):
+        return ((kind, over), x)
+    return make("*", float(x), COUNTS.get(over, over)) if size > 1 and kind == "Σ" else x
 
 
 def part_of(x: Node, k: int) -> Node:
@@ -162,11 +160,9 @@ def make(op: str, *a: Node) -> Node:
             return x
         case ("if", _, x, y) | ("min" | "max", x, y) if x == y:
             return x
-        case ("*", 0, _) | ("*", _, 0):
-            return 0.0
         case "*", x, int() | float() as number if isinstance(x, str | tuple):
             return (op, number, x)
-        case ("isnan", _) | ("<" | "<=" | "==", ("exp", _), 0) | (">", _, math.inf):
+        case ("isnan", _) | ("<" | "==", ("exp", _), 0) | (">", _, math.inf):
             return False
         case "clip", ("exp", _) as x, 0, math.inf:
             return x
@@ -178,11 +174,8 @@ def make(op: str, *a: Node) -> Node:
             return ("^", x, 2)
         case "expm1", x:
             return make("-", make("exp", x), 1)
-        case "sqrt", ("/", (("Σ", over), ("^", ("-", r, (("mean", _), _) as mean), 2)), ("-", n, 1)) if mean == (
-            ("mean", over),
-            r,
-        ) and n == COUNTS.get(over):
-            return (("std", over), r)
+        case "sqrt", ("/", (("Σ", "j" | "all" as over), ("^", ("-", r, mean), 2)), ("-", n, 1)):
+            return (("std", over), r) if mean == (("mean", over), r) and n == COUNTS[over] else (op, *a)
     return (op, *a)
 
 
@@ -281,13 +274,8 @@ def written(equation: dict[str, Node]) -> dict[str, str]:
     lines = {}
     for (name, x), letter in zip(equation.items(), "bux"):
         names = named(x, letter)
-        for node, its_name in names.items():
+        for node, its_name in (names | {x: name}).items():
             lines[its_name] = text(node, {other: its for other, its in names.items() if other != node})
-        match x:
-            case (("Σ", "all"), (("Σ", "t"), term)):
-                lines[name] = f"Σ_it({text(term, names)})"
-            case _:
-                lines[name] = text(x, names)
     return lines
 
 
