@@ -28,7 +28,7 @@ from train import LOSS_SWITCHES
 
 P, G, T, K = 3, 4, 7, 5  # all sizes and their products differ, so that a size tells what a sum is over
 OVER = {G: "j", P * G: "all", T: "t", P * G * T: "it", K: "v"}
-COUNTS = {"j": "G", "all": "N", "t": "|o_i|"}
+COUNTS = {"j": "G", "all": "N", "t": "|o_i|", "it": (("Σ", "all"), "|o_i|")}
 # Operations that change nothing that an equation shows.
 KEEPS = """__getitem__ __get__ to float double bool reshape view flatten squeeze unsqueeze expand expand_as unbind
     contiguous clone""".split()
@@ -136,10 +136,12 @@ def reduce(kind: str, x: Node, size: int) -> Node:
     """Return a sum, a mean and so on of `size` values."""
     if size == K + 1:  # the head and all other ids together
         return make("+", reduce(kind, part_of(x, 1), K), part_of(x, 2))
+    if size == 1:
+        return x
     over = OVER.get(size, f"axis{size}")
-    if size > 1 and isinstance(x, str | tuple):
+    if isinstance(x, str | tuple):
         return ((kind, over), x)
-    return make("*", float(x), COUNTS.get(over, over)) if size > 1 and kind == "Σ" else x
+    return make("*", float(x), COUNTS.get(over, over)) if kind == "Σ" else x
 
 
 def part_of(x: Node, k: int) -> Node:
