@@ -240,7 +240,7 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
         letter = chr(ord(index) + 1) if over in ("j", "all") else index
         over = {"j": letter, "all": f"all_{letter}"}.get(over, over)
         return f"{kind}_{over}({text(a[0], names, letter)})"
-    if op in LEVELS:
+    if op in LEVELS and len(a) < 3:  # torch.sub has a third argument, alpha
         mine, sign = LEVELS[op], {"*": " · ", "^": "^", "neg": "-", "not": "not "}.get(op, f" {op} ")
         left = text(a[0], names, index, mine + (op == "^"))
         right = text(a[-1], names, index, mine + (op in ("-", "/", "<", ">", "^")))
