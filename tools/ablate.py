@@ -154,11 +154,9 @@ def table(args: argparse.Namespace) -> str:
     # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = compared(args.figures, args.variants, by_variant)
+    first = ", ".join(map(" ".join, args.variants[0].items()))
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
-    if len(args.variants) > 1:
-        headings += [f"difference from {', '.join(map(' '.join, args.variants[0].items()))} (95 % interval)", "verdict"]
-    # With one variant there is nothing to compare, so the last two cells of each row are left out.
-    return markdown(headings, *(row[: len(headings)] for row in rows))
+    return markdown([*headings, f"difference from {first} (95 % interval)", "verdict"], *rows)
 
 
 def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:

@@ -127,7 +127,7 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     done, table = capsys.readouterr().out.split("\n", 1)
     whole = log.read_text().splitlines()
     assert done.startswith("done") and f"| 0.0 | {json.loads(whole[-1])['completion_length']:.2f} ± " in table
-    assert "verdict" not in table, "one variant is not compared"
+    assert table.rstrip().endswith(" | | |"), "one variant is not compared"
     monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     ablate.main(words)
     assert capsys.readouterr().out == table
