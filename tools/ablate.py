@@ -23,13 +23,13 @@ import argparse
 import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from infra import command_line, run_folder
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
-Run = namedtuple("Run", "folder words config variant")  # config has all defaults filled in, except dtype
+Run = namedtuple("Run", "folder words config")  # config has all defaults filled in, except dtype
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
@@ -50,15 +50,11 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         given = command_line.parse(words, on_gpu=False)
         # A dtype "auto" is decided on the machine that makes the run, so the dtype stays as it was given.
         config = replace(command_line.ready(given, on_gpu=False), dtype=given.dtype)
-        name = name_of(variant)
-        runs.append(Run(args.out / f"{name}-{config.seed}", words, config, name))
+        name = ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
+        runs.append(Run(args.out / f"{name}-{config.seed}", words, config))
     if len({run.folder for run in runs}) < len(runs):
         sys.exit("error: --vary and --seeds name a run twice")
     return runs
-
-
-def name_of(variant: dict[str, str]) -> str:
-    return ",".join(variant.values()).replace("%", "%25").replace("/", "%2F")  # unique, and without a "/"
 
 
 def check_settings(run: Run, made: Config) -> None:
@@ -72,13 +68,10 @@ def check_settings(run: Run, made: Config) -> None:
 
 def log_if_finished(run: Run) -> Lines:
     """Return the log of the run if it is finished, otherwise an empty list. Exit if it was made with other settings."""
-    try:
-        if made := run_folder.settings_of(run.folder):
-            check_settings(run, made)
-        lines = run_folder.read_lines(run.folder / "metrics.jsonl")
-        return lines if lines and lines[-1]["step"] >= run.config.steps else []
-    except Exception as error:
-        sys.exit(f"error: {run.folder} does not have the files of a run: {error!r}")
+    if made := run_folder.settings_of(run.folder):
+        check_settings(run, made)
+    lines = run_folder.read_lines(run.folder / "metrics.jsonl")
+    return lines if lines and lines[-1]["step"] >= run.config.steps else []
 
 
 def finished(run: Run) -> Lines:
@@ -107,26 +100,27 @@ def run_one(run: Run) -> int:
         return subprocess.run(command, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
 
 
-def with_values(args: argparse.Namespace) -> argparse.Namespace:
+def with_(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | changes)
+
+
+def to_tune(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of the runs with which --tune chooses: every variant with every value."""
     name, values = args.tune
     variants = [variant | {name: value} for variant in args.variants for value in values]
-    return argparse.Namespace(**vars(args) | dict(variants=variants, seeds=args.tune_seeds, tune=None))
+    return with_(args, variants=variants, seeds=args.tune_seeds)
 
 
-def with_best_values(args: argparse.Namespace) -> argparse.Namespace:
+def tuned(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of the comparison, in which every variant has the value that was best for it."""
-    if args.tune is None:
-        return args
-    tuning = with_values(args)
-    means: dict[str, float] = {}  # of the first figure, over the seeds
-    for run in runs_of(tuning):
-        value = figure(finished(run), args.figures[0]) / len(tuning.seeds)
-        means[run.variant] = means.get(run.variant, 0.0) + value
-    n = len(args.tune[1])
-    names = [name_of(variant) for variant in tuning.variants]
-    best = [max(range(i, i + n), key=lambda k: means[names[k]]) for i in range(0, len(names), n)]
-    return argparse.Namespace(**vars(args) | dict(variants=[tuning.variants[k] for k in best], tune=None))
+
+    def score(variant: dict[str, str]) -> float:
+        runs = runs_of(with_(args, variants=[variant], seeds=args.tune_seeds))
+        return np.mean([figure(finished(run), args.figures[0]) for run in runs])
+
+    name, values = args.tune
+    best = [max([variant | {name: value} for value in values], key=score) for variant in args.variants]
+    return with_(args, variants=best)
 
 
 def spent(lines: Lines, unit: str) -> dict[int, float]:
@@ -156,16 +150,13 @@ def figure(lines: Lines, name: str) -> float:
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown. Every run must be finished."""
-    args = with_best_values(args)
     logs = [finished(run) for run in runs_of(args)]
     # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     rows = compared(args.figures, args.variants, by_variant)
+    first = ", ".join(map(" ".join, args.variants[0].items()))
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
-    if len(args.variants) > 1:
-        headings += [f"difference from {', '.join(map(' '.join, args.variants[0].items()))} (95 % interval)", "verdict"]
-    # With one variant there is nothing to compare, so the last two cells of each row are left out.
-    return markdown(headings, *(row[: len(headings)] for row in rows))
+    return markdown([*headings, f"difference from {first} (95 % interval)", "verdict"], *rows)
 
 
 def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
@@ -239,31 +230,26 @@ def markdown(*rows: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    if args.tune is not None:
-        run_all(with_values(args))
-    run_all(with_best_values(args))
+    if args.tune:
+        run_all(to_tune(args))
+        args = tuned(args)
+    run_all(args)
     print(table(args))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vary", action="append", required=True, metavar="SWITCH=A,B", help="can be repeated")
+    switch = dict(type=name_and_values, metavar="SWITCH=A,B")
+    parser.add_argument("--vary", action="append", required=True, help="can be repeated", **switch)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
-    parser.add_argument("--tune", metavar="SWITCH=A,B", help="choose a value for each variant first")
+    parser.add_argument("--tune", help="choose a value for each variant first", **switch)
     parser.add_argument("--tune_seeds", default="101,102", type=lambda text: text.split(","), help="default: 101,102")
     args = parse_args_and_flags(parser, words)
-    for name in args.figures:  # before the runs, which may take days
-        steps = re.fullmatch(r"[^:]+(:last|:(\d+)-(\d+)|:reaches-[\d.]+(-tokens|-seconds)?)?", name)
-        if not steps or (steps[2] and int(steps[2]) > int(steps[3])):
-            parser.error(f"--figures {name}: must be METRIC, METRIC:last, METRIC:FIRST-LAST or METRIC:reaches-0.9")
-    grid = dict(map(name_and_values, args.vary))
-    args.tune = name_and_values(args.tune) if args.tune else None
-    if args.tune and (args.tune[0] in grid or {*args.tune_seeds} & {*args.seeds}):
-        parser.error("--tune needs a setting that is not in --vary, and --tune_seeds others than --seeds")
-    if len(grid) < len(args.vary):
-        parser.error("--vary names a setting twice")
+    if args.tune and {*args.tune_seeds} & {*args.seeds}:
+        parser.error("--tune needs --tune_seeds others than --seeds")
+    grid = dict(args.vary)
     args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
 

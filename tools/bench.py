@@ -3,7 +3,6 @@
     python -m tools.bench step --out runs/step               ours, TRL, and TRL with a plain output head
     python -m tools.bench step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
     python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
-    python -m tools.bench long --out runs/lengths            what a token costs, up to completions of 16,384
 
 Install tools/requirements-bench.txt first. What is compared are three ways to train: "ours", "TRL", and "TRL, plain
 head", where TRL's tiled output head is replaced by one that computes all logits at once; --ways chooses some of them.
@@ -16,16 +15,10 @@ In `step`, the completions are planned: their tokens are drawn in advance. Our s
 but the logit of the planned token is raised so far that they pick it. So lengths, rewards and gradients are the same
 here and in TRL, and the gradient norms are compared to make sure. The first step only warms up and is left out of the
 table. In `learn`, each way samples its own completions.
-
-`long` takes one step of this codebase with each of several values of --max_completion_length. For each part of the
-step, it shows two costs per token, such as "12 / 340": CPU-microseconds, and then bytes. The bytes are the size of what
-the part sends or writes or, if it does neither, the additional memory that it needs. These completions are planned too.
-The model is tiny, so most of the cost is that of lists, tensors and files. This works on Linux only.
 """
 
 import argparse
 import itertools
-import pickle
 import re
 import sys
 import time
@@ -42,20 +35,16 @@ from torch import Tensor
 
 import rollout
 import train
-from infra import checkpoint, command_line, report, run_folder, server
-from tasks import sorting
+from infra import command_line, report, run_folder
 from tasks._prompts import encode_prompts
 from tools import ablate
 
 ON_GPU = torch.cuda.is_available()
 WAYS = ["ours", "TRL", "TRL, plain head"]
-LIMITS = ["256", "1024", "4096", "16384"]  # of --max_completion_length; in `long`, these take the place of the ways
 LIKELY = 60.0  # a logit; a higher one would make the other probabilities denormal, and arithmetic on those is slow
 STEP = """--model models/smollm2 --task countdown --reward tasks.chain:shortness --eval_every 0 --prompts_per_step 4
     --num_generations 8 --max_completion_length 64 --learning_rate 1e-6 --warmup_steps 0 --steps 3"""
 LEARN = "--warmup_steps 0"  # because TRL's warm-up is not the same
-LONG = """--task sorting --reward tasks.chain:shortness --top_p 0.9 --eval_every 0 --prompts_per_step 16
-    --num_generations 8 --warmup_steps 0 --steps 1 --rollout_tokens 4000000 --samples_per_step -1"""
 # Metrics that must be the same for all ways, each with a relative tolerance. The number of tokens must be equal. The
 # gradient norm of the last step may differ a little, because Adam amplifies the rounding errors of earlier steps.
 SAME = {"tokens:last": 0.0, "grad_norm:last": 1e-2}
@@ -107,52 +96,9 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         trainer.train()
     on_target = [line["seconds"] for line in lines if line.get("eval/accuracy", 0.0) >= args.target]
     lines[-1]["seconds to target"] = on_target[0] if on_target else None
-    write_log(folder, vars(config) | {"trainer": way}, lines)
-
-
-def measure_long(args: argparse.Namespace, limit: str, folder: Path, words: list[str]) -> None:
-    """Take one step, and write [CPU-microseconds, bytes] per token for each part of it. The bytes are the size of what
-    the part sends or writes or, if it does neither, the additional memory that it needs at its peak."""
-    shape = sorting.small_config(sorting.char_tokenizer(sorting.LETTERS + ">"), hidden_size=16, intermediate_size=32)
-    shape.max_position_embeddings = 2 * int(limit)
-    # The task calls `small_config` to make its model. Replace it, so that the model gets this shape.
-    sorting.small_config = lambda *_, **sizes: shape
-    out, costs = folder / "run", {}
-    config = command_line.parse([*words, "--max_completion_length", limit, "--out", str(out)], on_gpu=False)
-    run, log, _ = train.set_up(command_line.ready(config, on_gpu=False), torch.device("cpu"))
-    force_ours(plan_tokens(run, np.random.default_rng(0)))
-
-    def timed(part: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is that of this part
-        start, before = read_clock(), peak_memory()
-        result = call(*args, **kwargs)
-        costs[part] = [1e6 * (read_clock() - start), peak_memory() - before]
-        return result
-
-    for owner, part in ((server, "rollout"), (train, "collate"), (train, "update")):
-        wrap(owner, part, partial(timed, part))
-    metrics, groups = train.training_step(run, 1)
-    timed("gather", lambda: pickle.loads(pickle.dumps(groups)))  # as ranks do when they exchange completions
-    out.mkdir(parents=True, exist_ok=True)
-    log.open(0)
-    timed("samples", log.step, metrics, groups, [])
-    timed("checkpoint", checkpoint.save, out, 1, {"model": run.model}, run.optimizer, 0, {"groups": groups})
-    costs["gather"][1] = len(pickle.dumps(groups))
-    costs["samples"][1] = (out / "samples.jsonl").stat().st_size
-    costs["checkpoint"][1] = sum(file.stat().st_size for file in out.rglob("state.*"))
-    line = {part: [x / metrics["tokens"] for x in cost] for part, cost in costs.items()}
-    write_log(folder, vars(run.config), [line])
-
-
-def peak_memory() -> int:
-    """Return the process's peak memory in bytes, since the last write to `clear_refs` or, without one, since it
-    started."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def write_log(folder: Path, settings: dict, lines: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(report.as_json([run_folder.provenance() | {"settings": settings}]))
+    about = run_folder.provenance() | {"settings": vars(config) | {"trainer": way}}
+    (folder / "config.json").write_text(report.as_json([about]))
     run_folder.write_text(folder / "metrics.jsonl", report.as_json(lines))
 
 
@@ -221,18 +167,13 @@ def make_missing_runs(args: argparse.Namespace) -> None:
         if not log.exists():
             # With max_tasks_per_child, Python starts a new process and does not fork this one.
             with ProcessPoolExecutor(max_tasks_per_child=1) as process:
-                call = measure_long if args.what == "long" else measure
-                process.submit(call, args, way, log.parent, [*args.flags, "--seed", seed]).result()
+                process.submit(measure, args, way, log.parent, [*args.flags, "--seed", seed]).result()
 
 
 def table(args: argparse.Namespace) -> str:
     """Return the table in Markdown, without the time to the target if not every run reached it. Exit with an error if
     the ways did not do the same work."""
     logs = [[run_folder.read_lines(log_of(args, way, seed)) for seed in args.seeds] for way in args.ways]
-    if args.what == "long":
-        by_limit = [runs[0][0] for runs in logs]  # there is one seed, and its log has one line: {part: costs}
-        cells = [[f"{microseconds:,.0f} / {size:,.0f}" for microseconds, size in line.values()] for line in by_limit]
-        return ablate.markdown(["limit", *by_limit[0]], *([limit, *row] for limit, row in zip(args.ways, cells)))
     # `ablate.compared` takes variants as {setting: value}. A way is a variant with one setting, which has no name.
     rows, steps, ways = [], len(logs[0][0]), [{"": way} for way in args.ways]
     for name in (figure.format(steps) for figure in FIGURES[args.what]):
@@ -241,22 +182,20 @@ def table(args: argparse.Namespace) -> str:
             np.testing.assert_allclose(means, means[0], SAME[name], err_msg=f"the ways did other work: {name}")
         elif np.isfinite(means).all():
             rows += [[*row, f"{means[0] / mean:.2f}"] for row, mean in zip(ablate.compared([name], ways, logs), means)]
-    heading, first = f"mean ± std of {len(args.seeds)} seeds", args.ways[0]
-    difference = f"difference from {first} (95 % interval)"
-    return ablate.markdown(["metric", "", heading, difference, "verdict", f"{first} divided by this row"], *rows)
+    first = args.ways[0]
+    headings = ["metric", "", f"mean ± std of {len(args.seeds)} seeds", f"difference from {first} (95 % interval)"]
+    return ablate.markdown([*headings, "verdict", f"{first} divided by this row"], *rows)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "learn", "long"])
+    parser.add_argument("what", choices=["step", "learn"])
     parser.add_argument("--ways", type=lambda text: text.split("; "), default=WAYS, help="separated by '; '")
     parser.add_argument("--rows", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--prompt_tokens", type=int, default=48, help="step: tokens of each prompt")
     parser.add_argument("--target", type=float, default=0.95, help="learn: greedy accuracy on held-out prompts")
     args = ablate.parse_args_and_flags(parser, words)
-    args.flags = [*dict(step=STEP, learn=LEARN, long=LONG)[args.what].split(), *args.flags]
-    if args.what == "long":
-        args.ways, args.seeds = LIMITS, ["1"]  # the same lengths are drawn whatever the seed is
+    args.flags = [*dict(step=STEP, learn=LEARN)[args.what].split(), *args.flags]
     return args
 
 

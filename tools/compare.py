@@ -32,24 +32,16 @@ from config import ALGORITHMS, Config
 from infra import faults, ranks
 from infra.command_line import parse, ready
 
+ON_GPU = torch.cuda.is_available()
 SAME = 0.9995  # a cosine from here on is shown as 1.000
-AT_ONCE = 200_000_000  # how many numbers are kept if --coordinates is not given
+AT_ONCE = 200_000_000  # how many numbers are kept, for all variants together, if --coordinates is not given
 
 
-def variants_of(words: list[str], vary: str | None) -> dict[str, Config]:
-    """Return the settings of each variant by its name. The first one is what the others are compared with. Presets that
-    do not fit the other flags are left out."""
-    name, _, values = (vary or f"algorithm={','.join(ALGORITHMS)}").partition("=")
-    on_gpu, variants = torch.cuda.is_available(), {}
-    parse(words, on_gpu)  # a mistake in the other flags ends the process here
-    for value in values.split(","):
-        try:
-            variants[value] = ready(parse([*words, f"--{name}", value], on_gpu), on_gpu)
-        except SystemExit:
-            if vary:
-                raise
-            print(f"{value}: left out\n", file=sys.stderr)
-    return variants
+def variants_of(words: list[str], vary: str) -> dict[str, Config]:
+    """Return the settings of each variant by its name. The first one is what the others are compared with."""
+    name, _, values = vary.partition("=")
+    given = {value: parse([*words, f"--{name}", value], ON_GPU) for value in values.split(",")}
+    return {value: ready(config, ON_GPU) for value, config in given.items()}
 
 
 def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:
@@ -64,9 +56,8 @@ def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> 
     """Return what `update` gives to an optimizer, and its norm. The weights stay as they are."""
     own, seen = run.optimizer, []
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
-    run.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: seen.append(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]))
-    )
+    weights = run.optimizer.param_groups[0]["params"]
+    run.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in weights])))
     _, norm, _ = train.update(run, batch, step=run.config.warmup_steps + 1)
     run.optimizer = own
     return (seen[0] if coordinates is None else seen[0][coordinates]).double().cpu(), float(norm)
@@ -82,10 +73,8 @@ def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list
     fixed = collate(groups, False, run.device)
     train.score_fixed_policies(run, fixed)
     size = sum(p.numel() for p in run.model.parameters())
-    kept = kept or (AT_ONCE // len(variants) if size * len(variants) > AT_ONCE else None)
-    coordinates = None
-    if kept is not None:
-        coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)).to(run.device)
+    kept = kept or AT_ONCE // len(variants)
+    coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)) if kept < size else None
 
     found = []
     for n in (0, updates) if updates else (0,):
@@ -105,34 +94,28 @@ def cosines(gradients: torch.Tensor) -> np.ndarray:
     return (directions @ directions.T).numpy()
 
 
-def in_order(matrix: np.ndarray) -> list[int]:
-    """Order the variants so that each stands beside the one that is most like it."""
-    order, left = [0], {*range(1, len(matrix))}
-    while left:
-        order.append(max(sorted(left), key=lambda i: matrix[order[-1], i]))
-        left.remove(order[-1])
-    return order
+def classes(cosines: np.ndarray) -> list[np.ndarray]:
+    """Return the variants of each direction."""
+    same = (cosines >= SAME) | np.eye(len(cosines), dtype=bool)  # without a gradient, even the cosine to itself is 0
+    first = same.argmax(axis=1)  # for each variant, the first one that has its direction
+    return [np.flatnonzero(first == i) for i in np.unique(first)]
 
 
 def table(names: list[str], norms: np.ndarray, matrices: np.ndarray) -> list[str]:
     """Return the lines of a table, from the norms (seeds, V) and the cosines (seeds, V, V)."""
-    mean, classes = matrices.mean(0), []
-    for i in in_order(mean):
-        if classes and mean[classes[-1][0], i] >= SAME:
-            classes[-1].append(i)
-        else:
-            classes.append([i])
+    mean = matrices.mean(0)
     lines = [f"{'variant':24} {'norm':>9}  cosine to {names[0]}"]
     for i, name in enumerate(names):
         low, high = matrices[:, 0, i].min(), matrices[:, 0, i].max()
         spread = f" ({low:.3f} to {high:.3f})" if len(matrices) > 1 else ""
         lines.append(f"{name:24} {norms[:, i].mean():9.4g}  {mean[0, i]:.3f}{spread}")
-    return [*lines, f"{len(classes)} directions: {'; '.join(' = '.join(names[i] for i in own) for own in classes)}"]
+    directions = [" = ".join(names[i] for i in own) for own in classes(mean)]
+    return [*lines, f"{len(directions)} directions: {'; '.join(directions)}"]
 
 
 def picture(names: list[str], titled: dict[str, np.ndarray]) -> Figure:
     figure = Figure(figsize=(0.3 * len(names) * len(titled) + 2, 0.3 * len(names) + 1.2), layout="constrained")
-    order = in_order(next(iter(titled.values())))
+    order = np.concatenate(classes(next(iter(titled.values()))))  # variants of one direction stand together
     for k, (title, matrix) in enumerate(titled.items()):
         axes = figure.add_subplot(1, len(titled), k + 1)
         image = axes.imshow(matrix[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r")
@@ -146,10 +129,9 @@ def picture(names: list[str], titled: dict[str, np.ndarray]) -> Figure:
 def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of this tool, and those of train.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--updates", type=int, default=0, help="compare again after so many updates by the first variant"
-    )
-    parser.add_argument("--vary", metavar="SETTING=VALUE,VALUE", help="compare these values; default: every preset")
+    parser.add_argument("--updates", type=int, default=0, help="compare again after this many by the first variant")
+    presets = f"algorithm={','.join(ALGORITHMS)}"
+    parser.add_argument("--vary", default=presets, metavar="SETTING=VALUE,VALUE", help="default: every preset")
     parser.add_argument("--seeds", default="0", help="default: %(default)s")
     parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
     parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
@@ -158,11 +140,9 @@ def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(words: list[str]) -> int:
     args, flags = split(words)
-    seeds = args.seeds.split(",")
-    found = [
-        measure(variants_of([*flags, "--seed", seed], args.vary), args.updates, args.coordinates) for seed in seeds
-    ]
-    names, titled = [*variants_of(flags, args.vary)], {}
+    grids = [variants_of([*flags, "--seed", seed], args.vary) for seed in args.seeds.split(",")]
+    found = [measure(variants, args.updates, args.coordinates) for variants in grids]
+    names, titled = [*grids[0]], {}
     for phase, title in enumerate(["at the policy that sampled", f"after {args.updates} updates"][: len(found[0])]):
         norms, matrices, errors = zip(*(of_seed[phase] for of_seed in found))
         titled[title] = np.stack(matrices).mean(0)

@@ -8,10 +8,12 @@ equation of the code as it is, also in a fork. Every token is taken to be traine
 and the task to have one reward function. A condition on data stands as `[a if condition else b]`.
 """
 
+import itertools
 import linecache
 import math
 import re
 import sys
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -24,26 +26,24 @@ from infra import command_line
 from loss import policy_loss, token_weights
 from train import LOSS_SWITCHES
 
-P, G, T, K = 3, 4, 7, 5  # all sizes of dimensions differ, so that a size tells what a sum is over
-OVER = {G: "j", P * G: "all", T: "t", K: "v"}
-COUNTS = {"j": "G", "all": "N", "t": "|o_i|"}
-SYMBOLS = dict(ref_logp="log π_ref", sampler_logp="log μ", head_logp="log π_v", sampler_head_logp="log μ_v")
+P, G, T, K = 3, 4, 7, 5  # all sizes and their products differ, so that a size tells what a sum is over
+OVER = {G: "j", P * G: "all", T: "t", P * G * T: "it", K: "v"}
+COUNTS = {"j": "G", "all": "N", "t": "|o_i|", "it": (("Σ", "all"), "|o_i|")}
 # Operations that change nothing that an equation shows.
-KEEPS = """__getitem__ __get__ to float double bool long int type type_as reshape view flatten squeeze unsqueeze expand
-    expand_as contiguous clone nan_to_num broadcast_to requires_grad_ cpu""".split()
+KEEPS = """__getitem__ __get__ to float double bool reshape view flatten squeeze unsqueeze expand expand_as unbind
+    contiguous clone""".split()
 TO_PYTHON = "item tolist numpy __bool__ __float__ __int__ __index__ __setitem__".split()
 REDUCTIONS = dict(sum="Σ", nansum="Σ", nanmean="mean", amax="max", amin="min", std="std", logsumexp="logsumexp")
 REDUCTIONS |= {name: name for name in ("mean", "max", "min", "any", "all")}
-SIGNS = {"+": "add", "-": "sub subtract", "*": "mul multiply", "/": "div divide truediv true_divide", "^": "pow"}
-SIGNS |= {"<": "lt", ">": "gt", "<=": "le", ">=": "ge", "==": "eq", "!=": "ne", "neg": "negative", "abs": "absolute"}
-SIGNS |= {"and": "logical_and bitwise_and", "or": "logical_or bitwise_or", "not": "invert bitwise_not logical_not"}
-NAMES = {name: sign for sign, names in SIGNS.items() for name in names.split()}
+SIGNS = dict(add="+", sub="-", mul="*", div="/", pow="^", lt="<", gt=">", le="<=", ge=">=", eq="==", ne="!=")
+SIGNS |= dict(invert="not", maximum="max", minimum="min", detach="sg")
 LEVELS = {"or": 0, "and": 1, "not": 2, "<": 3, ">": 3, "<=": 3, ">=": 3, "==": 3, "!=": 3, "+": 4, "-": 4, "neg": 5}
 LEVELS |= {"*": 5, "/": 5, "^": 7}
 
-Node = Any  # a number, or a tuple of an operation and its arguments; ("leaf", name) is a symbol without arguments
+# A number, the name of a symbol, or a tuple of an operation and its arguments. A sum over t is (("Σ", "t"), argument).
+Node = Any
 
-places: dict[Node, set[tuple[str, int]]] = {}  # the files and lines of the code that made each expression
+places: set[tuple[str, int]] = set()  # the files and lines of the code that was traced
 untraced: dict[str, None] = {}  # the same line only once
 
 
@@ -67,97 +67,86 @@ def symbol(values: Tensor, node: Node) -> Symbol:
 def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     """Return the result of an operation as a symbol, or as it is if it is no tensor."""
     name, x = func.__name__, node_of(args[0])
-    if name == "__bool__" and isinstance(x, bool):
-        return x
     if name in TO_PYTHON:
         file, line = lines_traced()[0]
         code = linecache.getline(file, line).strip()
         untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
-    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", ("leaf", "prompt")):
-        return symbol(torch.tensor(out), ("leaf", "P"))
+    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", "prompt"):
+        return symbol(torch.tensor(out), "P")
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
-        node = apply(func, out, args, kwargs)
-        return tuple(symbol(part, node if len(out) == 1 else (node, k)) for k, part in enumerate(out))
+        node = apply(func, out[0], args, kwargs)
+        return tuple(symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out))
     if not isinstance(out, Tensor):
         return out
     out = symbol(out, apply(func, out.as_subclass(Tensor), args, kwargs))
     if name.endswith("_") and not name.endswith("__"):  # it changed its first argument
         args[0].node = out.node
-    places.setdefault(out.node, set()).update(lines_traced())
+    places.update(lines_traced())
     return out
 
 
 def lines_traced() -> list[tuple[str, int]]:
     """Return the files and lines of the code that is being traced, the innermost call first."""
-    frame, found = sys._getframe(1), []
-    while frame.f_code is not trace.__code__:
-        file = frame.f_code.co_filename
-        if file != __file__ and "/torch/" not in file:
-            found.append((file, frame.f_lineno))
-        frame = frame.f_back
-    return found
+    stack = itertools.takewhile(lambda at: at[0].f_code is not trace.__code__, traceback.walk_stack(sys._getframe()))
+    lines = [(frame.f_code.co_filename, line) for frame, line in stack]
+    return [(file, line) for file, line in lines if file != __file__ and "/torch/" not in file]
 
 
 def node_of(x: Any) -> Node:
     if isinstance(x, Symbol):
         return x.node
     if isinstance(x, Tensor):
-        return x.flatten()[0].item() if x.numel() and (x == x.flatten()[0]).all() else ("leaf", "tensor")
+        return x.flatten()[0].item() if x.numel() and (x == x.flatten()[0]).all() else "tensor"
     return tuple(node_of(y) for y in x) if isinstance(x, list | tuple) else x
 
 
 def apply(func: Any, out: Any, args: tuple, kwargs: dict) -> Node:
     """Return the expression of the result of an operation."""
     name = func.__name__.strip("_")
-    a = [node_of(x) for x in args]
-    value = node_of(out)  # a number, if all its elements are equal
+    a, by_name = [node_of(x) for x in args], {key: node_of(x) for key, x in kwargs.items()}
     if name == "stack" and len(a[0]) == 1:
         return a[0][0]
-    if func.__name__ in KEEPS or (name == "unbind" and len(out) == 1):
+    if func.__name__ in KEEPS:
         return a[0]
-    if name in ("max", "min", "maximum", "minimum") and len(args) > 1 and isinstance(args[1], Tensor):
-        return make(name[:3], a[0], a[1])
-    if name in REDUCTIONS:
-        dims, shape = kwargs.get("dim", args[1] if len(args) > 1 else None), args[0].shape
-        sizes = [shape[d] for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))]
-        node = reduce(REDUCTIONS[name], a[0], [P * G] if sizes == [P, G] else sizes)
+    if name in REDUCTIONS and (len(args) == 1 or not isinstance(args[1], Tensor)):
+        node = reduce(REDUCTIONS[name], a[0], args[0].numel() // out.numel())
     elif name == "where":
         node = make("if", *a) if func is torch.where else make("if", a[1], a[0], a[2])
     elif name == "masked_fill":
         node = make("if", a[1], a[2], a[0])
-    elif name.startswith(("clamp", "clip")):
-        bounds = {name[-3:]: a[1]} if name[-4:] in ("_min", "_max") else dict(zip(("min", "max"), a[1:]))
-        bounds |= {which: node_of(x) for which, x in kwargs.items()}
+    elif name in ("clamp", "clip"):
+        bounds = dict(zip(("min", "max"), a[1:])) | by_name
         node = make("clip", a[0], bounds.get("min"), bounds.get("max"))
         node = a[0] if is_certain(a[0]) and bool((out == args[0]).all()) else node
-    elif name == "matmul" and a[0] == ("same prompt",):
-        node = reduce("Σ", a[1], [G])
-    elif name in ("cat", "concat"):
+    elif name == "matmul" and a[0] == ("==", "prompt", "prompt"):
+        node = reduce("Σ", a[1], G)
+    elif name == "cat":
         node = ("cat", *a[0])
-    elif name in ("rsub", "rdiv", "rtruediv", "rpow", "radd", "rmul"):
-        node = make(NAMES.get(name[1:], name[1:]), a[1], a[0])
+    elif name.startswith("r") and name[1:] in SIGNS:  # as in 1 - x, which calls __rsub__ of x
+        node = make(SIGNS[name[1:]], a[1], a[0])
     else:
-        node = make(NAMES.get(name, name), *a, *(node_of(x) for x in kwargs.values()))
-    is_constant = name.endswith("_like") or name.startswith("new_") or not leaves(node)
+        node = make(SIGNS.get(name, name), *a, *by_name.values())
+    value = node_of(out)  # a number, if all its elements are equal
+    is_constant = name.endswith("_like") or not leaves(node)
     is_fact = isinstance(value, bool) and is_certain(node)
-    return value if (is_constant or is_fact) and not isinstance(value, tuple) else node
+    return value if (is_constant or is_fact) and value != "tensor" else node
 
 
-def reduce(kind: str, x: Node, sizes: list[int]) -> Node:
-    for size in reversed([size for size in sizes if size != 1]):
-        over = OVER.get(size, f"axis{size}")
-        if size == K + 1:  # the head and all other ids together
-            x = make("+", reduce(kind, part_of(x, 1), [K]), part_of(x, 2))
-        elif isinstance(x, tuple):
-            x = (kind, over, x)
-        elif kind == "Σ":
-            x = make("*", float(x), ("leaf", COUNTS.get(over, over)))
-    return x
+def reduce(kind: str, x: Node, size: int) -> Node:
+    """Return a sum, a mean and so on of `size` values."""
+    if size == K + 1:  # the head and all other ids together
+        return make("+", reduce(kind, part_of(x, 1), K), part_of(x, 2))
+    if size == 1:
+        return x
+    over = OVER.get(size, f"axis{size}")
+    if isinstance(x, str | tuple):
+        return ((kind, over), x)
+    return make("*", float(x), COUNTS.get(over, over)) if kind == "Σ" else x
 
 
 def part_of(x: Node, k: int) -> Node:
     """Return an expression over concatenated tensors for the k-th of them alone."""
-    if not isinstance(x, tuple) or x[0] == "leaf":
+    if not isinstance(x, tuple):
         return x
     return x[k] if x[0] == "cat" else make(x[0], *(part_of(y, k) for y in x[1:]))
 
@@ -165,7 +154,7 @@ def part_of(x: Node, k: int) -> Node:
 def make(op: str, *a: Node) -> Node:
     """Return an expression without what changes nothing."""
     match op, *a:
-        case ("if", True, x, _) | ("if", False, _, x) | ("clip", x, None, None):
+        case ("if", True, x, _) | ("if", False, _, x):
             return x
         case ("and", True, x) | ("and", x, True) | ("or", False, x) | ("or", x, False):
             return x
@@ -173,37 +162,33 @@ def make(op: str, *a: Node) -> Node:
             return x
         case ("if", _, x, y) | ("min" | "max", x, y) if x == y:
             return x
-        case ("*", 0, _) | ("*", _, 0):
-            return 0.0
-        case "-", x, y if x == y:
-            return 0.0
-        case "*", x, int() | float() as number if isinstance(x, tuple):
+        case "*", x, int() | float() as number if isinstance(x, str | tuple):
             return (op, number, x)
-        case ("isnan" | "isinf", _) | ("<" | "<=" | "==", ("exp", _), 0) | (">", _, math.inf):
+        case ("isnan", _) | ("<" | "==", ("exp", _), 0) | (">", _, math.inf):
             return False
-        case ("clip", ("exp", _) as x, 0, high) | ("clip", x, None, high):
-            return make("clip", x, None, None) if high in (None, math.inf) else ("min", x, high)
+        case "clip", ("exp", _) as x, 0, math.inf:
+            return x
+        case "clip", x, None, high:
+            return ("min", x, high)
         case "clip", x, low, None | math.inf:
             return ("max", x, low)
-        case "==", ("leaf", "prompt"), ("leaf", "prompt"):
-            return ("same prompt",)
         case "square", x:
             return ("^", x, 2)
         case "expm1", x:
             return make("-", make("exp", x), 1)
-        case "sqrt", ("/", ("Σ", over, ("^", ("-", r, ("mean", _, _) as mean), 2)), ("-", ("leaf", n), 1)):
-            return ("std", over, r) if mean == ("mean", over, r) and n == COUNTS.get(over) else (op, *a)
+        case "sqrt", ("/", (("Σ", "j" | "all" as over), ("^", ("-", r, mean), 2)), ("-", n, 1)):
+            return (("std", over), r) if mean == (("mean", over), r) and n == COUNTS[over] else (op, *a)
     return (op, *a)
 
 
 def inside(x: Node) -> list[Node]:
     """Return all expressions in x, itself among them."""
-    children = x[1:] if isinstance(x, tuple) and x[0] != "leaf" else ()
+    children = x[1:] if isinstance(x, tuple) else ()
     return [x, *(y for child in children for y in inside(child))]
 
 
 def leaves(x: Node) -> set[str]:
-    return {y[1] for y in inside(x) if isinstance(y, tuple) and y[0] == "leaf"}
+    return {y for y in inside(x) if isinstance(y, str)}
 
 
 def is_certain(x: Node) -> bool:
@@ -219,26 +204,24 @@ def trace(cfg: Config) -> dict[str, Node]:
     together."""
 
     def leaf(name: str, *shape: int) -> Symbol:
-        return symbol(torch.randn(shape, dtype=torch.float64), ("leaf", name))
+        return symbol(torch.randn(shape, dtype=torch.float64), name)
 
     places.clear()
     untraced.clear()
     torch.manual_seed(0)  # numbers that cannot be traced are the same every time
     rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
-    lengths = symbol(torch.full((P, G), T), ("leaf", "|o_i|"))
+    lengths = symbol(torch.full((P, G), T), "|o_i|")
     advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)
     mask = symbol(torch.ones(P * G, T, dtype=torch.bool), True)
-    prompts = symbol(torch.arange(P).repeat_interleave(G), ("leaf", "prompt"))
+    prompts = symbol(torch.arange(P).repeat_interleave(G), "prompt")
     weights = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
-    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
-    is_given = dict(ref_logp=cfg.beta != 0.0, head_logp=cfg.score_centering, sampler_head_logp=cfg.score_centering)
-    tensors = {
-        name: leaf(SYMBOLS.get(name, name), P * G, T, *([K] if "head" in name else []))
-        for name in policy_loss.__kwdefaults__
-        if name not in LOSS_SWITCHES and is_given.get(name, True)
-    }
-    logp, old, A, w = (leaf(x, P * G, T) for x in ("log π", "log π_old", "A_i", "w_it"))
-    loss, _ = policy_loss(logp, old, A, w, mask, **tensors, **switches)
+    logp, old, A, w, sampler = (leaf(x, P * G, T) for x in ("log π", "log π_old", "A_i", "w_it", "log μ"))
+    given = {name: getattr(cfg, name) for name in LOSS_SWITCHES} | {"sampler_logp": sampler}
+    if cfg.beta:
+        given["ref_logp"] = leaf("log π_ref", P * G, T)
+    if cfg.score_centering:
+        given |= dict(head_logp=leaf("log π_v", P * G, T, K), sampler_head_logp=leaf("log μ_v", P * G, T, K))
+    loss, _ = policy_loss(logp, old, A, w, mask, **given)
     return {"A_i": advantages.node, "w_it": weights.node, "L": loss.node}
 
 
@@ -247,31 +230,30 @@ def trace(cfg: Config) -> dict[str, Node]:
 
 def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> str:
     """Write an expression as a person would. `index` is the letter of the completion that it is about."""
+    if isinstance(x, str) or x in names:
+        return names.get(x, x).replace("_i", f"_{index}")
     if not isinstance(x, tuple):
         return f"({x:.12g})" if level > 4 and not isinstance(x, bool) and x < 0 else f"{x:.12g}"
     op, *a = x
-    if x in names or op == "leaf":
-        return names.get(x, a[0]).replace("_i", f"_{index}")
-    if op in LEVELS:
+    if isinstance(op, tuple):
+        kind, over = op
+        letter = chr(ord(index) + 1) if over in ("j", "all") else index
+        over = {"j": letter, "all": f"all_{letter}"}.get(over, over)
+        return f"{kind}_{over}({text(a[0], names, letter)})"
+    if op in LEVELS and len(a) < 3:  # torch.sub has a third argument, alpha
         mine, sign = LEVELS[op], {"*": " · ", "^": "^", "neg": "-", "not": "not "}.get(op, f" {op} ")
         left = text(a[0], names, index, mine + (op == "^"))
         right = text(a[-1], names, index, mine + (op in ("-", "/", "<", ">", "^")))
         out = left + sign + right if len(a) == 2 else sign + right
         return f"({out})" if mine < level else out
-    if op in REDUCTIONS.values() and isinstance(a[0], str):
-        letter = chr(ord(index) + 1) if a[0] in ("j", "all") else index
-        over = {"j": letter, "all": f"all_{letter}"}.get(a[0], a[0])
-        return f"{op}_{over}({text(a[1], names, letter)})"
     parts = [text(y, names, index) for y in a]
-    if op == "if":
-        return f"[{parts[1]} if {parts[0]} else {parts[2]}]"
-    return f"{'sg' if op == 'detach' else op}({', '.join(parts)})"
+    return f"[{parts[1]} if {parts[0]} else {parts[2]}]" if op == "if" else f"{op}({', '.join(parts)})"
 
 
 def varies_by_token(x: Node) -> bool:
-    if not isinstance(x, tuple) or x[:2] == ("Σ", "t"):
-        return False
-    return x[1].startswith(("log", "w_it")) if x[0] == "leaf" else any(map(varies_by_token, x[1:]))
+    if isinstance(x, str):
+        return x.startswith(("log", "w_it"))
+    return isinstance(x, tuple) and x[0] != ("Σ", "t") and any(map(varies_by_token, x[1:]))
 
 
 def named(x: Node, letter: str) -> dict[Node, str]:
@@ -283,7 +265,7 @@ def named(x: Node, letter: str) -> dict[Node, str]:
         if isinstance(node, tuple) and used[node] > 1 and node[0] in ("exp", "if", "clip"):
             name = letter
             if node[0] == "exp" and "log π" in leaves(node):
-                name = "s" if any(isinstance(y, tuple) and y[:2] == ("Σ", "t") for y in inside(node)) else "ρ"
+                name = "s" if any(isinstance(y, tuple) and y[0] == ("Σ", "t") for y in inside(node)) else "ρ"
             number = sum(other.startswith(name) for other in names.values())
             names[node] = f"{name}{number + 1 if number else ''}_i{'t' * varies_by_token(node)}"
     return names
@@ -294,20 +276,15 @@ def written(equation: dict[str, Node]) -> dict[str, str]:
     lines = {}
     for (name, x), letter in zip(equation.items(), "bux"):
         names = named(x, letter)
-        for node, its_name in names.items():
+        for node, its_name in (names | {x: name}).items():
             lines[its_name] = text(node, {other: its for other, its in names.items() if other != node})
-        match x:
-            case ("Σ", "all", ("Σ", "t", term)):
-                lines[name] = f"Σ_it({text(term, names)})"
-            case _:
-                lines[name] = text(x, names)
     return lines
 
 
-def papers(equation: dict[str, Node]) -> list[str]:
-    """Return the papers that comments name at the lines of these expressions, and at the branches these are in."""
+def papers() -> list[str]:
+    """Return the papers that comments name at the lines that were traced, and at the branches these are in."""
     found: dict[str, None] = {}
-    for file, line in sorted(set().union(*(places.get(x, set()) for node in equation.values() for x in inside(node)))):
+    for file, line in sorted(places):
         indent = math.inf
         for code in reversed(linecache.getlines(file)[:line]):
             its_indent = len(code) - len(code.lstrip())
@@ -323,7 +300,7 @@ def main(words: list[str]) -> None:
     equation = trace(cfg)
     for name, line in written(equation).items():
         print(f"{name:5} = {line}")
-    print(f"papers: {'; '.join(papers(equation)) or 'none named'}")
+    print(f"papers: {'; '.join(papers()) or 'none named'}")
     print("j: the completions of the same prompt; all: those of the update, or of the step in A; sg: a constant")
     for name in ("top_entropy", "entropy_coef"):
         if getattr(cfg, name) != Config.__dataclass_fields__[name].default:

@@ -5,11 +5,11 @@
     python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
 On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
-in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME` or the same with
-`tools.bench`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
-`default` needs no command. Each command `python -m tools.plot ... --out results/...` on a page makes a picture, which
-contains a fingerprint of its logs and flags. Those of `tools.compare` have none. Not supported: --check does not notice
-if the code that draws the pictures has changed.
+in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME`, must be on one of the
+pages. It is not run again, but its flags decide what the table shows. The table `default` needs no command. Each
+command `python -m tools.plot ... --out results/...` on a page makes a picture, which contains a fingerprint of its logs
+and flags. Those of `tools.compare` have none. Not supported: commands with --tune; --check does not notice if the code
+that draws the pictures has changed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools import ablate, bench, plot
+from tools import ablate, plot
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- made by [\w.]+: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -39,11 +39,10 @@ def commands(tool: str) -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     made = {"default": default_table()}
-    for name, tool in (("ablate", ablate), ("bench", bench)):
-        for args in map(tool.parse, commands(name)):
-            args.out = ROOT / "results" / args.out.name
-            if args.out.is_dir():
-                made[args.out.name] = tool.table(args)
+    for args in map(ablate.parse, commands("ablate")):
+        args.out = ROOT / "results" / args.out.name
+        if args.out.is_dir():
+            made[args.out.name] = ablate.table(args)  # an error if the runs do not have the settings of the command
     return made
 
 
@@ -95,8 +94,6 @@ def keep(folders: list[Path]) -> None:
     for folder in folders:
         # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
         runs = [file.parent for file in folder.glob("*/metrics.jsonl") if ".replaced-" not in file.parent.name]
-        if not runs:
-            sys.exit(f"error: {folder} has no folders of runs")
         for log in [run / name for run in runs for name in ("config.json", "metrics.jsonl")]:
             to = ROOT / "results" / log.relative_to(folder.parent)
             to.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -54,32 +54,19 @@ def scratch_pad(a: int, b: int, rng: random.Random) -> str:
     return ",".join(steps)
 
 
-def draw_to_train_on(draw_row: Callable[[random.Random], dict], rng: random.Random) -> dict:
-    """Draw rows until one is not held out."""
-    row = draw_row(rng)
-    while held_out(row["prompt"]):
-        row = draw_row(rng)
-    return row
-
-
-def sum_line(rng: random.Random) -> tuple[str, str]:
-    """Return the prompt of a sum and its completion."""
-    row = draw_to_train_on(addition.draw_row, rng)
+def sum_completion(row: dict, rng: random.Random) -> str:
     a, b = map(int, row["prompt"].rstrip("=").split("+"))
     thought = "" if rng.random() < DIRECT_FRACTION[len(str(max(a, b)))] else scratch_pad(a, b, rng)
-    return row["prompt"], f"{thought}#{row['answer']}{EOS}"
+    return f"{thought}#{row['answer']}{EOS}"
 
 
-def chain_line(rng: random.Random) -> tuple[str, str]:
-    """Return the prompt of a chain and its completion."""
-    row = draw_to_train_on(chain.draw_chain, rng)
+def chain_completion(row: dict, rng: random.Random) -> str:
     at_once = rng.random() < DIRECT_FRACTION_PER_STEP * len(row["steps"])
-    return row["prompt"], (f"={row['answer']}" if at_once else "".join(row["steps"])) + EOS
+    return (f"={row['answer']}" if at_once else "".join(row["steps"])) + EOS
 
 
-def guess_line(rng: random.Random) -> tuple[str, str]:
-    """Return the prompt of a game and the whole game, replies included."""
-    row = draw_to_train_on(guess.draw_row, rng)
+def guess_completion(row: dict, rng: random.Random) -> str:
+    """Return the whole game, replies included."""
     low, high = map(int, row["prompt"].rstrip(":").split("-"))
     remaining, turns, game, said = range(low, high + 1), [], "", ""
     while said is not None:
@@ -88,22 +75,30 @@ def guess_line(rng: random.Random) -> tuple[str, str]:
         said = guess.reply(row, turns)
         game += turns[-1] + EOS + (said or "")
         remaining = [n for n in remaining if (n > number if said == "h" else n < number)]
-    return row["prompt"], game
+    return game
 
 
-Recipe = namedtuple("Recipe", "alphabet draw hidden_size steps batch_size replies", defaults=[""])
+Recipe = namedtuple("Recipe", "alphabet draw completion steps hidden_size batch_size replies", defaults=[64, 96, ""])
 RECIPES = {
-    "addition": Recipe(addition.ALPHABET, sum_line, hidden_size=128, steps=2000, batch_size=96),
-    "chain": Recipe(chain.ALPHABET, chain_line, hidden_size=64, steps=1000, batch_size=72),
-    "guess": Recipe(guess.ALPHABET, guess_line, hidden_size=64, steps=1800, batch_size=96, replies="hl"),
+    "addition": Recipe(addition.ALPHABET, addition.draw_row, sum_completion, steps=2000, hidden_size=128),
+    "chain": Recipe(chain.ALPHABET, chain.draw_chain, chain_completion, steps=1000, batch_size=72),
+    "guess": Recipe(guess.ALPHABET, guess.draw_row, guess_completion, steps=1800, replies="hl"),
 }
+
+
+def example(recipe: Recipe, rng: random.Random) -> tuple[str, str]:
+    """Return a prompt that is not held out, and a completion of it."""
+    row = recipe.draw(rng)
+    while held_out(row["prompt"]):
+        row = recipe.draw(rng)
+    return row["prompt"], recipe.completion(row, rng)
 
 
 def training_parts(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple]:
     """Draw a batch, sort its lines by length, which saves padding, and yield it in parts (ids, labels). Prompts,
     replies and padding have no labels."""
     replies = torch.tensor(tokenizer.convert_tokens_to_ids([*recipe.replies]))
-    lines = sorted((recipe.draw(rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
+    lines = sorted((example(recipe, rng) for _ in range(recipe.batch_size)), key=lambda line: len(line[0] + line[1]))
     for start in range(0, len(lines), PART_SIZE):
         part = lines[start : start + PART_SIZE]
         batch = tokenizer([a + b for a, b in part], padding=True, padding_side="right", return_tensors="pt")

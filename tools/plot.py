@@ -37,11 +37,8 @@ Log = namedtuple("Log", "settings lines")
 
 
 def read_log(folder: Path) -> Log:
-    try:
-        settings = json.loads((folder / "config.json").read_text())["settings"]
-        return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
-    except Exception as error:
-        sys.exit(f"error: {folder} does not have the files of a run: {error!r}")
+    settings = run_folder.read_json(folder / "config.json")["settings"]
+    return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
@@ -115,8 +112,6 @@ def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
-    if unknown := [panel for panel in args.panels if panel not in panels]:
-        print(f"skipped, because no run has it: {', '.join(unknown)}", file=sys.stderr)
     if not panels:
         sys.exit(f"error: no run has {', '.join(args.panels)}; the logs have {', '.join(sorted(has)) or 'no metrics'}")
     # The default x is left out, so that the fingerprints of older pictures are still right.

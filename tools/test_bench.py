@@ -101,17 +101,3 @@ def test_what_is_learned(tmp_path):
     assert re.search(r"seconds:last \| ours .*\n\| \| TRL .* \| 0\.50 \|\n", bench.table(args))
     add_run(tmp_path / "TRL-3", [line | {"seconds to target": None} for line in made])
     assert "seconds:last" in bench.table(args) and "to target" not in bench.table(args)
-
-
-def test_what_a_token_costs_in_long_completions(tmp_path, monkeypatch, capsys):
-    """If completions are four times as long, gathering them, writing samples and saving checkpoints take fewer bytes
-    for each token."""
-    monkeypatch.setattr(bench, "LIMITS", ["40", "160"])
-    bench.main(["long", "--out", str(tmp_path)])
-    cells = r" \|( [\d,]+ / [\d,]+ \|){6}\n"
-    assert re.search(rf"\| limit \| rollout \| .*\n.*\n\| 40{cells}\| 160{cells}", capsys.readouterr().out)
-    [short], [long] = (lines(tmp_path / f"{limit}-1" / "metrics.jsonl") for limit in bench.LIMITS)
-    assert {*long} == {"rollout", "collate", "update", "gather", "samples", "checkpoint"}
-    # For each part: microseconds and bytes, both for each token.
-    assert all(microseconds > 0 for microseconds, _ in long.values())
-    assert all(0 < long[part][1] < short[part][1] for part in ("gather", "samples", "checkpoint"))

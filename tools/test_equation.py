@@ -15,10 +15,10 @@ from statistics import stdev
 import pytest
 import torch
 
-from advantage import group_advantages
+from advantage import BASELINES, SCALES, group_advantages
 from config import ALGORITHMS, Config
 from infra.command_line import allowed_pairs, ready
-from loss import policy_loss, token_weights
+from loss import NORMALIZATIONS, policy_loss, token_weights
 from tools import equation
 from train import LOSS_SWITCHES
 
@@ -156,15 +156,10 @@ def test_the_page_shows_what_is_printed(capsys):
 
 
 def test_every_normalization_scale_and_baseline():
-    for normalization, scale, baseline in itertools.product(
-        equation_names("normalization"), equation_names("scale_rewards"), equation_names("baseline")
-    ):
-        cfg = replace(ready(Config(), False), normalization=normalization, scale_rewards=scale, baseline=baseline)
-        assert_is_what_the_code_computes(cfg)
-
-
-def equation_names(setting):
-    return Config.__dataclass_fields__[setting].metadata["names"]
+    switches = [dict(normalization=x) for x in NORMALIZATIONS]
+    switches += [dict(scale_rewards=s, baseline=b) for s, b in itertools.product(SCALES, BASELINES)]
+    for chosen in switches:
+        assert_is_what_the_code_computes(replace(ready(Config(), False), **chosen))
 
 
 def test_every_allowed_pair():

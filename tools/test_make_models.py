@@ -8,7 +8,7 @@ import pytest
 from config import Config
 from tasks import guess, task_module
 from tasks._characters import EOS, char_tokenizer, held_out
-from tools.make_models import RECIPES, training_parts
+from tools.make_models import RECIPES, example, training_parts
 
 
 def result_of(prompt: str) -> str:
@@ -23,7 +23,7 @@ def test_answers_are_right_and_prompts_not_held_out(name):
     task, rng = task_module(name), random.Random(0)
     tokenizer, (reward,) = char_tokenizer(task.ALPHABET), task.load(Config()).rewards
     for _ in range(200):
-        prompt, completion = RECIPES[name].draw(rng)
+        prompt, completion = example(RECIPES[name], rng)
         assert not held_out(prompt)
         # In the task chain, results are computed modulo 100.
         answer = result_of(prompt) if name != "chain" else str(int(result_of(prompt)) % 100)
@@ -36,7 +36,7 @@ def test_each_game_keeps_to_the_rules_and_its_replies_have_no_labels():
     rng, recipe = random.Random(0), RECIPES["guess"]
     tokenizer = char_tokenizer(guess.ALPHABET)
     for _ in range(300):
-        prompt, game = recipe.draw(rng)
+        prompt, game = example(recipe, rng)
         assert not held_out(prompt)
         low, high = map(int, prompt.rstrip(":").split("-"))
         # A game is GUESS EOS REPLY GUESS EOS and so on. A reply is one letter, h or l.

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc_per_node 2 results/lengths/gather.py > results/lengths/gather.md
 
-The 128 completions are made up, 64 on each rank. Their lengths are those of `tools.bench long`. Each token has an id, a
-log-prob and a kept set: 20 ids, out of 152,000, that top-k or top-p would leave. The time is that of both ranks
-together, the best of five.
+The 128 completions are made up, 64 on each rank. Their lengths are drawn as in the runs of this folder. Each token has
+an id, a log-prob and a kept set: 20 ids, out of 152,000, that top-k or top-p would leave. The time is that of both
+ranks together, the best of five.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from advantage import Group
 from infra import ranks, run_folder
 from rollout import Completion
-from tools import ablate, bench
+from tools import ablate
 
 VOCABULARY, KEPT, ROWS = 152_000, 20, 64
 
@@ -31,7 +31,7 @@ def group_of(length: int, rng: np.random.Generator) -> Group:
 def main() -> None:
     ranks.start()
     rows = []
-    for limit in map(int, bench.LIMITS):
+    for limit in (256, 1024, 4096, 16384):
         rng = np.random.default_rng(ranks.rank())
         lengths = rng.lognormal(np.log(limit / 4), 0.8, ROWS).astype(int).clip(1, limit)
         own = [group_of(int(length), rng) for length in lengths]

@@ -14,7 +14,7 @@ from tools import ablate
 HERE = Path(__file__).parent
 RATES = {"0": ("3e-6", "1e-5", "3e-5"), "1": ("3e-5", "1e-4", "3e-4"), "16": ("3e-5", "1e-4", "3e-4")}
 SEEDS = ("22", "23", "24")
-FIGURES = ("reward:1-40", "eval/pass@1:last")
+FIGURES = ["reward:1-40", "eval/pass@1:last"]
 
 
 def lines_of(rank: str, rate: str, seed: str) -> ablate.Lines:
@@ -27,6 +27,6 @@ for rank, rates in RATES.items():
     print(f"rank {rank}: {', '.join(f'{reward:.3f} at {rate}' for rate, reward in rewards.items())}")
     variants.append({"lora_rank": rank, "learning_rate": max(rewards, key=rewards.get)})
 logs = [[lines_of(*variant.values(), seed) for seed in SEEDS] for variant in variants]
-rows = [row for name in FIGURES for row in ablate.paired(name, variants, logs)]
+rows = ablate.compared(FIGURES, variants, logs)
 difference = "difference from lora_rank 0 (95 % interval)"
 print(ablate.markdown(["metric", *variants[0], "mean ± std of 3 seeds", difference, "verdict"], *rows))
