@@ -23,6 +23,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -247,9 +248,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tune", help="choose a value for each variant first", **switch)
     parser.add_argument("--tune_seeds", default="101,102", type=lambda text: text.split(","), help="default: 101,102")
     args = parse_args_and_flags(parser, words)
+    for name in args.figures:  # before the runs, which may take days
+        if not re.fullmatch(r"[^:]+(:last|:\d+-\d+|:reaches-[\d.]+(-tokens|-seconds)?)?", name):
+            parser.error(f"--figures {name}: must be METRIC, METRIC:last, METRIC:FIRST-LAST or METRIC:reaches-0.9")
     if args.tune and {*args.tune_seeds} & {*args.seeds}:
         parser.error("--tune needs --tune_seeds others than --seeds")
     grid = dict(args.vary)
+    if len(grid) < len(args.vary):
+        parser.error("--vary names a setting twice")
     args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
 

@@ -94,6 +94,8 @@ def keep(folders: list[Path]) -> None:
     for folder in folders:
         # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
         runs = [file.parent for file in folder.glob("*/metrics.jsonl") if ".replaced-" not in file.parent.name]
+        if not runs:
+            sys.exit(f"error: {folder} has no folders of runs")
         for log in [run / name for run in runs for name in ("config.json", "metrics.jsonl")]:
             to = ROOT / "results" / log.relative_to(folder.parent)
             to.parent.mkdir(parents=True, exist_ok=True)

@@ -112,6 +112,8 @@ def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
     logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
+    if unknown := [panel for panel in args.panels if panel not in panels]:
+        print(f"skipped, because no run has it: {', '.join(unknown)}", file=sys.stderr)
     if not panels:
         sys.exit(f"error: no run has {', '.join(args.panels)}; the logs have {', '.join(sorted(has)) or 'no metrics'}")
     # The default x is left out, so that the fingerprints of older pictures are still right.

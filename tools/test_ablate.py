@@ -21,6 +21,8 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     (GRID, "0.0-1 was made with --learning_rate 0.001, not "),
     (f"{GRID} -- --learning-rate 1e-3 --steps 0", "made with --steps 1, not 0"),
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
+    ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
+    ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
     ("--vary beta=0,0.1 --tune beta=0.2,0.3", "a run twice"),
     ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
 ]

@@ -62,3 +62,6 @@ def test_only_folders_of_runs_are_kept(root):
     config.write_text(config.read_text().replace("runs/", f"{root}/"))  # the absolute path of --out
     evidence.main(["--keep", str(runs)])
     assert contents(kept) == {name: text for name, text in before.items() if not name.startswith("0.2-1/")}
+    for name in ("missing", "docs"):
+        with pytest.raises(SystemExit, match=f"/{name} has no folders of runs"):
+            evidence.main(["--keep", str(root / name)])
