@@ -56,7 +56,7 @@ class Run:
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
     server: Server | None = None  # where completions are sampled; made by the first rollout with --server
-    asked: Callable[[], list[Group]] | None = None  # waits for what servers sample during the updates of a step
+    asked: Callable[[], list[Group]] | None = None  # waits for what a server samples during the updates of a step
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
@@ -82,24 +82,24 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
+    seconds_update = time.perf_counter() - sampled
     finish_sampling(run, step)
 
-    seconds = sampled - start, time.perf_counter() - sampled
+    seconds = time.perf_counter() - start - seconds_update, seconds_update
     return report.of_step(run, step, groups, drawn, updates, seconds), groups
 
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Return what was sampled for this step: cfg.delay steps ago, or before the first update. Sample for step +
-    cfg.delay, too, or let servers begin with it. They go on during the updates, until `finish_sampling`."""
+    """Return what was sampled for this step: cfg.delay steps ago, or before the first update. In its place, sample for
+    step + cfg.delay. A server only begins with that, and goes on during the updates, until `finish_sampling`."""
     cfg = run.config
-    queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
     goes_on = bool(cfg.server and cfg.delay)
-    while len(queue) < (cfg.delay if goes_on else cfg.delay + 1):
+    queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
+    while len(queue) < cfg.delay + (0 if goes_on else 1):
         add_to_queue(run, step, step + len(queue))
     if goes_on:
-        run.asked = ask_for_groups(
-            run, pick_rows(run, cfg.prompts_per_step, step), cfg.num_generations, step + cfg.delay
-        )
+        rows = pick_rows(run, cfg.prompts_per_step, step)
+        run.asked = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]
@@ -108,18 +108,17 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 
 def finish_sampling(run: Run, step: int) -> None:
-    """Wait for what servers have sampled during the updates. From now on, they have old weights."""
+    """Wait for what a server has sampled during the updates. From here on, its weights are old."""
     if run.asked is not None:
-        logged = run.logged
         add_to_queue(run, step, step + run.config.delay)
-        run.logged = logged
     if run.server is not None:
         run.server.is_current = False
 
 
 def add_to_queue(run: Run, step: int, of_step: int) -> None:
-    """Sample for a later step. All random numbers are those of that step, so runs with other delays have the same."""
-    run.logged = []
+    """Sample for a step. All random numbers are those of the step that trains, so runs with other delays have the same
+    ones."""
+    of_this_step, run.logged = run.logged, []
     seeds.seed_everything(run.config.seed, of_step)
     groups, drawn = draw_groups(run, of_step)
     for group in drawn:
@@ -127,6 +126,7 @@ def add_to_queue(run: Run, step: int, of_step: int) -> None:
         if group.index is not None and group.row is run.task.train[group.index]:
             group.row = {}  # the index is enough, and a checkpoint stays small
     run.state["queue"].append((groups, drawn, ranks.gather(run.logged)))
+    run.logged = of_this_step
 
 
 def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
@@ -135,10 +135,11 @@ def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     cfg = run.config
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
-        if run.asked is None:
+        asked, run.asked = run.asked, None  # the first round of a server that has gone on
+        if asked is None:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-            run.asked = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
-        new, run.asked = run.asked(), None
+            asked = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+        new = asked()
         add_rewards(run, new, steps_done=step - 1)
         drawn += new
         groups += [group for group in new if group.has_signal or not cfg.dynamic_sampling]
@@ -160,9 +161,10 @@ def pick_rows(run: Run, n: int, step: int) -> list[dict]:
 def ask_for_groups(
     run: Run, rows: list[dict], n: int, step: int, first: int = 0, **differing: Any
 ) -> Callable[[], list[Group]]:
-    """Sample n completions of each row's prompt, as run.sampling says, but for the fields of it that are given. Each
-    rank samples its share of them. Return a function that waits for a server to finish, and returns all groups on every
-    rank. The random numbers depend on the prompt's number in the step, which is `first` for the first row."""
+    """Sample n completions of each row's prompt, as run.sampling says, but for the fields of it that are given. Return
+    a function that returns the groups; a server may still be sampling until then. Each rank samples its share of them,
+    and every rank gets all groups. The random numbers depend on the prompt's number in the step, which is `first` for
+    the first row."""
     cfg = run.config
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
     mine = [samples[k] for k in ranks.share(len(samples))]
@@ -174,14 +176,14 @@ def ask_for_groups(
     sampled = ask_sampler(run, prompts, uniform, sampling, replies=replies)  # `rollout`, or the same on a server
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
 
-    def groups_of_all_ranks() -> list[Group]:
+    def wait_for_groups() -> list[Group]:
         completions = ranks.gather(with_replies(sampled(), replies))
         groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
         for p, group in enumerate(groups):
             group.completions = completions[p * n : (p + 1) * n]
         return groups
 
-    return groups_of_all_ranks
+    return wait_for_groups
 
 
 def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:

@@ -5,6 +5,7 @@ With --decode graph, a token is computed by replaying one CUDA graph. Otherwise 
 for each token.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
@@ -21,6 +22,7 @@ from rollout import Sampling, rollout
 
 FIRST_ROOM = 256  # the first cache of fixed length has room for this many tokens after the prompt
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # PyTorch without CUDA has none
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # PyTorch says this at its first use
 
 
 @contextmanager

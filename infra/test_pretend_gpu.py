@@ -1,5 +1,4 @@
-"""Whole runs that use a GPU: a pretended one by default, and a real one with `pytest -m gpu`, which nobody has tried
-yet."""
+"""Whole runs that use a GPU: a pretended one by default, and a real one with `pytest -m gpu`."""
 
 import os
 import re

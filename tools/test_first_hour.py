@@ -18,6 +18,7 @@ def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
     # `replace` calls the outer lambda with the original function. The inner lambda takes the place of gpu_tests.
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
     conftest.replace("tools.first_hour.KINDS", lambda all: {kind: all[kind] for kind in kinds})
+    conftest.replace("infra.memory.CHUNK", lambda _: {"cuda": 64})  # less to compute in the trial of each run
     conftest.replace("tools.first_hour.STEPS", lambda _: {})
     first_hour.main(words)
 
