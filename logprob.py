@@ -4,11 +4,9 @@
     logp = all_logp.gather(-1, ids[:, 1:, None])      # the score of tokens 1, 2, ... of each row
     entropy = -(all_logp.exp() * all_logp).sum(-1)
 
-If top-k, top-p or min-p cut the distribution that a token was sampled from, its log-prob is normalized over the set of
-token ids that remained: `logp - all_logp[kept].logsumexp(-1)`.
-
-The logits of a whole batch rarely fit into memory, so fast/output_head.py computes them in chunks. So that a prompt is
-read only once, fast/shared_prompts.py puts it into one row with several of its completions. The results are the same.
+Where top-k, top-p or min-p cut the distribution, a log-prob is normalized over the ids that they kept:
+`logp - all_logp[kept].logsumexp(-1)`. To save memory and time, fast/output_head.py computes logits in chunks, and
+fast/shared_prompts.py lets completions share the row of their prompt. The results are the same.
 """
 
 from collections.abc import Sequence
@@ -43,14 +41,12 @@ def token_logprobs(
     per_row: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
-    all padding on the right.
+    all padding on the right. Position t belongs to token t, and is 0 where completion_mask is 0.
 
-    Position t of the result belongs to token t, and is 0 where completion_mask is 0. entropy_grad gives the entropy a
-    gradient. kept[b][t] are the token ids that logp[b, t] is normalized over, or None for the whole vocabulary. The
-    entropy is always over the whole vocabulary. If head_ids (B, T, K) are given, there is a third result (B, T, K + 1),
-    the log-probs of these ids at each token, and of all others together. per_row[r] is how many consecutive rows of
-    input_ids, with the same prompt, the model reads as one row (fast/shared_prompts.py). The result does not depend on
-    it.
+    entropy_grad gives the entropy a gradient; it is over the whole vocabulary. kept[b][t] are the token ids that
+    logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), there is a third result (B, T, K + 1), the
+    log-probs of these ids at each token, and of all others together. per_row[r] is how many consecutive rows of one
+    prompt the model reads as one. The result does not depend on it.
     """
     lengths = attention_mask.sum(1)  # (B,)
     T = int(lengths.max())  # the columns behind are padding in every row
