@@ -316,6 +316,8 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"
+    if metrics["step"] <= 3 and metrics["reward_std"] == 0.0:
+        yield "in every group of this step, all rewards are equal"
 
 
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:

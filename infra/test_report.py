@@ -56,6 +56,7 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     ({}, [0, 0, 0, 1], "fewer than half of this step's groups have advantages"),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None), [1] * 4, "no completion of this step is right"),
+    (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
     (dict(grad_norm=0.0), [0] * 4, "fewer than half of this step's groups have advantages"),
