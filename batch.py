@@ -33,7 +33,7 @@ class Batch:
     kept: list[list[np.ndarray | None]] | None = None  # (N, T), the ids that the log-prob is normalized over
     head_ids: Tensor | None = None  # (N, T, K), the ids that were likeliest at each token, for --score_centering
     sampler_head_logp: Tensor | None = None  # (N, T, K + 1), of these and of all others together
-    old_logp: Tensor | None = None  # (N, T); None with a single update, or with --old_policy sampler
+    old_logp: Tensor | None = None  # (N, T); None with a single update: then it is logp itself, detached
     ref_logp: Tensor | None = None  # (N, T)
     entropy: Tensor | None = None  # (N, T), of the policy before the step; None unless --top_entropy needs it
     weights: Tensor | None = None  # (N, T), computed from the whole update
@@ -127,15 +127,15 @@ def micro_batches(
     """
     shares = _shares(batch, world)
 
-    def pieces_of(rank: int) -> list[list[SharedRow]]:
-        return _pieces(shared_rows(shares[rank], limits.hidden_size, limits.allow), limits)
+    def pieces_of(share: list[Sample]) -> list[list[SharedRow]]:
+        return _pieces(shared_rows(share, limits.hidden_size, limits.allow), limits)
 
-    mine = pieces_of(rank)
+    mine = pieces_of(shares[rank])
     for piece in mine:
-        rows = [i for shared in piece for i in shared.completions]
-        yield rows, replace(batch[rows], per_row=[len(shared.completions) for shared in piece])
+        completions = [i for row in piece for i in row.completions]  # by their row in the batch
+        yield completions, replace(batch[completions], per_row=[len(row.completions) for row in piece])
     if same_count:
-        most = max(len(pieces_of(other)) for other in range(world))
+        most = max(len(pieces_of(share)) for share in shares)
         filler = replace(batch[[0]], mask=torch.zeros_like(batch.mask[:1]))  # any completion would do: it is masked
         for _ in range(most - len(mine)):
             yield [0], filler
@@ -156,7 +156,7 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
     for one, its_work in zip(samples, work, strict=True):
-        middle = before + its_work / 2  # where the middle of its work is, between 0 and the work of all
+        middle = before + its_work / 2  # where the middle of its work is, between 0 and the work of all, and below it
         shares[int(world * middle / total)].append(one)
         before += its_work
     return shares

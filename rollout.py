@@ -231,7 +231,7 @@ def _token_loop(
 
     look_every = LOOK_EVERY[rows.device.type]
     may_end = functools.cache(partial(may_end_stop, sampling=sampling))
-    live = torch.arange(N, device=rows.device)  # for each row of the batch, the number of its completion
+    live = torch.arange(N, device=rows.device)  # the completion of each row of the batch; ended ones leave it later
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
         token, logp, in_set, head = sample(logits, None if uniform is None else uniform[live, t], sampling)
@@ -251,8 +251,9 @@ def _token_loop(
         if sampling.stop:
             first = max(0, t + 1 - stop_window(sampling))
             recent = tokens[live, first : t + 1].tolist()
+            # The last tokens of each row's turn. During a reply there are none: the next turn starts after it.
             turns = [ids[max(0, turn_starts[n] - first) :] for n, ids in zip(live.tolist(), recent)]
-            stopped = [may_end(ids[-1]) and has_stop(ids, sampling) if ids else False for ids in turns]
+            stopped = [bool(ids) and may_end(ids[-1]) and has_stop(ids, sampling) for ids in turns]
             ended = ended | torch.tensor(stopped, device=rows.device)
         # The completion ends with the turn. The loop below takes this back where a reply follows.
         ended = ended & ~in_reply & ~done
@@ -296,7 +297,7 @@ def _token_loop(
             ids=ids[i, :n].copy(),  # a view would keep all N x L ids in memory
             logp=logp[i, :n].copy(),
             truncated=cut_off,
-            kept=[kept_ids if len(kept_ids) else None for kept_ids in kept[i][:n]] or None,
+            kept=[own if len(own) else None for own in kept[i][:n]] or None,  # as `_append_sets` says
             head_ids=head_ids[i, :n].copy() if K else None,
             head_logp=head_logps[i, :n].copy() if K else None,
             written=None if replies is None else written[i, :n].copy(),

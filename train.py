@@ -75,71 +75,75 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     set_advantages(groups, run.task.weights, cfg)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
-    sampled = time.perf_counter()
+    updates_start = time.perf_counter()
 
     score_fixed_policies(run, batch)
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
-    seconds_update = time.perf_counter() - sampled
+    seconds_update = time.perf_counter() - updates_start
     finish_sampling(run, step)
 
-    seconds = time.perf_counter() - start - seconds_update, seconds_update
-    return report.of_step(run, step, groups, drawn, updates, seconds), groups
+    seconds_rollout = time.perf_counter() - start - seconds_update
+    return report.of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
 
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Return what was sampled for this step: cfg.delay steps ago, or before the first update. In its place, sample for
-    step + cfg.delay. A server only begins with that, and goes on during the updates, until `finish_sampling`."""
+    """Take this step's groups from the queue, where they have waited for cfg.delay steps, and sample those of step +
+    cfg.delay. A server is only asked for them here. It samples during the updates, and `finish_sampling` waits."""
     cfg = run.config
-    goes_on = bool(cfg.server and cfg.delay)
+    during_updates = bool(cfg.server and cfg.delay)
     queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
-    while len(queue) < cfg.delay + (0 if goes_on else 1):
-        add_to_queue(run, step, step + len(queue))
-    if goes_on:
+    while len(queue) < cfg.delay + (0 if during_updates else 1):
+        queue.append(sample_for(run, step + len(queue), now=step))
+    if during_updates:
         rows = pick_rows(run, cfg.prompts_per_step, step)
         run.asked = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
-        group.row = group.row or run.task.train[group.index]
-    run.logged = logged if ranks.rank() == 0 else []  # they are gathered at the end of the step
+        group.row = group.row or run.task.train[group.index]  # see `sample_for`
+    # These are already of all ranks, and are gathered once more at the end of the step.
+    run.logged = logged if ranks.rank() == 0 else []
     return groups, drawn
 
 
 def finish_sampling(run: Run, step: int) -> None:
     """Wait for what a server has sampled during the updates. From here on, its weights are old."""
     if run.asked is not None:
-        add_to_queue(run, step, step + run.config.delay)
+        run.state["queue"].append(sample_for(run, step + run.config.delay, now=step, asked=run.asked))
+        run.asked = None
     if run.server is not None:
         run.server.is_current = False
 
 
-def add_to_queue(run: Run, step: int, of_step: int) -> None:
-    """Sample for a step. All random numbers are those of the step that trains, so runs with other delays have the same
-    ones."""
-    of_this_step, run.logged = run.logged, []
-    seeds.seed_everything(run.config.seed, of_step)
-    groups, drawn = draw_groups(run, of_step)
+def sample_for(
+    run: Run, step: int, now: int, asked: Callable[[], list[Group]] | None = None
+) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
+    """Sample in the step `now` for a step that trains later. All random numbers are those of the later one, so runs
+    with other delays have the same ones. Return what `draw_groups` returns, and what rewards have logged."""
+    of_now, run.logged = run.logged, []
+    seeds.seed_everything(run.config.seed, step)
+    groups, drawn = draw_groups(run, step, asked)
     for group in drawn:
-        group.step = step
+        group.step = now
         if group.index is not None and group.row is run.task.train[group.index]:
             group.row = {}  # the index is enough, and a checkpoint stays small
-    run.state["queue"].append((groups, drawn, ranks.gather(run.logged)))
-    run.logged = of_this_step
+    logged, run.logged = ranks.gather(run.logged), of_now
+    return groups, drawn, logged
 
 
-def draw_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
+def draw_groups(run: Run, step: int, asked: Callable[[], list[Group]] | None = None) -> tuple[list[Group], list[Group]]:
     """Return the groups to train on, and all that were sampled. With dynamic sampling (DAPO), groups without a signal
-    are replaced, in at most cfg.dynamic_sampling further rounds. All ranks have all rewards, so they decide alike."""
+    are replaced, in at most cfg.dynamic_sampling further rounds. All ranks have all rewards, so they decide alike.
+    `asked` returns the groups of the first round, if they were asked for before."""
     cfg = run.config
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
-        asked, run.asked = run.asked, None  # the first round of a server that has gone on
         if asked is None:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
             asked = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
-        new = asked()
+        new, asked = asked(), None
         add_rewards(run, new, steps_done=step - 1)
         drawn += new
         groups += [group for group in new if group.has_signal or not cfg.dynamic_sampling]
@@ -173,11 +177,11 @@ def ask_for_groups(
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
     prompts = [row["prompt_ids"] for row in own_rows]
-    sampled = ask_sampler(run, prompts, uniform, sampling, replies=replies)  # `rollout`, or the same on a server
+    wait = ask_sampler(run, prompts, uniform, sampling, replies=replies)  # `rollout`, or the same on a server
     run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
 
     def wait_for_groups() -> list[Group]:
-        completions = ranks.gather(with_replies(sampled(), replies))
+        completions = ranks.gather(with_replies(wait(), replies))  # in the order of `samples`
         groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
         for p, group in enumerate(groups):
             group.completions = completions[p * n : (p + 1) * n]
@@ -233,7 +237,7 @@ def fixed_logprobs(
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Do one optimizer update. Return the loss, the gradient norm, and this rank's (sum, count) of each statistic."""
+    """Do one optimizer update. Return the loss, the gradient norm, and this rank's statistics (report.combine)."""
     cfg = run.config
     for params in run.optimizer.param_groups:
         params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
@@ -250,7 +254,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.stop_not_finite(step, loss, grad_norm)
-    if batch.mask.any():  # otherwise only momentum and weight decay would change the weights
+    if batch.mask.any():  # a step that trains on nothing must not change the weights by momentum or weight decay
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
     return loss, grad_norm, totals
@@ -260,7 +264,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches. Return this rank's part of the loss and of the statistics."""
     cfg = run.config
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    totals = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in STATS}  # (sum, count) of each
+    totals = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in STATS}  # as report.combine says
     run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
     # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
     # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
@@ -293,6 +297,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
             totals[name] = report.combine(name, totals.get(name), torch.stack(pair).double())
+        # Of each completion, the log of the ratio of old policy and sampler. NaN where no token is trained on.
         log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1).masked_fill(~part.mask.any(1), math.nan)
         totals["log_w"] = report.combine("log_w", totals.get("log_w"), log_w)
     return loss, totals

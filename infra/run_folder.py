@@ -7,10 +7,12 @@
     out/model/                the trained model, in fp32
     out/model-40/             the model after 40 steps, if the run has then been given more steps
 
-A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run; other settings are refused, but for those that
-may change; if it has made its steps (model/, or an evaluation at --steps 0) its results are printed; else it goes on
-after its newest checkpoint; without one, an unfinished run starts again and a finished one with more steps is refused;
-one with checkpoints but no lines for them is refused.
+A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it, in order:
+
+- It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
+  checkpoint, and a newest checkpoint without a line in metrics.jsonl.
+- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed.
+- Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
 with `--out RUN`, to itself. --overwrite renames the folder and starts over. If the code, the hardware or the files that
@@ -51,7 +53,7 @@ def claim(config: Config) -> None:
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    if is_run(config):
+    if goes_on(config):
         check_run(config)
 
 
@@ -72,8 +74,8 @@ def check_run(config: Config) -> None:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
 
 
-def is_run(config: Config) -> bool:
-    """Return whether the folder has a run, and this command does not start it over."""
+def goes_on(config: Config) -> bool:
+    """Return whether this command goes on with the run in the folder: there is one, and it is not started over."""
     if starts_over(config):
         return False
     out = Path(config.out)
@@ -89,19 +91,21 @@ def starts_over(config: Config) -> bool:
 def is_finished(config: Config) -> bool:
     """Return whether the run in the folder has made its steps, so that only its results are left to print."""
     out = Path(config.out)
-    return is_run(config) and settings_of(out).steps == config.steps and (config.steps == 0 or (out / "model").exists())
+    return (
+        goes_on(config) and settings_of(out).steps == config.steps and (config.steps == 0 or (out / "model").exists())
+    )
 
 
 def step_to_continue_after(config: Config) -> int:
     """Return the step of the newest checkpoint of the run in the folder, or 0 if the first step is still to be made."""
-    return max(saved_steps(Path(config.out)), default=0) if is_run(config) else 0
+    return max(saved_steps(Path(config.out)), default=0) if goes_on(config) else 0
 
 
 def budgets(config: Config) -> dict[str, int | None]:
     """Return the two budgets of tokens, None for one that is still to be chosen. On the same hardware, a run goes on
     with those that it has, unless the user has typed others, since micro-batches of another size round differently."""
     about = content_of(Path(config.out) / "config.json")
-    if is_run(config) and about["hardware"] == provenance()["hardware"]:
+    if goes_on(config) and about["hardware"] == provenance()["hardware"]:
         config = with_budgets(config, about["settings"]["rollout_tokens"], about["settings"]["micro_batch_tokens"])
     return dict(rollout_tokens=config.rollout_tokens, micro_batch_tokens=config.micro_batch_tokens)
 
@@ -137,7 +141,7 @@ def run_id(out: Path) -> str:
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
     settings = content_of(out / "config.json").get("settings")
-    # A switch that is younger than the run is open, and gets the value of the run's preset. Nothing else is open.
+    # The file lacks a switch that is newer than the run. `resolve` gives it the value of the run's preset.
     return resolve(Config(**settings), {}, on_gpu=False) if settings else None
 
 
@@ -194,7 +198,7 @@ def begin(config: Config, typed: Config, after_step: int) -> list[str]:
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
     for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    before = content_of(file) if is_run(config) else {"run_id": uuid.uuid4().hex, "beginnings": []}
+    before = content_of(file) if goes_on(config) else {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
         (out / "model").rename(out / f"model-{before['settings']['steps']}")
     now = provenance() | {"digests": digests(config)}
