@@ -250,6 +250,7 @@ STEPS = {
         num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, max_grad_norm=0.2
     ),
     "minibatches": dict(num_iterations=2, minibatches=2, learning_rate=0.01, beta=0.1, seed=1),
+    "one pass of minibatches": dict(minibatches=3, learning_rate=0.02),
     "another Adam": dict(num_iterations=3, normalization="sum", adam_beta1=0.5, adam_beta2=0.3, weight_decay=2.0),
 }
 
