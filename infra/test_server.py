@@ -175,6 +175,12 @@ def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
     assert sum(asked) == 3 * 3 * 4 and min(asked) >= 3 * 4  # prompts and completions of each, over three steps
 
 
+def test_seconds_are_those_of_one_step():
+    one = server.Server([], timeout=1.0, has_adapters=False)
+    one.seconds["waited"] += 2.0
+    assert [one.take_seconds()["seconds_waited"] for _ in range(2)] == [2.0, 0.0]
+
+
 def test_weights_are_served_in_the_dtype_of_the_rollout(go):
     lines = metrics(go(steps=2, rollout_dtype="bfloat16"))
     assert all(1e-6 < line["sampler_gap"] < 0.05 for line in lines)  # bf16 has a relative error of 0.4 %
