@@ -193,6 +193,7 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         loss, norm, stats = train.update(run, make_batch(), step=1)
         assert norm > run.config.max_grad_norm, "the gradient is clipped"
         stats["log_w"] = stats["log_w"][~stats["log_w"].isnan()].sort().values  # the order depends on the split
+        assert len(stats["log_w"]) == 11, "the completion without a reward has no weight"
         steps.append([loss, norm, stats, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
     for step in steps[1:]:
         same_up_to_rounding(step, steps[0])

@@ -209,7 +209,7 @@ CONVERSATIONS = [*zip(KINDS, CUTS, [[]] * 6), ("qwen2", CUTS[5], STOPS[0]), ("qw
 
 @pytest.mark.parametrize("kind, cut, stop", CONVERSATIONS, ids=str)
 @torch.no_grad()
-def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop):
+def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut, stop, monkeypatch):
     """A completion is the same in a batch as when the loop of `talk` samples it. Neither the division of rows into
     batches nor the moment when finished rows are dropped makes a difference. The token that completes a stop string is
     the last of its turn. A string that begins in one turn and ends in another does not count."""
@@ -218,6 +218,7 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
     prompts, u = [DISTINCT[p] for p, _ in samples], streams(samples, 20)
     sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, stop=stop, **cut)
     sampling.to_text = text_of
+    monkeypatch.setattr(rollout_module, "stop_window", lambda _: 3)  # shorter than most turns
     expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
     _, _, all_truncated, all_turns, all_sets = zip(*expected)
     assert any(len(turns) > 2 for turns in all_turns) and any(all_truncated)

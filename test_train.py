@@ -250,6 +250,7 @@ STEPS = {
         num_iterations=3, learning_rate=0.02, beta=0.5, temperature=0.7, max_grad_norm=0.2
     ),
     "minibatches": dict(num_iterations=2, minibatches=2, learning_rate=0.01, beta=0.1, seed=1),
+    "one pass of minibatches": dict(minibatches=3, learning_rate=0.02),
     "another Adam": dict(num_iterations=3, normalization="sum", adam_beta1=0.5, adam_beta2=0.3, weight_decay=2.0),
 }
 
@@ -575,7 +576,7 @@ def test_rewards_draw_other_random_numbers_in_each_step_and_with_each_seed(go):
 
 
 def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
-    out = go(reward=paths("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6)
+    out = go(reward=paths("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6, metrics_by="answer")
     indices, streams = draws()
     assert indices == list(range(len(indices))) and len(indices) > 24, "no prompt is drawn twice or left out"
     assert len(streams) == len(set(streams)) == len(indices) * G, "no stream is used twice"
@@ -585,6 +586,9 @@ def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws)
     assert [G * line["groups"] for line in metrics(out)] == sizes
     assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
     assert any(line["equal_rewards"] > 0 for line in metrics(out)), "the metrics count all groups that were drawn"
+    for line in metrics(out):
+        of_columns = sum(n for name, n in line.items() if name.startswith("groups/"))
+        assert of_columns == line["groups"] + line["groups_replaced"], "also those of each value of a column"
 
 
 def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):

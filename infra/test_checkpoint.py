@@ -322,6 +322,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, **INFINITE), INFINITE, "finished"),
     (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
+    (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
+    (evaluation, dict(steps=0, eval_top_p=0.9), f"{OTHER}--eval_top_p None there, 0.9 here$"),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
     # Files that somebody has changed, copied or left there.
     (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),

@@ -116,14 +116,22 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
     assert len({one["seed"] for one in stand_in.asked[-20:]}) > 10
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
+    assert all(one["top_p"] == 1.0 and one["min_p"] == 0.0 and one["stop"] == [] for one in stand_in.asked)
     assert not [path for path in out.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
 
 
+def steps_done(prompts, trainer_state, log_metric, **columns):
+    """Log the number of finished steps, and judge nothing."""
+    log_metric("steps_done", trainer_state.global_step)
+    return [None] * len(prompts)
+
+
 def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_before(go, stand_in, monkeypatch):
-    """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. A run
+    """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. What is
+    sampled has the random numbers of the step that trains on it, and what rewards log is reported in that step. A run
     that was stopped and continued gives the same numbers."""
     update, meanwhile, paths = train.update, [], []
     monkeypatch.setattr(server, "TRIAL_TOKENS", 4)
@@ -142,13 +150,17 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     stand_in.fault = fault
     monkeypatch.setattr(train, "update", updating)
-    settings = dict(delay=1, eval_every=0, save_every=1, dynamic_sampling=2)
+    settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
+    settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
     assert len(meanwhile) == 3 and all(meanwhile), "nothing waits for the server before an update"
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
     gaps = [line["sampler_gap"] for line in whole]
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
-    assert [line["delay"] for line in whole] == [0, 1, 1]
+    assert [line["delay"] for line in whole] == [0, 1, 2]
+    assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
+    seeds = [one["seed"] for one in stand_in.asked[2 * 8 + 4 :]]
+    assert len({*seeds}) == len(seeds), "no random numbers are used twice"
     go("parts", steps=1, **settings)
     assert metrics(go("parts", steps=3, **settings)) == whole
 
@@ -161,6 +173,12 @@ def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
     assert len(lines) == 3 and all(line["sampler_gap"] < 1e-5 for line in lines)
     asked = [len(server.asked) - TRIAL for server in (stand_in, other)]
     assert sum(asked) == 3 * 3 * 4 and min(asked) >= 3 * 4  # prompts and completions of each, over three steps
+
+
+def test_seconds_are_those_of_one_step():
+    one = server.Server([], timeout=1.0, has_adapters=False)
+    one.seconds["waited"] += 2.0
+    assert [one.take_seconds()["seconds_waited"] for _ in range(2)] == [2.0, 0.0]
 
 
 def test_weights_are_served_in_the_dtype_of_the_rollout(go):
@@ -214,18 +232,19 @@ def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, cap
 
 
 def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
-    """It answers with the weights that it started with, and without an error. For a while it answers nothing at all."""
+    """It answers with the weights that it started with, and without an error. After the second restart, it first
+    answers nothing at all for a while."""
     starting = iter([(503, "starting")] * 3)
 
     def fault(one, path):
-        if len(one.asked) == TRIAL + 14 and one.version != "as started":
+        if len(one.asked) in (TRIAL + 14, TRIAL + 38) and one.version != "as started":
             one.restart()
-        if len(one.asked) >= TRIAL + 14 and one.version == "as started":
+        if len(one.asked) >= TRIAL + 38 and one.version == "as started":
             return next(starting, None)
 
     stand_in.fault = fault
     assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(steps=3)))
-    assert len(stand_in.asked) > TRIAL + 3 * 12  # some completions were asked for again
+    assert len(stand_in.asked) > TRIAL + 4 * 12  # those of two steps were asked for again
 
 
 @pytest.mark.parametrize("url, words", [("http://127.0.0.1:9", "refused"), (None, "400 no such thing")])

@@ -83,6 +83,7 @@ def test_what_it_takes_to_reach_a_value():
     ]
     for name, value in (("", 2), ("-tokens", 200), ("-seconds", 3.0)):
         assert ablate.figure(lines, f"reward:reaches-0.2{name}") == value
+        assert ablate.figure(lines[1:], f"reward:reaches-0.2{name}") == value, "also without an evaluation at step 0"
     assert math.isnan(ablate.figure(lines, "reward:reaches-0.4"))
 
 

@@ -50,6 +50,13 @@ def test_norms_and_cosines_are_those_of_plain_loops(seen):
     assert error == 0.0 and matrix[0, 1] < 0.999 < matrix[1, 2]
 
 
+def test_truncated_completions_are_left_out_of_the_gradient_of_a_variant_that_masks_them():
+    words = [*FLAGS, "--baseline", "none", "--scale_rewards", "none"]  # with these, no advantage depends on the mask
+    variants = compare.variants_of(words, "mask_truncated=false,true")
+    ((_, cosines, _),) = compare.measure(variants, updates=0, kept=None)
+    assert cosines[0, 1] < 0.99
+
+
 def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
     """Completions of one length would make `sequence` and `global` one direction."""
     words = "--seeds 1,2 --updates 4 --learning_rate 5e-4 --prompts_per_step 8".split()
