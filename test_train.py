@@ -25,7 +25,7 @@ from advantage import on_high_entropy
 from batch import minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, flat_gradient, metrics, run, samples
-from infra import faults, server
+from infra import faults
 from tasks import Task
 from tasks._characters import EOS, EOS_ID, char_tokenizer
 from tasks.sorting import model as sorting_model
@@ -604,7 +604,7 @@ def test_dapo_keeps_the_groups_of_a_graded_task_whose_rewards_differ(go, watch):
 
 
 def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
-    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(server, "rollout")
+    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout")
     own = dict(temperature=0.8, eval_temperature=0.5, eval_top_p=0.9)
     out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky", **own)
     calls = [call.kwargs | {"values": call.result} for call in rewarded]

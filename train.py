@@ -28,11 +28,12 @@ from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_a
 from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import Config
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
+from infra.decoding import decoding
 from infra.loading import load_run
-from infra.server import Server, ask_sampler
+from infra.server import Server, ask_servers, wait_for
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
-from rollout import Progress, Sampling, uniforms
+from rollout import Progress, Sampling, rollout, uniforms
 from tasks import Task, call_rewards
 from tasks._turns import replies_to, with_replies
 
@@ -176,12 +177,18 @@ def ask_for_groups(
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    prompts = [row["prompt_ids"] for row in own_rows]
-    wait = ask_sampler(run, prompts, uniform, sampling, replies=replies)  # `rollout`, or the same on a server
-    run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
+    how = [row["prompt_ids"] for row in own_rows], uniform, sampling
+    if cfg.server:
+        asked = ask_servers(run, *how, replies)
+    else:
+        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
+        with prepared, ranks.fail_together():
+            sampled = rollout(run.model, *how, replies=replies, progress=run.progress)
+        run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
 
     def wait_for_groups() -> list[Group]:
-        completions = ranks.gather(with_replies(wait(), replies))  # in the order of `samples`
+        own = with_replies(wait_for(run.server, asked) if cfg.server else sampled, replies)
+        completions = ranks.gather(own)  # in the order of `samples`
         groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
         for p, group in enumerate(groups):
             group.completions = completions[p * n : (p + 1) * n]

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -44,7 +43,7 @@ from torch.func import functional_call
 from config import UserError
 from infra import checkpoint, lora, ranks
 from infra.decoding import decoding
-from rollout import Completion, Reply, Sampling, rollout, uniforms
+from rollout import Completion, Reply, Sampling, uniforms
 
 WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
@@ -87,20 +86,15 @@ class Server:
         return {f"seconds_{name}": self.seconds.pop(name, 0.0) for name in ("handover", "waited")}
 
 
-def ask_sampler(run: Any, *how: Any, replies: Any) -> Callable[[], list[Completion]]:
-    """Return a function that returns completions. Without a server, `rollout` samples them at once. Servers that have
-    the weights of the model begin now, and the function waits for them. All ranks must call this."""
+def ask_servers(run: Any, *how: Any) -> Future[list[Completion]]:
+    """Let the servers sample with the weights of the model. They get these first, if theirs are older. The arguments
+    are those of `served`. All ranks must call this."""
     cfg = run.config
-    if not cfg.server:
-        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
-        with prepared, ranks.fail_together():
-            completions = rollout(run.model, *how, replies=replies, progress=run.progress)
-        return lambda: completions
     if run.server is None:
         run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
     if not run.server.is_current:
         hand_over(run, run.server)
-    return partial(wait_for, run.server, run.server.background.submit(served, run.server, *how, replies))
+    return run.server.background.submit(served, run.server, *how)
 
 
 def wait_for(server: Server, asked: Future[list[Completion]]) -> list[Completion]:

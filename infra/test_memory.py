@@ -111,7 +111,7 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
     def sampled(model, own_prompts: list[list[int]], *rest, **settings) -> list[Completion]:
         return [Completion(rng.integers(2, 900, length), np.zeros(length), truncated=True) for _ in own_prompts]
 
-    conftest.replace("infra.server.rollout", lambda _: sampled)
+    conftest.replace("train.rollout", lambda _: sampled)
     groups = math.ceil(2 * cfg.minibatches * cfg.micro_batch_tokens / (prompt + 8 * length))
     run.config = replace(cfg, prompts_per_step=groups * world)
     for step in (1, 2):
