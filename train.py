@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import Config
+from config import Config, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.loading import load_run
@@ -367,19 +367,18 @@ def train(typed: Config) -> int:
     cfg = command_line.ready(typed, torch.cuda.is_available())
     cfg = replace(cfg, out=str(Path(cfg.out).expanduser().resolve()))  # a reward may change the working directory
     device, out = ranks.start(cfg.shard), Path(cfg.out)
-    ranks.on_first(run_folder.claim, cfg)
-    if ranks.on_first(run_folder.is_finished, cfg):
+    start = ranks.on_first(run_folder.claim, cfg)
+    if start.is_finished:
         return report.finished(out, already=True)
-    steps_made = ranks.on_first(run_folder.step_to_continue_after, cfg)
-    cfg = replace(cfg, **ranks.on_first(run_folder.budgets, cfg))
-    run, log, noted = set_up(cfg, device)
+    steps_made = start.after_step
+    run, log, noted = set_up(with_budgets(cfg, *start.budgets), device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
         models["reference"] = run.reference
     if steps_made:
         run.cursor, run.state = checkpoint.load(out, steps_made, models, run.optimizer)
     # But for its lock, the folder is unchanged up to this line, so a run that cannot start leaves it as it was.
-    noted += ranks.on_first(run_folder.begin, run.config, typed, steps_made)
+    noted += ranks.on_first(run_folder.begin, run.config, typed, start)
     ranks.on_first(log.open, steps_made)
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, steps_made)
 

@@ -32,35 +32,44 @@ import uuid
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import file_digest, sha256
 from pathlib import Path
 
 import torch
 import transformers
 
-from config import SETTINGS, Config, UserError, resolve, with_budgets
+from config import SETTINGS, Config, UserError, resolve
 from infra import ranks
 
 # ---- What a command does with a folder ----
 
 
-def claim(config: Config) -> None:
-    """Make the folder `config.out` and lock it. Raise a UserError if this run must not write there."""
+@dataclass
+class Start:
+    """How a command starts, which follows from what is in its folder."""
+
+    before: dict  # the config.json of the run that goes on; empty if a run starts from the beginning
+    after_step: int  # the step of the newest checkpoint; 0 if the first step is still to be made
+    is_finished: bool  # the run has made its steps, so that only its results are left to print
+    # The tokens of a rollout and of a micro-batch. On the same hardware, a run goes on with those that it has, since
+    # micro-batches of another size round differently. None: to be chosen.
+    budgets: tuple[int | None, int | None]
+
+
+def claim(config: Config) -> Start:
+    """Make the folder `config.out`, lock it, and return how this command starts. Raise a UserError if it must not write
+    there, or if the run in the folder must not go on with these settings."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
+    before, saved, has_model = content_of(out / "config.json"), saved_steps(out), (out / "model").exists()
     others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
-    if others and "settings" not in content_of(out / "config.json"):
+    if others and "settings" not in before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    if goes_on(config):
-        check_run(config)
-
-
-def check_run(config: Config) -> None:
-    """Raise a UserError if the run in the folder must not go on with these settings."""
-    out = Path(config.out)
-    there, saved, has_model = settings_of(out), saved_steps(out), (out / "model").exists()
+    if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
+        return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
+    there = settings_of(out)
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
@@ -72,42 +81,16 @@ def check_run(config: Config) -> None:
         raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
     if config.steps > steps_made and has_model and not saved:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
-
-
-def goes_on(config: Config) -> bool:
-    """Return whether this command goes on with the run in the folder: there is one, and it is not started over."""
-    if starts_over(config):
-        return False
-    out = Path(config.out)
-    return bool(saved_steps(out) or (out / "model").exists() or read_lines(out / "metrics.jsonl"))
+    is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
+    budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
+    is_same_machine = before["hardware"] == provenance()["hardware"]
+    return Start(before, max(saved, default=0), is_finished, budgets if is_same_machine else (None, None))
 
 
 def starts_over(config: Config) -> bool:
     """Return whether --overwrite applies. It applies to the first start only: when torchrun restarts the ranks after a
     failure, the run goes on."""
     return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-
-
-def is_finished(config: Config) -> bool:
-    """Return whether the run in the folder has made its steps, so that only its results are left to print."""
-    out = Path(config.out)
-    return (
-        goes_on(config) and settings_of(out).steps == config.steps and (config.steps == 0 or (out / "model").exists())
-    )
-
-
-def step_to_continue_after(config: Config) -> int:
-    """Return the step of the newest checkpoint of the run in the folder, or 0 if the first step is still to be made."""
-    return max(saved_steps(Path(config.out)), default=0) if goes_on(config) else 0
-
-
-def budgets(config: Config) -> dict[str, int | None]:
-    """Return the two budgets of tokens, None for one that is still to be chosen. On the same hardware, a run goes on
-    with those that it has, unless the user has typed others, since micro-batches of another size round differently."""
-    about = content_of(Path(config.out) / "config.json")
-    if goes_on(config) and about["hardware"] == provenance()["hardware"]:
-        config = with_budgets(config, about["settings"]["rollout_tokens"], about["settings"]["micro_batch_tokens"])
-    return dict(rollout_tokens=config.rollout_tokens, micro_batch_tokens=config.micro_batch_tokens)
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
@@ -128,8 +111,8 @@ def checkpoint_of(out: Path, step: int) -> Path:
 def saved_steps(out: Path) -> list[int]:
     """Return the steps after which a complete checkpoint was saved, in ascending order. Whatever else is in the folder
     of the checkpoints is ignored."""
-    folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir() and path.name.isdecimal()]
-    return sorted(int(path.name) for path in folders if path == checkpoint_of(out, int(path.name)))
+    folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir()]
+    return sorted(int(path.name) for path in folders if re.fullmatch("[0-9]{6,}", path.name))
 
 
 def run_id(out: Path) -> str:
@@ -151,10 +134,9 @@ def settings_in(file: Path) -> Config:
     content = read_json(file)
     if "given" in content:
         content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
-    try:
-        return Config(**{name: x for name, x in content.items() if x is not None})
-    except TypeError as error:  # it names a setting that does not exist
-        raise UserError(f"{file}: {error}") from None
+    if unknown := sorted(content.keys() - SETTINGS.keys()):
+        raise UserError(f"{file}: there is no setting {', '.join(unknown)}")
+    return Config(**{name: x for name, x in content.items() if x is not None})
 
 
 def content_of(file: Path) -> dict:
@@ -184,9 +166,9 @@ def read_lines(file: Path) -> list[dict]:
 # ---- The start of a run ----
 
 
-def begin(config: Config, typed: Config, after_step: int) -> list[str]:
+def begin(config: Config, typed: Config, start: Start) -> list[str]:
     """Write config.json, once everything is ready to start. Return notes for the user. `config` has all settings, and
-    `typed` only those that the user typed. The next step is the one after `after_step`."""
+    `typed` only those that the user typed."""
     out, notes = Path(config.out), []
     file = out / "config.json"
     if starts_over(config) and file.exists():
@@ -198,26 +180,23 @@ def begin(config: Config, typed: Config, after_step: int) -> list[str]:
         notes.append(f"the run that was in {out}/ is in {replaced}/ now")
     for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    before = content_of(file) if goes_on(config) else {"run_id": uuid.uuid4().hex, "beginnings": []}
+    before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
         (out / "model").rename(out / f"model-{before['settings']['steps']}")
     now = provenance() | {"digests": digests(config)}
-    beginnings = [*before["beginnings"], {"after_step": after_step} | now]
+    beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
     about = {"run_id": before["run_id"], "given": given, "settings": settings} | now | {"beginnings": beginnings}
     # JSON has no infinity, but a number that is too large for a float is read as one.
     write_text(file, json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
-    return notes + (changes(before, about) if before["beginnings"] else [])
-
-
-def changes(before: dict, now: dict) -> list[str]:
-    """Return a note for each fact in config.json that has changed since the last start of the run."""
-    old, new = facts(before), facts(now)
-    return [f"{name} was {old.get(name)}, now {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+    old, new = facts(start.before or about), facts(about)
+    changed = [name for name in old | new if old.get(name) != new.get(name)]
+    return notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
 
 
 def facts(about: dict) -> dict:
+    """Return what is told if it has changed since the last start of a run. `about` is a config.json."""
     code = {"commit": about["commit"], "code": about["code"]}
     return code | about["versions"] | about["hardware"] | about["digests"] | about["settings"]
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from advantage import Group
-from config import Config, UserError
+from config import Config, UserError, with_budgets
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
 from infra import checkpoint, run_folder
 from infra.command_line import ready
@@ -267,8 +267,7 @@ def config_of(out: Path, **settings) -> Config:
 def begun(out: Path, **settings) -> list[str]:
     """Do what a run does before its first step, and return its notes."""
     config = config_of(out, **settings)
-    run_folder.claim(config)
-    return run_folder.begin(config, Config(out=str(out), **settings), run_folder.step_to_continue_after(config))
+    return run_folder.begin(config, Config(out=str(out), **settings), run_folder.claim(config))
 
 
 def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/000004", "model"), **settings) -> None:
@@ -344,9 +343,8 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
         with pytest.raises((UserError, ValueError), match=outcome):
             run_folder.claim(config)
     else:
-        run_folder.claim(config)
-        assert run_folder.is_finished(config) == (outcome == "finished")
-        assert outcome == "finished" or run_folder.step_to_continue_after(config) == outcome
+        start = run_folder.claim(config)
+        assert start.is_finished == (outcome == "finished") and (start.is_finished or start.after_step == outcome)
     assert contents(out) | {".lock": b""} == before | {".lock": b""}
 
 
@@ -417,8 +415,9 @@ def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkey
 
     def budgets(**typed) -> tuple[int | None, int | None]:
         # With a GPU, the budgets that are not typed are None until the run has measured what fits.
-        found = run_folder.budgets(ready(Config(out=str(out), steps=4, **typed), on_gpu=True))
-        return found["rollout_tokens"], found["micro_batch_tokens"]
+        config = ready(Config(out=str(out), steps=4, dtype="float32", **typed), on_gpu=True)
+        config = with_budgets(config, *run_folder.claim(config).budgets)
+        return config.rollout_tokens, config.micro_batch_tokens
 
     assert budgets() == (1000, 500) and budgets(rollout_tokens=7) == (7, 500)
     assert budgets(micro_batch_size=3) == (1000, None)  # a limit of completions leaves tokens without a limit

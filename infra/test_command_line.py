@@ -107,8 +107,7 @@ def test_settings_from_a_file_and_from_a_run(tmp_path):
 def made(typed: Config) -> None:
     """Write the config.json of a run."""
     config = ready(typed, on_gpu=False)
-    run_folder.claim(config)
-    run_folder.begin(config, typed, 0)
+    run_folder.begin(config, typed, run_folder.claim(config))
 
 
 # A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
