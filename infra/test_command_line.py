@@ -120,8 +120,6 @@ MISTAKES = [
     ("--task data", "--task data: needs --model | --task data: needs --reward"),
     ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "one weight for each of 1 rewards"),
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
-    ("--algorithm gmpo --delta 3 --beta 1 --kl_importance --kl_estimator k2", "--delta 3.0: ... geometric | k2"),
-    ("--algorithm cispo --epsilon_low 1.5 --sapo_tau_pos 2", "--epsilon_low 1.5: ... cispo | --sapo_tau_pos 2.0: "),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),
     ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode: has no effect"),
     ("--algorithm vespo --tis_mode sequence_mask --tis_cap 2 --epsilon_low 0.1", "0.1: has no | sequence_mask: "),
