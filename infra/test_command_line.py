@@ -96,19 +96,14 @@ def test_settings_from_a_file_and_from_a_run(tmp_path):
     mine = {name: x for name, x in vars(typed).items() if x != vars(Config())[name]}
     (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None, beta=0)))  # null means not typed
     assert read(f"--config {tmp_path}/mine.json") == typed
-    made(typed)
+    config = ready(typed, on_gpu=False)
+    run_folder.claim(config)
+    run_folder.begin(config, typed, 0)
     for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
     assert read(f"--config {file} --out {out} --overwrite") == typed
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     assert read(f"--out {out}") == Config(out=str(out))
-
-
-def made(typed: Config) -> None:
-    """Write the config.json of a run."""
-    config = ready(typed, on_gpu=False)
-    run_folder.claim(config)
-    run_folder.begin(config, typed, 0)
 
 
 # A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
