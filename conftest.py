@@ -79,7 +79,7 @@ def tiny_model(name: str = "qwen2", dtype: torch.dtype = torch.float64, spread: 
     return model.train()
 
 
-def save_chat_model(folder: Path, alphabet: str, template: str, **generation) -> None:
+def save_chat_model(folder: Path, alphabet: str, template: str | None, **generation) -> None:
     """Save a small random Llama with a tokenizer of single characters, a chat template and generation settings."""
     tokenizer = char_tokenizer(alphabet)
     tokenizer.chat_template = template

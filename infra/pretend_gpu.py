@@ -126,11 +126,6 @@ class Pretended(torch.Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
-    def __deepcopy__(self, memo: dict) -> "Pretended":
-        copy = self.detach().clone().requires_grad_(self.requires_grad)
-        copy._is_param = getattr(self, "_is_param", False)
-        return memo.setdefault(id(self), copy)
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
@@ -238,10 +233,9 @@ def with_numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """If tensors have numbers, call the CPU's kernel, so that a run in fp32 gives the same numbers as on a CPU. If they
-    have only shapes, call the kernel that CUDA would choose: flash attention in bf16 without a mask, otherwise
-    memory-efficient attention. In torch 2.13 memory-efficient attention does not support key heads that several query
-    heads share. Then plain attention is computed."""
+    """If tensors have only shapes, call the kernel that CUDA would choose: flash attention in bf16 without a mask,
+    otherwise memory-efficient attention. In torch 2.13 memory-efficient attention does not support key heads that
+    several query heads share. Then plain attention is computed, and also if tensors have numbers."""
     if q.is_cuda and torch.is_autocast_enabled("cuda"):  # autocast includes attention
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     settings = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale)
@@ -253,10 +247,6 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
             attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=DEVICE).expand(*q.shape[:3], k.shape[2])
         compute_log_sumexp = torch.is_grad_enabled() and q.requires_grad  # for the backward pass
         return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, compute_log_sumexp, **settings)[0]
-    if q.is_cuda and not gpu.shapes_only and dropout_p == 0.0:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **settings, attn_mask=attn_mask)[0]
     return plain_attention(q, k, v, attn_mask, **settings, enable_gqa=enable_gqa)
 
 
@@ -330,13 +320,12 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     answers = dict(
         is_available=True, is_initialized=True, is_bf16_supported=True, device_count=gpus, current_device=0,
         get_device_name="pretended GPU", get_device_capability=(9, 0), _is_in_bad_fork=False, _lazy_init=None,
-        empty_cache=None, synchronize=None, manual_seed=None, manual_seed_all=None,
-        set_rng_state=None, get_rng_state=torch.get_rng_state, is_current_stream_capturing=False,
-        mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)), graph_pool_handle=None,
+        empty_cache=None, manual_seed_all=None, set_rng_state=None, get_rng_state=torch.get_rng_state,
+        is_current_stream_capturing=False, mem_get_info=lambda: (int(gpu.capacity - gpu.held), int(gpu.capacity)),
         memory_allocated=lambda: gpu.held, memory_reserved=lambda: gpu.held,
         max_memory_allocated=lambda: gpu.peak, max_memory_reserved=lambda: gpu.peak,
         reset_peak_memory_stats=lambda: setattr(gpu, "peak", gpu.held),
-        stream=contextlib.nullcontext, device=contextlib.nullcontext, current_stream=Stream, default_stream=Stream,
+        stream=contextlib.nullcontext, device=contextlib.nullcontext, current_stream=Stream,
     )  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer() if callable(answer) else answer)
@@ -351,7 +340,6 @@ def install(capacity: float = 80e9, shapes_only: bool = False, gpus: int = 1) ->
     # There is no NCCL, so use gloo for both devices. `replace` passes the original function, which is not needed.
     replace("infra.ranks.backend", lambda original: lambda device: "cpu:gloo,cuda:gloo")
     DTensor.device = property(lambda self: self._local_tensor.device)
-    DTensor.is_cuda = property(lambda self: self._local_tensor.is_cuda)
     return gpu
 
 

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, dynamic_module_utils
+from transformers import dynamic_module_utils
 
 import train
-from conftest import lines, metrics, run, samples
-from tasks._characters import char_tokenizer, small_config
+from conftest import lines, metrics, run, samples, save_chat_model
 
 REWARDS = """
 import multiprocessing
@@ -46,23 +44,15 @@ async def calls(completions, **columns):
 def files(tmp_path_factory) -> Path:
     """Return a folder with good prompts, rewards and a good model, and the models that are made from it."""
     folder = tmp_path_factory.mktemp("files")
-    (folder / "mine.py").write_text(REWARDS)
+    (folder / "wish.py").write_text(REWARDS)
     rows = [f'{{"prompt": "{a}{b}>", "answer": "{a}"}}\n' for a in "abcdef" for b in "abcdef"]
     (folder / "rows.jsonl").write_text("".join(rows))
-    save_model("abcdef>", folder / "model").save_pretrained(folder / "model")  # the second call saves the tokenizer
+    save_chat_model(folder / "model", "abcdef>", template=None)
     # If the code that comes with this model is run, it leaves an empty file with the name "executed".
     (folder / "model" / "own.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     for name, spoil in MODELS.items():
         spoil(shutil.copytree(folder / "model", folder / name))
     return folder
-
-
-def save_model(letters: str, folder: Path) -> PreTrainedTokenizerBase:
-    """Save a small model for texts of these letters, without its tokenizer. Return the tokenizer."""
-    torch.manual_seed(0)
-    tokenizer = char_tokenizer(letters)
-    LlamaForCausalLM(small_config(tokenizer, 16, 16)).save_pretrained(folder)
-    return tokenizer
 
 
 def edit(name: str, folder: Path, **changes) -> None:
@@ -78,7 +68,7 @@ MODELS = {
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
 }
 
-GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/mine.py:good"
+GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/wish.py:good"
 GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
 BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
@@ -87,8 +77,8 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must be token ids from 0 to 8"),
 ]
 OF_THE_USER = [  # flags with a reward whose own code fails -> the end of what Python shows
-    ("--reward {0}/mine.py:leaves", 'File "{0}/mine.py", line 20, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
-    ("--reward {0}/mine.py:calls", 'File "{0}/mine.py", line 23, in calls\n...RuntimeError: Connection reset by peer'),
+    ("--reward {0}/wish.py:leaves", 'File "{0}/wish.py", line 20, in leaves\n    raise SystemExit(0)\nSystemExit: 0'),
+    ("--reward {0}/wish.py:calls", 'File "{0}/wish.py", line 23, in calls\n...RuntimeError: Connection reset by peer'),
 ]
 
 
@@ -124,14 +114,14 @@ def test_bad_input_is_one_line_but_python_shows_errors_in_user_code(files, stder
 
 
 def settings_of(files: Path, **changes) -> dict:
-    good = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/mine.py:good", samples_per_step=-1)
+    good = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/wish.py:good", samples_per_step=-1)
     return good | dict(prompts_per_step=3, num_generations=2, max_completion_length=5, steps=1, eval_every=0) | changes
 
 
 def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     """The column is a mean over all ranks. What a reward logs for each completion is in the line of that completion. A
     reward gets the number of finished steps, may start processes, and draws different random numbers on each rank."""
-    settings = settings_of(files, reward=f"{files}/mine.py:logs", steps=2, eval_every=2, eval_prompts=2)
+    settings = settings_of(files, reward=f"{files}/wish.py:logs", steps=2, eval_every=2, eval_prompts=2)
     run(settings, tmp_path / "out", world=2)
     for global_step, line in enumerate(metrics(tmp_path / "out")[1:]):
         assert line["reward"] == pytest.approx(global_step + line["logged/letters"]) and line["logged/letters"] > 0

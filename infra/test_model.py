@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import core_model_loading
-from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations import sdpa_attention
 
 from config import Config
@@ -88,12 +87,7 @@ def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt,
 
 def test_private_names_of_the_libraries_still_mean_what_the_code_assumes():
     """A renamed one would otherwise pass in silence: a slower run, or weights saved under other names."""
-    model = tiny_model("qwen2", torch.float32)
     assert "model._weight_conversions = " in inspect.getsource(core_model_loading)  # copied in infra/shard.py
     assert "use_gqa_in_sdpa(" in inspect.getsource(sdpa_attention.sdpa_attention_forward)  # replaced in infra/model.py
-    cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
-    assert type(cache) is DynamicCache and {type(layer) for layer in cache.layers} == {DynamicLayer}  # growing_cache.py
+    assert "Qwen2DecoderLayer" in tiny_model("qwen2")._no_split_modules  # infra/shard.py
     assert torch.version.cuda is None or hasattr(torch._C, "_cuda_set_sync_debug_mode")  # infra/decoding.py
-    assert "Qwen2DecoderLayer" in model._no_split_modules  # infra/shard.py
-    assert {"_prefill", "_update_model_kwargs_for_generation"} <= {*dir(model)}  # rollout.py
-    assert {"_forward_pre_hooks", "_forward_hooks"} <= vars(model).keys()  # infra/shard.py

@@ -1,6 +1,8 @@
 """Ranks on several machines: the address at which Gloo listens."""
 
+import os
 import socket
+from contextlib import nullcontext
 
 import pytest
 
@@ -21,13 +23,7 @@ from infra.ranks import check_own_address
 )
 def test_a_name_that_only_its_own_machine_can_reach(own, master, machines, interface, fails, monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: own)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-    monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    if interface:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    if fails:
-        with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME"):
-            check_own_address()
-    else:
+    given = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    monkeypatch.setattr(os, "environ", {"GROUP_WORLD_SIZE": machines, "MASTER_ADDR": master} | given)
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME") if fails else nullcontext():
         check_own_address()

@@ -159,9 +159,5 @@ def test_what_a_reward_changes_in_pytorch_is_put_back(write, name):
     assert call(reward) == [1.0] * 3 and settings() == before and reward.__name__ == name
 
 
-def test_names_of_functions(write):
-    """The task has one reward of its own, exact_sum."""
-    assert load_function("exact_sum", {"exact_sum": len}) is len
+def test_a_function_of_a_module():
     assert load_function("statistics:fmean", {})([1, 2]) == 1.5
-    with pytest.raises(UserError, match=r"statistics.py:fmean: .*No such file"):
-        load_function("statistics.py:fmean", {})
