@@ -251,7 +251,7 @@ def policy_loss(
     if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276, by token; Kimi-k1.5 and DRO square the sum over the completion
         loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
 
-    if objective in ("clip", "cispo", "dppo"):
+    if "epsilon_high" in OBJECTIVES[objective]:
         stats["clip_low"] = ((too_low & mask).sum(), tokens)
         stats["clip_high"] = ((too_high & mask).sum(), tokens)
     return (w * loss).sum(), stats

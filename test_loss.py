@@ -49,7 +49,8 @@ WEIGHTS = {  # the weight in J of each token of completion i
 
 
 def draw(seed, lengths=LENGTHS, spread=0.4):
-    """Return random log-probs of four policies that differ by `spread`. Padding has random values as well."""
+    """Return random log-probs of four policies that differ by `spread`. Some are above 0, so an objective that needs
+    1 - π must clamp π, as it must for a π that is rounded to 1. Padding has random values as well."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(lengths), max(lengths)
     logp = -3 * torch.rand(shape, generator=generator, dtype=F64)
@@ -426,6 +427,8 @@ def completion_by_hand(c, s):
             J = w**k * math.exp(lambda_ * (1 - w)) * A * logp
         elif s.objective == "reinforce":
             J = A * logp * f[t]
+        else:
+            raise NotImplementedError(f"write an `elif` with the equation of {s.objective} above")
         if s.score_centering:  # subtract what the sampler expects; the last outcome is any other id
             outcomes = [*zip(c.head[t], c.sampler_head[t])]
             others = 1 - sum(cmath.exp(x) for x, _ in outcomes), 1 - sum(math.exp(y) for _, y in outcomes)
@@ -444,7 +447,7 @@ def completion_by_hand(c, s):
         loss += c.weight[t] * (-J + s.beta * importance * kls[t] + s.sampler_coef * (logp - c.sampler[t]) ** 2)
 
     stats = {"kl": sg(sum(kls)), "sampler_gap": sum(map(abs, log_u))}
-    if s.objective in ("clip", "cispo", "dppo"):
+    if "epsilon_high" in SWITCHES_READ["objective"][s.objective]:
         stats |= {"clip_low": sum(lows), "clip_high": sum(highs)}
     if has_tis or has_gate:
         stats |= {"tis_bounded": is_inside.count(False), "tis_ratio": sum(u), "tis_ratio_max": max(u)}
@@ -537,7 +540,7 @@ def assert_is_by_hand(settings):
     *ours, stats = step_in_parts(**settings)
     *by_hand, stats_by_hand = step_by_hand(settings)
     close(tuple(ours), tuple(by_hand))
-    assert stats.keys() == stats_by_hand.keys()
+    assert stats.keys() == stats_by_hand.keys(), "write a new statistic into completion_by_hand, too"
     close(torch.tensor([stats[name] for name in stats]), torch.tensor([stats_by_hand[name] for name in stats]))
 
 
@@ -621,7 +624,7 @@ def test_token_weights(normalization):
     prompts = torch.tensor([7, 0, 2, 2])
     weights = token_weights(RAGGED, normalization, max_completion_length=100, prompts=prompts)
     assert weights.dtype == F64
-    close(weights, RAGGED.double() / divisors[normalization], 1e-15)
+    close(weights, RAGGED.double() / divisors[normalization], 1e-15)  # KeyError: write the new one into `divisors`
     close(token_weights(0 * RAGGED, normalization, max_completion_length=100, prompts=prompts), torch.zeros(4, 5), 0)
 
 

@@ -185,7 +185,7 @@ def not_centered(config: Config, one_update: bool) -> list[str]:
         # Where it clips depends on the sign of A.
         "--objective clip --old_policy sampler": config.objective == "clip" and config.old_policy == "sampler",
         "several updates": not one_update and (has_tis or has_ratio_of_policies),  # pi / pi_old is not pi / pi_sampler
-        f"--tis_mode {config.tis_mode}": has_tis and config.tis_mode.startswith("sequence"),
+        f"--tis_mode {config.tis_mode}": has_tis and not config.tis_mode.startswith("token"),
     }
     refused |= {f"--{x}": getattr(config, x) is not None for x in ("gate_low", "gate_high", "off_policy_mask", "delta")}
     return [name for name, is_refused in refused.items() if is_refused]

@@ -33,15 +33,13 @@ def real(x):
     return x.real
 
 
-FUNCTIONS = {
-    "exp": cmath.exp,
+FUNCTIONS = vars(cmath) | {
     "log": lambda x: cmath.log(x) if x else -float("inf"),
-    "sqrt": cmath.sqrt,
+    "log1p": lambda x: cmath.log(1 + x),
     "abs": lambda x: x if real(x) >= 0 else -x,
     "min": lambda *x: min(*x, key=real),
     "max": lambda *x: max(*x, key=real),
     "sg": real,
-    "real": real,
     "sigmoid": lambda x: 1 / (1 + cmath.exp(-x)),
     "clip": lambda x, low, high: min(max(x, low, key=real), high, key=real),
 }
@@ -51,7 +49,7 @@ class ByRealPart(ast.NodeTransformer):
     """Lets a condition compare the real parts of its numbers."""
 
     def visit_Compare(self, node):
-        call = [ast.Call(ast.Name("real", ast.Load()), [self.visit(x)], []) for x in (node.left, *node.comparators)]
+        call = [ast.Call(ast.Name("sg", ast.Load()), [self.visit(x)], []) for x in (node.left, *node.comparators)]
         return ast.Compare(call[0], node.ops, call[1:])
 
 
@@ -81,6 +79,7 @@ class Reader:
         if name == "A_i" and "A" in self.numbers:
             return self.number("A")
         scope = dict(number=self.number, over=self.over, value=self.value, length=lambda: LENGTHS[self.at["i"]])
+        # If a name is not defined, a fork's equation has a new function: write it into FUNCTIONS.
         return eval(self.code[name], FUNCTIONS | scope | dict(N=N, G=G, P=N // G))
 
     def number(self, name):
