@@ -66,9 +66,8 @@ def save(
     Run.state. All ranks must call this, because each of them writes a part of the weights: its own shard, if the model
     is sharded. Only the newest `keep` checkpoints stay."""
     first = ranks.rank() == 0
-    parts = {part: trained_tensors(model) for part, model in models.items()}
-    if optimizer.state:  # before the first update there is none, and the next line would create it by an update
-        parts["optimizer"] = as_tensors(state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT))
+    # Before the first update the optimizer has no state, and `parts_of` would create it by an update.
+    parts = parts_of(models, optimizer, with_optimizer=bool(optimizer.state))
     with ranks.fail_together():
         for part, tensors in parts.items():
             for name, x in tensors.items():
@@ -100,12 +99,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     --shard may differ from those of the run that saved it."""
     folder = checkpoint_of(out, step)
     ranks.on_first(check, folder)
-    parts = {part: trained_tensors(model) for part, model in models.items()}
-    has_optimizer = (folder / "optimizer").exists()
-    if has_optimizer:
-        # This makes PyTorch create the optimizer's state, by an update at a learning rate of 0.
-        optimizer_state = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
-        parts["optimizer"] = as_tensors(optimizer_state)
+    parts = parts_of(models, optimizer, with_optimizer=(folder / "optimizer").exists())
     with ranks.fail_together(), safe_globals(CLASSES):
         # The first rank saved the state. What was on its GPU goes to the GPU of each rank that loads it.
         about = torch.load(folder / "state.pt", lambda x, place: x if place == "cpu" else x.cuda(), weights_only=True)
@@ -119,11 +113,11 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
             raise UserError(f"the checkpoint {folder} does not fit the model or code: {'; '.join(wrong[:3])}")
     for part, tensors in parts.items():
         dcp.load(tensors, storage_reader=readers[part])  # writes into the tensors of `parts`
-    if has_optimizer:
-        # The tensors of `optimizer_state` are those of `parts`, so they are loaded. Its numbers were saved as tensors.
-        for name, x in parts["optimizer"].items():
-            optimizer_state[name] = x if isinstance(optimizer_state[name], Tensor) else x.item()
-        state_dict.set_optimizer_state_dict(models["model"], optimizer, optimizer_state, options=FLAT)
+    if "optimizer" in parts:
+        # The tensors of this state are those of `parts`, so they are loaded. Its numbers were saved as tensors.
+        state = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
+        state |= {name: x.item() for name, x in parts["optimizer"].items() if not isinstance(state[name], Tensor)}
+        state_dict.set_optimizer_state_dict(models["model"], optimizer, state, options=FLAT)
     return about["cursor"], about["state"]
 
 
@@ -134,11 +128,17 @@ def load_weights(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def as_tensors(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the entries of an optimizer's flat state dict that belong to a parameter, without copying tensors. Only
-    tensors can be saved, so numbers become tensors of 64 bits."""
-    own = {name: x for name, x in optimizer_state.items() if name.startswith("state.")}
-    return {name: x if isinstance(x, Tensor) else torch.from_numpy(np.array(x)) for name, x in own.items()}
+def parts_of(models: dict[str, nn.Module], optimizer: Optimizer, with_optimizer: bool) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each part of a checkpoint, by name, without copying them. If the optimizer has no state
+    yet, PyTorch creates it, by an update at a learning rate of 0. Numbers in it become tensors of 64 bits, because only
+    tensors can be saved."""
+    parts = {part: trained_tensors(model) for part, model in models.items()}
+    if with_optimizer:
+        state = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
+        own = {name: x for name, x in state.items() if name.startswith("state.")}  # the others are settings
+        numbers = {name: x for name, x in own.items() if not isinstance(x, Tensor)}
+        parts["optimizer"] = own | {name: torch.from_numpy(np.array(x)) for name, x in numbers.items()}
+    return parts
 
 
 def files_of(tensors: dict[str, Tensor]) -> dict[str, int]:

@@ -107,8 +107,6 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--task {config.task}: needs --model"
     if config.task == "data" and not config.reward:
         yield "--task data: needs --reward"
-    if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
-        yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # A switch that nothing reads must have its default value, or the value that --algorithm sets.
     for choice, reads in SWITCHES_READ.items():

@@ -53,8 +53,6 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return Opened(model.config, tokenizer, load=lambda: copy.deepcopy(model).float().eval())
     if (Path(source) / "state.pt").is_file():
         return _open_checkpoint(Path(source), config)
-    if (Path(source) / "adapter_config.json").is_file():
-        raise UserError(f"{source}: has only adapters; evaluate a checkpoint, or merge them (docs/extending.md)")
     model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if getattr(model_config, "quantization_config", None):
         raise UserError(f"{source}: its weights are quantized; give a folder of bfloat16 weights")
@@ -92,16 +90,11 @@ def _open_checkpoint(folder: Path, config: Config) -> Opened:
     return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
 
 
-def weights_dtype(config: Config) -> torch.dtype:
-    """Return the dtype to load weights in. If they are trained, it is fp32, because bf16 would round small updates
-    away."""
-    return getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
-
-
 def loading_options(config: Config) -> dict[str, Any]:
-    """Return the arguments with which transformers makes a model, with or without weights."""
-    options = dict(attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code)
-    return options | dict(dtype=weights_dtype(config))
+    """Return the arguments with which transformers makes a model, with or without weights. Weights that are trained are
+    in fp32, because bf16 would round small updates away."""
+    dtype = getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
+    return dict(dtype=dtype, attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code)
 
 
 def load(

@@ -305,10 +305,8 @@ def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
 def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
     """Yield each sign that the run may not be learning."""
     # An advantage is a number, or a tensor with a number for each token.
-    useful = [group for group in groups if any(torch.as_tensor(A).any() for A in group.advantages)]
-    if 2 * len(useful) < config.prompts_per_step:
-        yield "fewer than half of this step's groups have advantages other than 0; see without_signal"
-    if useful and metrics["grad_norm"] == 0.0:
+    has_advantages = any(torch.as_tensor(A).any() for group in groups for A in group.advantages)
+    if has_advantages and metrics["grad_norm"] == 0.0:
         yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
     if metrics["truncated"] >= 0.9:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"

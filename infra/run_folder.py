@@ -183,7 +183,9 @@ def begin(config: Config, typed: Config, start: Start) -> list[str]:
     before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
         (out / "model").rename(out / f"model-{before['settings']['steps']}")
-    now = provenance() | {"digests": digests(config)}
+    # Each path is a file or a folder. For a file, `glob` finds nothing. A folder itself is skipped by `digest_of`.
+    digests = {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
+    now = provenance() | {"digests": digests}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
@@ -236,12 +238,6 @@ def digest_of_code() -> str:
     """Return a digest of all files that decide what a run computes, whether or not they are committed."""
     root, kinds = Path(__file__).parents[1], ("*.py", "fast/*.py", "infra/*.py", "tasks/*.py")
     return digest_of(file for kind in kinds for file in sorted(root.glob(kind)) if not file.name.startswith("test_"))
-
-
-def digests(config: Config) -> dict[str, str]:
-    """Return a digest of each file, and of all files in each folder, that the run reads."""
-    # Each path is a file or a folder. For a file, `glob` finds nothing. A folder itself is skipped by `digest_of`.
-    return {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
 
 
 def digest_of(paths: Iterable[Path]) -> str:

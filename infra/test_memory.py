@@ -30,7 +30,7 @@ from infra import faults, memory
 from infra.command_line import parse, ready
 from infra.decoding import decoding
 from infra.lora import add_adapters
-from infra.model import Opened, weights_dtype
+from infra.model import Opened, loading_options
 from infra.pretend_gpu import gpu, install, needs_pretended_gpu, on_pretended_gpu
 from infra.run_folder import provenance
 from rollout import Completion, rollout
@@ -85,7 +85,7 @@ def set_up(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -
 
     def load(cfg: Config) -> torch.nn.Module:
         with torch.device("meta" if cfg.shard else "cuda"):
-            return AutoModelForCausalLM.from_config(config, dtype=weights_dtype(cfg)).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=loading_options(cfg)["dtype"]).eval()
 
     def opened(_: str, cfg: Config) -> Opened:
         adapt = partial(add_adapters, rank=cfg.lora_rank, alpha=1) if cfg.lora_rank else None

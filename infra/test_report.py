@@ -53,13 +53,12 @@ STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0
 STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, tokens_per_second=1234.4, grad_norm=0.1)
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     ({}, [0, 0, 1, 1], ""),
-    ({}, [0, 0, 0, 1], "fewer than half of this step's groups have advantages"),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None), [1] * 4, "no completion of this step is right"),
     (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
-    (dict(grad_norm=0.0), [0] * 4, "fewer than half of this step's groups have advantages"),
+    (dict(grad_norm=0.0), [0] * 4, ""),
 ]
 
 
