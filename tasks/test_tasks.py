@@ -64,15 +64,15 @@ def group_of(row: dict, *texts: str) -> Group:
 
 def test_names_and_defaults_of_the_tasks():
     """The learning rate of a task's small model is too high for the user's own model."""
-    assert task_names() == NAMES
-    for name in task_names():
+    assert [name for name in task_names() if name in NAMES] == NAMES, "a fork may have more tasks"
+    for name in NAMES:
         defaults = task_defaults(name, None)
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
         assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "guess", "sorting"))
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
     assert task_module("gym:chain_sum:{}") is tasks.gym
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config", "addition:", "math:chain_sum"):
-        with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(NAMES)}$"):
+        with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(task_names())}$"):
             task_module(name)
 
 
