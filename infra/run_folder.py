@@ -50,7 +50,7 @@ def claim(config: Config) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
-    others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
+    others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and "settings" not in content_of(out / "config.json"):
         raise UserError(f"{out} contains something that is not a run: give another --out")
     if goes_on(config):
