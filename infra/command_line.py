@@ -5,7 +5,6 @@ mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
-import importlib.util
 import itertools
 import math
 import re
@@ -64,7 +63,7 @@ def flags() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": convert[kind], "nargs": "+" if is_list(setting) else None}
+            how = {"type": convert[kind]} | ({"nargs": "+", "action": "extend"} if is_list(setting) else {})
             how |= {"nargs": "?", "const": True} if kind is bool else {"choices": setting.metadata["names"]}
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
             group.add_argument(f"--{setting.name}", help=text.replace("%", "%%"), **how)
@@ -107,8 +106,6 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--task {config.task}: needs --model"
     if config.task == "data" and not config.reward:
         yield "--task data: needs --reward"
-    if config.reward and len(config.reward_weights) not in (0, len(config.reward)):
-        yield f"--reward_weights {config.reward_weights}: give one weight for each of {len(config.reward)} rewards"
 
     # A switch that nothing reads must have its default value, or the value that --algorithm sets.
     for choice, reads in SWITCHES_READ.items():
@@ -168,8 +165,6 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--minibatches {config.minibatches}: a step has fewer completions"
     if config.steps == 0 and not config.eval_every:
         yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
-    if config.report_to and importlib.util.find_spec(config.report_to) is None:
-        yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
     if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
         yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_flags_may_be_written_either_way():
     same = "--micro_batch_size 3 --mask-truncated yes --kl-importance --beta 0.1 --entropy_coef -.001 --shard=False"
     settings = Config(micro_batch_size=3, mask_truncated=True, kl_importance=True, beta=0.1, entropy_coef=-1e-3)
     assert read(given) == read(same) == settings
-    lists = "--data d.jsonl --model m --reward a.py:f b.py:g --reward_weights 1 -1e-2 --out=--x"
+    lists = "--data d.jsonl --model m --reward a.py:f --reward_weights 1 -1e-2 --reward=b.py:g --out=--x"
     own = Config(data="d.jsonl", model="m", reward=["a.py:f", "b.py:g"], reward_weights=[1.0, -0.01], out="--x")
     assert read(lists) == own and read("") == Config()
 
@@ -118,7 +117,6 @@ MISTAKES = [
     # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--task data", "--task data: needs --model | --task data: needs --reward"),
-    ("--data d.jsonl --model m --reward r.py:f --reward_weights 1 2", "one weight for each of 1 rewards"),
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
     ("--algorithm gmpo --delta 3 --beta 1 --kl_importance --kl_estimator k2", "--delta 3.0: ... geometric | k2"),
     ("--algorithm cispo --epsilon_low 1.5 --sapo_tau_pos 2", "--epsilon_low 1.5: ... cispo | --sapo_tau_pos 2.0: "),
@@ -140,7 +138,6 @@ MISTAKES = [
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
     ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
-    ("--report_to trackio", "--report_to trackio: the package is not installed"),
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
@@ -164,8 +161,7 @@ IN_FILES = [
 
 
 @pytest.mark.parametrize("text, line, expected", [("{}", *mistake) for mistake in MISTAKES] + IN_FILES)
-def test_mistakes_are_reported(tmp_path, capsys, monkeypatch, text, line, expected):
-    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not installed
+def test_mistakes_are_reported(tmp_path, capsys, text, line, expected):
     (tmp_path / "mine.json").write_text(text)
     assert_refused(capsys, f"--config {tmp_path}/mine.json {line}", expected.split(" | "))
 
