@@ -3,8 +3,8 @@
     out/checkpoint/000040/    all that is needed to resume after step 40:
         model/, reference/    the weights of the model and of the reference, if there is one
         optimizer/            the state of the optimizer
-        state.pt              how many prompts were drawn, Run.state, in which user code keeps its own values, and the
-                              id of the run
+        state.pt              how many prompts were drawn, Run.state, in which user code keeps its own values, the step,
+                              and the id of the run
         SHA256SUMS            the checksums of all these files
     out/model/                the trained model, an ordinary `from_pretrained` folder
 
@@ -74,7 +74,7 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
-        about = {"run_id": run_id(out), "cursor": cursor, "state": state}
+        about = {"run_id": run_id(out), "step": step, "cursor": cursor, "state": state}
         ranks.on_first(write_state, partial_folder / "state.pt", about)
         for part, tensors in parts.items():
             writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
@@ -103,8 +103,8 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     with ranks.fail_together(), safe_globals(CLASSES):
         # The first rank saved the state. What was on its GPU goes to the GPU of each rank that loads it.
         about = torch.load(folder / "state.pt", lambda x, place: x if place == "cpu" else x.cuda(), weights_only=True)
-        if about["run_id"] != run_id(out):
-            raise UserError(f"the checkpoint {folder} is of another run: move it away")
+        if (about["run_id"], about.get("step", step)) != (run_id(out), step):  # older checkpoints do not have the step
+            raise UserError(f"the checkpoint {folder} is of another run or step: move it away")
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = {part: reader.read_metadata().state_dict_metadata for part, reader in readers.items()}
         there = {f"{name} {[*x.size]} of the {part}" for part, tensors in saved.items() for name, x in tensors.items()}

@@ -64,7 +64,7 @@ def flags() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for setting in settings:
             kind = kind_of(setting)
-            how = {"type": convert[kind], "nargs": "+" if is_list(setting) else None}
+            how = {"type": convert[kind]} | ({"nargs": "+", "action": "extend"} if is_list(setting) else {})
             how |= {"nargs": "?", "const": True} if kind is bool else {"choices": setting.metadata["names"]}
             text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
             group.add_argument(f"--{setting.name}", help=text.replace("%", "%%"), **how)

@@ -69,7 +69,7 @@ def leave(code: int) -> None:
     """End the process without waiting for its threads. With sharding, PyTorch has threads that may abort a process that
     exits in the ordinary way."""
     atexit._run_exitfuncs()
-    with suppress(OSError):  # stdout may be closed
+    with suppress(OSError, ValueError):  # stdout may be closed
         sys.stdout.flush()
     os._exit(code)
 

@@ -90,7 +90,7 @@ def save_adapters(folder: Path, model: PreTrainedModel, adapters: dict[str, Tens
     about = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        base_model_name_or_path=base,
         r=len(first.lora_A),
         lora_alpha=round(first.lora_scale * len(first.lora_A)),  # PEFT and vLLM expect an integer
         target_modules=sorted({name.rpartition(".")[2] for name in layers}),

@@ -66,7 +66,9 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
-    load_weights = partial(_load_weights, source, model_config, config)
+    # Saved adapters name the folder of their model, and a reward may change the working directory meanwhile.
+    name = str(Path(source).resolve()) if Path(source).is_dir() else source
+    load_weights = partial(_load_weights, name, model_config, config)
     adapt = partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
     return Opened(model_config, tokenizer, load_weights, adapt if config.lora_rank else None)
 

@@ -113,8 +113,8 @@ def check_same(values: dict[str, Any]) -> None:
     first, *others = gather([values])
     for number, theirs in enumerate(others, start=1):
         if differing := [name for name in first if theirs.get(name) != first[name]]:
-            error = UserError if rank() == 0 else faults.FailedElsewhere
-            raise error(f"rank {number} differs from rank 0 in {', '.join(differing)}")
+            with fail_together():
+                raise UserError(f"rank {number} differs from rank 0 in {', '.join(differing)}")
 
 
 def wait() -> None:

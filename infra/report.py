@@ -275,7 +275,7 @@ class RunLog:
 
 
 def say(line: str, end: str = "\n") -> None:
-    with suppress(OSError):  # stdout may be a closed pipe, or on a full disk
+    with suppress(OSError, ValueError):  # stdout may be closed, a closed pipe, or on a full disk
         if ranks.rank() == 0:
             print(line, end=end, flush=True)
 
@@ -312,6 +312,8 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["delay"] and not config.reads_sampler:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
+    if config.server and not metrics["delay"] and (metrics["sampler_gap"] or 0.0) > 0.1:  # the trial was passed
+        yield "the log-probs of the server are not those of the model; see sampler_gap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"
     if metrics["step"] <= 3 and metrics["reward_std"] == 0.0:

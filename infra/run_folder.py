@@ -64,7 +64,7 @@ def claim(config: Config) -> Start:
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
     before, saved, has_model = content_of(out / "config.json"), saved_steps(out), (out / "model").exists()
-    others = [path for path in out.glob("*") if path.name != ".lock" and path.suffix != ".partial"]
+    others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and "settings" not in before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):

@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not
         file.write_bytes(whole)
 
 
-def test_the_checkpoint_of_another_run_is_refused(tmp_path):
+def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
     models, optimizer = a_model()
     for out in (tmp_path / "one", tmp_path / "other"):  # with the same settings
         begun(out)
@@ -250,8 +250,10 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     folder = checkpoint_of(tmp_path / "one", 4)
     shutil.rmtree(folder)
     shutil.copytree(checkpoint_of(tmp_path / "other", 4), folder)
-    with pytest.raises(UserError, match=f"the checkpoint {folder} is of another run"):
-        checkpoint.load(tmp_path / "one", 4, models, optimizer)
+    renamed = checkpoint_of(tmp_path / "other", 4).rename(checkpoint_of(tmp_path / "other", 2))
+    for path in folder, renamed:
+        with pytest.raises(UserError, match=f"the checkpoint {path} is of another run or step"):
+            checkpoint.load(path.parents[1], int(path.name), models, optimizer)
 
 
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
@@ -299,7 +301,8 @@ evaluation = partial(no_step_made, steps=0)
 OTHER, NOT_A_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
 FOLDERS = [  # what is there, the settings of the command -> "finished", the step to go on after, or the error
     (Path.mkdir, dict(beta=0.1), 0),
-    (partial(with_file, Path.mkdir, "thesis.tex", "mine"), {}, NOT_A_RUN),
+    *[(partial(with_file, Path.mkdir, f"thesis.{x}", "mine"), {}, NOT_A_RUN) for x in ("tex", "partial")],
+    (partial(with_file, Path.mkdir, "config.json.partial", "{"), {}, 0),  # killed while it wrote its first file
     (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
     (begun, dict(beta=0.1), 0),  # it was killed before its first line
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),

@@ -38,7 +38,7 @@ def test_flags_may_be_written_either_way():
     same = "--micro_batch_size 3 --mask-truncated yes --kl-importance --beta 0.1 --entropy_coef -.001 --shard=False"
     settings = Config(micro_batch_size=3, mask_truncated=True, kl_importance=True, beta=0.1, entropy_coef=-1e-3)
     assert read(given) == read(same) == settings
-    lists = "--data d.jsonl --model m --reward a.py:f b.py:g --reward_weights 1 -1e-2 --out=--x"
+    lists = "--data d.jsonl --model m --reward a.py:f --reward_weights 1 -1e-2 --reward=b.py:g --out=--x"
     own = Config(data="d.jsonl", model="m", reward=["a.py:f", "b.py:g"], reward_weights=[1.0, -0.01], out="--x")
     assert read(lists) == own and read("") == Config()
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from datetime import timedelta
 from functools import partial
@@ -125,8 +126,14 @@ def unwritable_stdout() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def test_a_run_does_not_need_a_screen(small, whole, tmp_path):
-    assert "Traceback" not in run(small, tmp_path / "out", unwritable_stdout)
+def closed_stdout() -> None:
+    """Close stdout in the first reward."""
+    at("train.call_rewards", 1, sys.stdout.close)
+
+
+@pytest.mark.parametrize("spoil", [unwritable_stdout, closed_stdout])
+def test_a_run_does_not_need_a_screen(small, whole, tmp_path, spoil):
+    assert "Traceback" not in run(small, tmp_path / "out", spoil)
     assert metrics(tmp_path / "out") == metrics(whole)
 
 

@@ -188,10 +188,12 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
     assert {p.dtype for p in adapters.values()} == {torch.float32}
 
 
-def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path):
+def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(small["model"].parent)
     config = config_of(small | dict(reference=small["model"]), tmp_path)
-    loaded, reference, _ = load(open_model(config.model, config), config, CPU)
+    loaded, reference, _ = load(open_model(small["model"].name, config), config, CPU)
     assert lora.adapted_layers(loaded) and not lora.adapted_layers(reference)
+    assert loaded.config.name_or_path == config.model, "saved adapters name the whole path"
 
 
 # ---- What is refused ----

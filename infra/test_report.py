@@ -51,12 +51,14 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
 
 STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0.1, completion_length=7.0)
 STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, tokens_per_second=1234.4, grad_norm=0.1)
+STEP["sampler_gap"] = 0.1
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     ({}, [0, 0, 1, 1], ""),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None), [1] * 4, "no completion of this step is right"),
     (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
+    (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
     (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
     (dict(grad_norm=0.0), [0] * 4, ""),
 ]
@@ -67,7 +69,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     groups = [group([0.0, 1.0], 1) for _ in advantages]
     for made, A in zip(groups, advantages):
         made.advantages = torch.tensor([-A, A])
-    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0), decode=str, reward_names=NAMES)
+    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0, server=["a"]), str, NAMES)
     log.track = None
     for step in (1, 2):
         log.step(STEP | metrics | {"step": step}, groups, [])

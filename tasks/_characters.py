@@ -23,7 +23,7 @@ def ended(ids: list[int]) -> bool:
 def exact(mark: str, completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
     """Return 1 for each completion that ended and whose text after the last `mark` is the answer, otherwise 0."""
     return [
-        float(ended(ids) and mark in text and text.rpartition(mark)[2] == right)
+        float(ended(ids) and mark in text and text.rpartition(mark)[2] == str(right))
         for text, ids, right in zip(completions, completion_ids, answer, strict=True)
     ]
 

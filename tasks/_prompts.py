@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 from config import Config, UserError
@@ -63,4 +64,16 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
+    chats = [row["prompt"] for row in task.train + task.eval if not isinstance(row["prompt"], str)]
+    one_of_each_kind = {tuple(message["role"] for message in chat): chat for chat in chats}.values()
+    if roles := {role for chat in one_of_each_kind for role in left_out(tokenizer, chat)}:
+        found.append(f"the model's chat template leaves out messages with the role {', '.join(sorted(roles))}")
     return found
+
+
+def left_out(tokenizer: Any, chat: list[dict]) -> list[str]:
+    """Return the role of each message that the chat template leaves out. To find this out, change the messages one by
+    one: if the text of the chat stays the same, the template does not show the message."""
+    show = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    changed = [[*chat[:i], one | {"content": one["content"] + "-"}, *chat[i + 1 :]] for i, one in enumerate(chat)]
+    return [one["role"] for one, other in zip(chat, changed, strict=True) if show(other) == show(chat)]

@@ -136,6 +136,7 @@ def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, 
             values = thread.submit(runner.run, values).result()
         numbers = [math.nan if value is None else float(value) for value in values]
     expected = len(columns["prompts"])
-    if len(numbers) != expected or any(abs(number) > LARGEST for number in numbers):
-        raise UserError(f"reward function {reward.__name__}: {numbers!r:.200} are not {expected} finite numbers")
+    if isinstance(values, dict | set | str) or len(numbers) != expected or any(abs(x) > LARGEST for x in numbers):
+        shown = f"{type(values).__name__} {numbers!r:.200}"
+        raise UserError(f"reward function {reward.__name__}: {shown} is not a list of {expected} finite numbers")
     return numbers

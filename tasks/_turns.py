@@ -19,6 +19,7 @@ from typing import Any
 from config import UserError
 from rollout import Completion
 from tasks import Task, TextOrMessages, columns_of
+from tasks._prompts import left_out
 
 MARK = "\ue000"  # stands for the text of the model's turn; nobody uses this character
 
@@ -93,12 +94,8 @@ def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        # Some templates leave out messages of certain roles. To find this out, change every message of the reply: if
-        # the text of the chat stays the same, the template leaves out the reply.
-        changed = [message | {"content": message["content"] + "-"} for message in reply]
-        how = dict(add_generation_prompt=True, tokenize=False)
-        text, changed_text = (tokenizer.apply_chat_template([*turn, *messages], **how) for messages in (reply, changed))
-        if text == changed_text:
+        text = tokenizer.apply_chat_template([*turn, *reply], add_generation_prompt=True, tokenize=False)
+        if left_out(tokenizer, [*turn, *reply]):  # some templates leave out messages of certain roles
             raise UserError("the model's chat template does not show the reply")
         after = text.partition(MARK)[2]
         ids = tokenizer(after, add_special_tokens=False)["input_ids"] if text.count(MARK) == 1 else []

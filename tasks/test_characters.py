@@ -17,7 +17,7 @@ from tasks._characters import EOS_ID, PAD_ID, char_tokenizer, small_config
 # Each case: a reward function, the right answer, a value, some texts, and a factor. A text that ends with EOS earns the
 # value, and one that does not earns the value times the factor.
 REWARDS = [
-    (addition.exact_sum, "132", 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),
+    (addition.exact_sum, 132, 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),  # in a file of the user, a number
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
     (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
     (chain.exact_result, "29", 0.0, ["+8=45*3=35"], 0.0),  # not to the end

@@ -22,6 +22,7 @@ RETURNED = [  # what a reward function returns -> the rewards, or None if that i
     ((x for x in (1, None, Decimal("-2.5"))), [1.0, math.nan, -2.5]),
     (torch.tensor([1.0, math.nan, -2.5]), [1.0, math.nan, -2.5]),
     ([1.0, 2.0], None),
+    *[(x, None) for x in ("101", {1, 2, 3}, {0: 1.0, 1: 0.0, 2: 1.0})],  # in no order, or keys, or digits
     (torch.tensor([0.0, -torch.inf, 0.0]), None),
     ([math.nan, 1.0, -1.01e100], None),
 ]
@@ -64,7 +65,7 @@ def test_numbers_and_none_are_rewards_and_all_else_is_an_error_that_names_the_fu
     def mine(**columns):
         return returned
 
-    message = "^reward function mine: .* are not 3 finite numbers$"
+    message = "^reward function mine: .* is not a list of 3 finite numbers$"
     with contextlib.nullcontext() if rewards else pytest.raises(UserError, match=message):
         assert repr(call(mine)) == repr(rewards)  # unlike ==, this compares types, and NaN equals NaN
 

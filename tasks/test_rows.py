@@ -132,6 +132,14 @@ def test_a_task_with_its_own_small_model_refuses_other_models():
 def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_evaluation():
     task = task_of("1", CHAT, held_out=["2", CHAT, "1"])
     task.notes = ["before"]
-    assert notes(task, PLAIN, trains=True) == ["before", "2 of the 3 held-out prompts are trained on as well"]
-    assert len(notes(task, WITH_TEMPLATE, trains=True)) == 3, "strings do not get its template"
-    assert notes(task, PLAIN, trains=False) == ["before"]
+    *shown, last = notes(task, WITH_TEMPLATE, trains=True)
+    assert shown == ["before", "2 of the 3 held-out prompts are trained on as well"] and "strings do not get" in last
+    assert notes(task, WITH_TEMPLATE, trains=False) == ["before", last]
+
+
+def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
+    task = task_of(CHAT, [{"role": "system", "content": "1"}, *CHAT], [*CHAT, {"role": "tool", "content": "1"}])
+    assert notes(task, WITH_TEMPLATE, trains=True) == []
+    monkeypatch.setattr(WITH_TEMPLATE, "chat_template", TEMPLATE.replace("messages", "messages if m['role'] == 'user'"))
+    (note,) = notes(task, WITH_TEMPLATE, trains=True)
+    assert note == "the model's chat template leaves out messages with the role system, tool"

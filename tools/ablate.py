@@ -4,8 +4,9 @@
     python -m tools.ablate --vary epsilon_high=0.2,0.28 --out runs/clip --figures entropy:last -- --num_iterations 4
 
 Each run is a `train.py` with its own folder. It gets the flags after `--` and its settings of the grid. A setting that
-is in both gets its value from the grid. Repeating a command continues the runs that were stopped and does not repeat
-finished runs. Runs that were made by other code are used only with --keep.
+is in both gets its value from the grid, and a list such as --reward gets the values of both. Repeating a command
+continues the runs that were stopped and does not repeat finished runs. Runs that were made by other code are used only
+with --keep.
 
 The table has a row for each metric and variant. It shows the mean of the metric over the second half of a run
 (`entropy`), over some steps (`entropy:21-40`), its last value (`entropy:last`), or the steps, tokens or seconds until
