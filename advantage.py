@@ -208,9 +208,7 @@ def has_signal(group: Group, mask_truncated: bool, graded: bool = False) -> bool
     """Return whether the group shows which completions are better: at least two are trained on, and some but not all
     are right. If rewards are graded, or the task does not say what is right, the second condition is that rewards
     differ."""
-    by_reward = graded or group.right is None
-    # A completion without a reward is left out: it becomes NaN.
-    values = group.rewards if by_reward else group.right.masked_fill(group.rewards.isnan(), math.nan)
+    values = group.rewards if graded or group.right is None else group.right  # NaN where there is no reward
     trained = sum(mask.any() for mask in trained_tokens(group, mask_truncated))
     return trained >= 2 and not bool(all_equal(values[None]))
 

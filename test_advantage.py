@@ -125,11 +125,12 @@ def test_several_rewards_are_added_by_their_weights_and_a_missing_one_is_left_ou
 
 def test_gdpo_brings_each_reward_to_the_same_scale_first():
     """GDPO, arXiv 2601.05242: A = Σ_k w_k (r_k − mean r_k)/(std r_k) in the group, then (A − mean)/std of the batch."""
-    parts = [[[1.0, 200.0], [0.0, 100.0], [0.0, NAN]], [[1.0, 50.0], [1.0, 0.0], [0.0, 10.0]]]  # (P, G, K)
+    parts = [[[1, 200], [0, 100], [0, NAN], [NAN, NAN]], [[1, 50], [1, 0], [0, 10], [1, 5]]]  # (P, G, K)
     parts, weights = torch.tensor(parts, dtype=torch.float64), [1.0, 0.5]
     lengths = some_lengths(parts)
     first, second = (by_hand(part.tolist(), "group", "mean", 1e-4, lengths) for part in parts.unbind(-1))
-    expected = by_hand((first + 0.5 * second).tolist(), "batch", "batch", 1e-4, lengths)
+    sums = (first + 0.5 * second).masked_fill(parts.isnan().all(-1), NAN)  # a completion without a reward is left out
+    expected = by_hand(sums.tolist(), "batch", "batch", 1e-4, lengths)
     advantages = group_advantages(combine_rewards(parts, weights, how="gdpo"), "batch", "batch")
     torch.testing.assert_close(advantages, expected, rtol=rounding(torch.float64), atol=rounding(torch.float64))
 

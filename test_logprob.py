@@ -33,8 +33,7 @@ SCORED = COMPLETION.bool()
 IDS = torch.randint(3, VOCAB, ATTENTION.shape, generator=torch.Generator().manual_seed(1)).where(ATTENTION == 1, PAD)
 IDS[0, [1, 5, 8]] = EOS  # in a prompt, inside a completion and at its end
 IDS[2, 6] = EOS
-IDS[3:, :4] = IDS[2, :4]  # the prompts of rows 2 to 4 begin with the same four tokens
-IDS[4, 4] = IDS[2, 4]  # the completions of rows 2 and 4 begin with the same token
+IDS[3:, :5] = IDS[2, :5]  # rows 2 to 4 begin with the same five tokens, but the model need not read the last of row 3
 IDS[1, 0] = IDS[0, 0]  # the prompts of rows 0 and 1 begin with the same token
 
 

@@ -241,8 +241,8 @@ def by_hand(model, rows: list[dict], updates: list[list[int]], cfg: Config) -> t
 
 
 STEPS = {
-    "temperature 1.5": dict(temperature=1.5, normalization="global"),
-    "entropy below 0, some advantages 0": dict(entropy_coef=-0.3, temperature=0.7, reward=paths("letters")),
+    "temperature 1.5": dict(temperature=1.5, normalization="global", rollout_dtype="bfloat16"),
+    "entropy below 0, all advantages 0": dict(entropy_coef=-3.0, temperature=0.7, reward=paths("wrong")),
     "mask_truncated": dict(mask_truncated=True, normalization="prompt"),
     "several turns": TURNS | dict(normalization="global", entropy_coef=0.3, beta=0.5, micro_batch_size=1),
     "some without a reward": dict(reward=paths("sometimes"), normalization="constant"),
@@ -349,6 +349,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "truncated": mean(truncated),
         "equal_rewards": mean(len({*values}) < 2 for values in given),
         "without_signal": mean(len(verdicts[i]) < 2 or sum(trained_on[3 * i : 3 * i + 3]) < 2 for i in range(16)),
+        "groups": 16,
         "tokens": sum(lengths),
         "logged/tokens": mean(lengths),
         "loss": loss,
@@ -470,11 +471,13 @@ def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     rows = [row | {"source": "short" if len(row["prompt"]) < 5 else "long"} for row in rows]
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = dict(data=tmp_path / "mixed.jsonl", prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
-    (line,) = metrics(out := go(**own))[1:]
+    (line,) = metrics(out := go(**own, reward=paths("sometimes"), correct="sometimes"))[1:]
     for source in ("short", "long"):
         own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
-        assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(own_rewards))
-        assert line[f"groups/source={source}"] == len(own_rewards) / G and f"eval/accuracy/source={source}" in line
+        given = [reward for reward in own_rewards if reward is not None]
+        assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(given)) and given != own_rewards
+        assert line[f"groups/source={source}"] == len(own_rewards) / G
+    assert "eval/accuracy/source=short" in line
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
@@ -502,10 +505,13 @@ def test_nothing_changes_in_a_step_without_a_reward_however_many_rounds(go):
 
 
 def test_nothing_is_learned_if_every_group_was_rejected(go):
-    out = go(reward=paths("letters", "wrong"), correct="wrong", dynamic_sampling=1)
+    graded_apart = dict(reward=paths("letters", "wrong"), correct="wrong")
+    out = go(**graded_apart, dynamic_sampling=1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
     assert all(line["without_signal"] == 1.0 and line["equal_rewards"] < 1.0 for line in metrics(out))
     assert torch.equal(trained(out), untrained())
+    (line,) = metrics(go("all", **graded_apart, steps=1))
+    assert line["without_signal"] == 1.0 and line["grad_norm"] > 0.01, "without dynamic sampling, no group is rejected"
 
 
 # ---- Several steps ----
@@ -562,8 +568,10 @@ def draws(watch):
     return so_far
 
 
-def test_prompts_and_streams(go, draws):
-    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2)
+def test_prompts_and_streams(go, draws, watch):
+    rollouts = watch(server, "rollout")
+    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2, temperature=0.8, top_p=0.9)
+    assert {(call.args[3].temperature, call.args[3].top_p) for call in rollouts} == {(0.8, 0.9), (0.0, 0.9)}
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
     step_1, step_2 = ([(step, prompt, i) for prompt in range(3) for i in range(G)] for step in (1, 2))
     evaluation = sampled + greedy  # step 0 each time, so no evaluation changes what training samples

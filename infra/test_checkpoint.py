@@ -315,7 +315,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (extended_and_killed, dict(steps=9), 4),
     (extended_and_killed, {}, 4),
-    (made, dict(steps=3), "--steps 3: the run in .* has already made 4"),
+    (partial(made, left=("model",)), dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (unfinished, dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (unfinished, dict(steps=5), 4),
     (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no checkpoint"),

@@ -13,6 +13,7 @@ from transformers.integrations import sdpa_attention
 from config import Config
 from conftest import tiny_model
 from infra.decoding import decoding
+from infra.lora import add_adapters
 from infra.model import limits_of
 from infra.seeds import generator
 
@@ -42,8 +43,9 @@ def test_experts_are_computed_in_the_dtype_of_autocast(name):
 
 
 def test_decoding_converts_the_weights_and_restores_them():
-    """Buffers keep their dtype, and tied weights stay tied. The weights are restored even after an exception."""
-    model = tiny_model("llama tied", torch.float32)
+    """Buffers keep their dtype, and tied weights stay tied. The weights, trained or not, are restored even after an
+    exception."""
+    model = add_adapters(tiny_model("llama tied", torch.float32), rank=2, alpha=4)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt), decoding(model, torch.bfloat16):
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -59,6 +59,7 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
+    (dict(delay=0.5, tis_cap=2.0), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
     (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
     (dict(grad_norm=0.0), [0] * 4, ""),
 ]
@@ -69,7 +70,8 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     groups = [group([0.0, 1.0], 1) for _ in advantages]
     for made, A in zip(groups, advantages):
         made.advantages = torch.tensor([-A, A])
-    log = RunLog(Config(out=str(tmp_path), prompts_per_step=4, samples_per_step=0, server=["a"]), str, NAMES)
+    settings = dict(prompts_per_step=4, samples_per_step=0, server=["a"], tis_cap=metrics.get("tis_cap"))
+    log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
     for step in (1, 2):
         log.step(STEP | metrics | {"step": step}, groups, [])

@@ -17,7 +17,7 @@ import train
 from conftest import flags, metrics, run
 from infra import server
 from infra.lora import add_adapters
-from rollout import Sampling, rollout
+from rollout import Completion, Sampling, rollout
 from tasks.sorting import model as sorting_model
 
 
@@ -47,10 +47,12 @@ class StandIn(HTTPServer):
             self.version = body["new_version"]
         if path == "/collective_rpc":
             weights = load_file(f"{body['kwargs']['weights_path']}/model.safetensors")
-            self.take(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+            self.loaded = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
         if path == "/v1/load_lora_adapter":
             adapters = load_file(f"{body['lora_path']}/adapter_model.safetensors").items()
-            self.take({name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in adapters})
+            self.loaded = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in adapters}
+        if path == "/reset_prefix_cache":  # until then, it answers as with the weights from before
+            self.take(self.loaded)
         return self.complete(body) if path == "/v1/completions" else {}
 
     def take(self, weights: dict) -> None:
@@ -67,7 +69,7 @@ class StandIn(HTTPServer):
         for t, top in enumerate(tops if settings.head else []):
             top |= {f"token_id:{i}": float(x) for i, x in zip(one.head_ids[t], one.head_logp[t])}
         logprobs = dict(token_logprobs=one.logp.tolist(), top_logprobs=tops)
-        finish = "length" if one.truncated else "stop"
+        finish = body.get("finish_reason", "length" if one.truncated else "stop")
         return {"choices": [dict(token_ids=one.ids.tolist(), finish_reason=finish, logprobs=logprobs)]}
 
 
@@ -106,15 +108,21 @@ def go(sorting, tmp_path, stand_in):
     return run_here
 
 
+def again(row: dict, turns: list[str]) -> str | None:
+    return "b>" if len(turns) == 1 else None
+
+
+AGAIN = f"{__name__}:again"
+
+
 def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in, tmp_path):
     """Each request names all of its settings. The folder of the weights is deleted at the end."""
-    (tmp_path / "again.py").write_text("def reply(row, turns):\n    return 'b>' if len(turns) == 1 else None\n")
-    reply = f"{tmp_path}/again.py:reply"
-    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, reply=reply)
+    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, temperature=0.5, reply=AGAIN)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 and line["turns"] > 1 for line in lines)
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
     assert len({one["seed"] for one in stand_in.asked[-20:]}) > 10
+    assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert all(one["top_p"] == 1.0 and one["min_p"] == 0.0 and one["stop"] == [] for one in stand_in.asked)
     assert not [path for path in out.iterdir() if "served" in path.name]
@@ -187,10 +195,10 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go):
 
 
 def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
-    settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1)
+    settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
     (served,), (own,) = metrics(go(**settings)), metrics(tmp_path / "own")
-    names = "eval/reward", "eval/accuracy", "eval/completion_length"  # of the greedy completions
+    names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
 
 
@@ -201,6 +209,9 @@ def test_heads_are_those_that_rollout_records(stand_in):
     ids, logp = server.head(one, tops, 3)
     assert (ids == one.head_ids).all() and max(map(len, tops)) == 4  # with sampled ids that are not among the three
     assert logp == pytest.approx(one.head_logp, abs=1e-5)
+    # The others have at least the probability of the sampled id, even where 1 minus the head's is 0.
+    rare = Completion([9], [-20.0], truncated=False)
+    assert server.head(rare, [{"token_id:9": -20.0, "token_id:1": 0.0}], 1)[1].tolist() == [[0.0, -20.0]]
 
 
 PARTS = {"lm_head": "head", "embed": "embedding", "norm": "norms", "attn": "attention", "mlp": "feed-forward layers"}
@@ -218,13 +229,17 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
         part.save_pretrained(tmp_path / "base")
     settings = dict(model=tmp_path / "base", lora_rank=4)
     assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go(**settings)))
+    assert all(one["model"] == "adapters" for one in stand_in.asked)
     stand_in.restart()
     stand_in.stale = "lora_B"
     go("stale", code=2, **settings)
     assert "old adapters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, value, words", [("temperature", 0.7, "are off by"), ("seed", 0, "do not have the")])
+OTHERWISE = [("temperature", 0.7, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
+
+
+@pytest.mark.parametrize("name, value, words", OTHERWISE)
 def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, capsys, name, value, words):
     stand_in.disobeyed = {name: value}
     go(code=2)

@@ -211,11 +211,12 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     ids = [[0] * n for n in (0, 12, 16, 20, 25)]
     assert overlong(ids, state) == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert overlong(ids, SimpleNamespace(max_completion_length=20, overlong_buffer=None)) == [0.0, 0.0, 0.0, -1.0, -1.0]
-    how = dict(max_completion_length=4, overlong_buffer=2)
+    assert overlong(ids[:2], SimpleNamespace(max_completion_length=4, overlong_buffer=None)) == [0.0, -1.0]
+    how = dict(max_completion_length=4, overlong_buffer=2, steps=0)
     task = load_task(Config(task="addition", reward=["exact_sum", "overlong"], **how))
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
-    assert parts[:, 1].tolist() == [-0.5, -1.0]
+    assert parts[:, 1].tolist() == [-0.5, -1.0] and task.of_run["max_steps"] == 1, "a reward may divide by it"
 
 
 def test_rows_of_several_tasks(folder):

@@ -135,8 +135,9 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     ablate.main(words)
     assert capsys.readouterr().out == table
     log.write_text(whole[0] + '\n{"step": 2, ')  # it was killed while writing
-    with pytest.raises(TypeError):
-        ablate.main(words)
+    for more in ([], ["--steps", "3"]):  # a run with fewer steps can be continued
+        with pytest.raises(TypeError):
+            ablate.main([*words, *more])
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ def folder(path: Path, lines: list[dict], **settings) -> Path:
 
 
 def test_the_runs_of_several_seeds_are_one_line(tmp_path):
-    runs = [folder(tmp_path / f"{b}-{s}", [], beta=b, seed=s) for b in (0.0, 0.1) for s in (0, 1, 2)]
-    groups = plot.by_settings([plot.read_log(run) for run in runs])
+    names = {f"{b}-{s}": dict(beta=b, seed=s, report_to=["wandb", None][s % 2]) for b in (0.0, 0.1) for s in (0, 1, 2)}
+    groups = plot.by_settings([plot.read_log(folder(tmp_path / name, [], **names[name])) for name in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
 
@@ -50,11 +50,12 @@ def test_a_line_is_the_mean_over_seeds_and_a_band_reaches_from_the_lowest_to_the
 def test_curves_against_what_was_spent():
     """The place of a step is the mean of what the seeds had spent at its end."""
     spent = dict(tokens=(10, 30), seconds_rollout=(1.0, 2.0), seconds_update=(0.5, 0.5))
-    logs = [[{"step": t, "kl": t} | {k: x[seed] for k, x in spent.items()} for t in (1, 2)] for seed in (0, 1)]
+    steps = (1, 2), (1, 2, 3)  # of each seed
+    logs = [[{"step": t, "kl": t} | {k: x[seed] for k, x in spent.items()} for t in steps[seed]] for seed in (0, 1)]
     logs[0].insert(0, {"step": 0, "eval/accuracy": 0.5})
-    assert [place for place, *_ in drawn(logs, "kl", 1, "tokens")] == [20, 40]  # of 10 and 30, 20 and 60
-    assert [place for place, *_ in drawn(logs, "kl", 1, "seconds")] == [2.0, 4.0]  # of 1.5 and 2.5, 3 and 5
-    assert [place for place, *_ in drawn(logs, "kl", 1)] == [1, 2]
+    assert [place for place, *_ in drawn(logs, "kl", 1, "tokens")] == [20, 40, 90]  # of 10 and 30, 20 and 60
+    assert [place for place, *_ in drawn(logs, "kl", 1, "seconds")] == [2.0, 4.0, 7.5]  # of 1.5 and 2.5, 3 and 5
+    assert [place for place, *_ in drawn(logs, "kl", 1)] == [1, 2, 3]
 
 
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path):
