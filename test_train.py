@@ -569,7 +569,7 @@ def draws(watch):
 
 
 def test_prompts_and_streams(go, draws, watch):
-    rollouts = watch(server, "rollout")
+    rollouts = watch(train, "rollout")
     go(steps=2, eval_every=1, eval_prompts=5, eval_k=2, temperature=0.8, top_p=0.9)
     assert {(call.args[3].temperature, call.args[3].top_p) for call in rollouts} == {(0.8, 0.9), (0.0, 0.9)}
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
