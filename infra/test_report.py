@@ -25,15 +25,17 @@ def group(right: list[float], length: int, judged: bool = True) -> Group:
     made = Group([1], {"prompt": "a"}, [Completion([7] * length, [0.0] * length, truncated=False)] * len(right))
     made.reward_parts = torch.tensor([[r, -1.0] for r in right])
     made.rewards = made.reward_parts.sum(1)
-    made.right = made.reward_parts[:, 0] == 1 if judged else None
+    first = made.reward_parts[:, 0]
+    made.right = (first == 1).double().masked_fill(first.isnan(), math.nan) if judged else None
     return made
 
 
 def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_intervals():
-    """Each of three prompts has 5 samples, of which 0, 1 and 5 are right. An interval is 1.96 standard errors to each
-    side. Accuracy, rewards and lengths are those of the greedy completions, which differ from the samples."""
+    """Each of three prompts has 5 samples, of which 0, 1 and 5 are right. One of a fourth prompt was not judged, so it
+    is left out of pass@k. An interval is 1.96 standard errors to each side. Accuracy, rewards and lengths are those of
+    the greedy completions, which differ from the samples."""
     greedy = [group([1], 1), group([0], 2), group([1], 5)]
-    sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9)]
+    sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9), group([math.nan, 1, 1, 1, 1], 9)]
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
     of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5], "reward": [0, -1, 0]}
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
