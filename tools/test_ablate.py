@@ -92,8 +92,7 @@ def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(
 
     def run_one(run) -> int:
         config = replace(run.config, out=str(run.folder))
-        run_folder.claim(config)
-        run_folder.begin(config, config, 0)
+        run_folder.begin(config, config, run_folder.claim(config))
         best = 1e-3 if config.beta == 0.0 else 1e-4
         reward = float(config.learning_rate == best) + config.seed / 1000
         (run.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward}) + "\n")
@@ -148,8 +147,8 @@ def out(tmp_path, monkeypatch):
         flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
         given = parse(flags.split(), on_gpu=False)
         # The run has the dtype of a GPU. The grid leaves the dtype at "auto", so `ablate` must accept any.
-        run_folder.claim(ready(given, on_gpu=False))
-        run_folder.begin(replace(ready(given, on_gpu=False), dtype="bfloat16"), given, 0)
+        config = ready(given, on_gpu=False)
+        run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config))
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
     return tmp_path
 
