@@ -111,8 +111,8 @@ def checkpoint_of(out: Path, step: int) -> Path:
 def saved_steps(out: Path) -> list[int]:
     """Return the steps after which a complete checkpoint was saved, in ascending order. Whatever else is in the folder
     of the checkpoints is ignored."""
-    folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir()]
-    return sorted(int(path.name) for path in folders if re.fullmatch("[0-9]{6,}", path.name))
+    folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir() and path.name.isdecimal()]
+    return sorted(int(path.name) for path in folders if path == checkpoint_of(out, int(path.name)))
 
 
 def run_id(out: Path) -> str:

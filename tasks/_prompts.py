@@ -76,4 +76,5 @@ def left_out(tokenizer: Any, chat: list[dict]) -> list[str]:
     one: if the text of the chat stays the same, the template does not show the message."""
     show = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     changed = [[*chat[:i], one | {"content": one["content"] + "-"}, *chat[i + 1 :]] for i, one in enumerate(chat)]
-    return [one["role"] for one, other in zip(chat, changed, strict=True) if show(other) == show(chat)]
+    text = show(chat)
+    return [one["role"] for one, other in zip(chat, changed, strict=True) if show(other) == text]
