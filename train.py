@@ -177,13 +177,13 @@ def ask_for_groups(
     sampling = replace(run.sampling, **differing)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
-    how = [row["prompt_ids"] for row in own_rows], uniform, sampling
+    prompts = [row["prompt_ids"] for row in own_rows]
     if cfg.server:
-        asked = ask_servers(run, *how, replies)
+        asked = ask_servers(run, prompts, uniform, sampling, replies)
     else:
         prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
-            sampled = rollout(run.model, *how, replies=replies, progress=run.progress)
+            sampled = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
         run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
 
     def wait_for_groups() -> list[Group]:
