@@ -427,15 +427,24 @@ def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, w
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 
-def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch):
-    """A checkpoint has the completions of the next steps, but not the rows of the task."""
+def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch, monkeypatch):
+    """A checkpoint has the completions of the next steps. It does not have the rows of the task, but those that a fork
+    has changed: here, those of steps 1, 3 and 5."""
+    pick_rows = train.pick_rows
+
+    def pick_and_change(run, n, step):
+        rows = pick_rows(run, n, step)
+        return [row | {"hint": "letters"} for row in rows] if step % 2 else rows
+
+    monkeypatch.setattr(train, "pick_rows", pick_and_change)
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
     whole = go("whole", steps=4, **settings)
     go("out", steps=2, **settings)
     loads = watch(train.checkpoint, "load")
     conftest.assert_same_files(go("out", steps=4, **settings), whole)
     queue = loads[0].result[1]["queue"]
-    assert len(queue) == 2 and not any(group.row for _, drawn, _ in queue for group in drawn)
+    assert [{bool(group.row) for group in drawn} for _, drawn, _ in queue] == [{True}, {False}], "of steps 5 and 6"
+    assert {line["step"] for line in samples(whole) if "hint" in line["columns"]} == {1, 3}
 
 
 def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):

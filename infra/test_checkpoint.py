@@ -142,8 +142,17 @@ STATE["nested"] = {"": ({1, 2}, None, True, 2**70, math.inf, "\u4f60\n", {7: tor
 STATE["numpy"] = np.float64(0.1), np.arange(4)[::2]
 
 
-# SGD has no state. The state of Adafactor has other shapes than the weights, and plain numbers.
-KINDS = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (Adafactor, dict(relative_step=False))]
+class Counting(torch.optim.SGD):
+    """Counts updates in tenths: its state has a plain number, which needs all of its 64 bits."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["updates"] = self.state[p].get("updates", 0.0) + 0.1
+
+
+# SGD has no state. The state of Adafactor has other shapes than the weights.
+KINDS = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (Adafactor, dict(relative_step=False)), (Counting, {})]
 
 
 @pytest.mark.parametrize("kind, how", KINDS)
@@ -159,6 +168,8 @@ def test_a_loaded_checkpoint_restores_everything(tmp_path, monkeypatch, kind, ho
     assert all(map(torch.equal, other_models["reference"].parameters(), models["reference"].parameters()))
     for _ in range(3):
         assert all(map(torch.equal, other_model.parameters(), model.parameters()))
+        numbers, own = ([x.get("updates") for x in each.state.values()] for each in (other_optimizer, optimizer))
+        assert numbers == own
         update(model, optimizer)
         update(other_model, other_optimizer)
 

@@ -1,5 +1,6 @@
 """Sampling on an inference server, here a stand-in that speaks the same requests and can fail in each way."""
 
+import itertools
 import json
 import os
 import threading
@@ -260,6 +261,16 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
     stand_in.fault = fault
     assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(steps=3)))
     assert len(stand_in.asked) > TRIAL + 4 * 12  # those of two steps were asked for again
+
+
+def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
+    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 600 s."""
+    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 9)
+    stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
+    patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
+    monkeypatch.setattr(server, "time", patient)
+    out = go(code=2, save_every=1)
+    assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
 
 
 @pytest.mark.parametrize("url, words", [("http://127.0.0.1:9", "refused"), (None, "400 no such thing")])
