@@ -89,11 +89,19 @@ class Requests(BaseHTTPRequestHandler):
         pass
 
 
-TRIAL = 2 * 8 + 500  # requests of the trial to each server: eight prompts twice, and single tokens
+TRIAL_TOKENS = server.TRIAL_TOKENS
+TRIAL = 2 * 4 + 4  # requests of the short trial to each server: four prompts twice, and single tokens
+
+
+def shorten_the_trial() -> None:
+    server.TRIAL_PROMPTS = server.TRIAL_TOKENS = 4
 
 
 @pytest.fixture
-def stand_in():
+def stand_in(monkeypatch):
+    for name in ("TRIAL_PROMPTS", "TRIAL_TOKENS"):
+        monkeypatch.setattr(server, name, getattr(server, name))  # so that both are as before at the end of a test
+    shorten_the_trial()
     return StandIn()
 
 
@@ -143,12 +151,11 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     sampled has the random numbers of the step that trains on it, and what rewards log is reported in that step. A run
     that was stopped and continued gives the same numbers."""
     update, meanwhile, paths = train.update, [], []
-    monkeypatch.setattr(server, "TRIAL_TOKENS", 4)
 
     def fault(stand_in, path):
         paths.append(path)
-        if len(stand_in.asked) >= 2 * 8 + 4:  # after the trial
-            time.sleep(0.03)  # so that an update begins before the last of twelve requests
+        if path == "/v1/completions" and len(stand_in.asked) % 12 == 0:
+            time.sleep(0.3)  # in each round of twelve requests, so that an update begins before the last of them
 
     def updating(run, batch, step):
         before, end = len(stand_in.asked), time.monotonic() + 30
@@ -168,7 +175,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
     assert [line["delay"] for line in whole] == [0, 1, 2]
     assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
-    seeds = [one["seed"] for one in stand_in.asked[2 * 8 + 4 :]]
+    seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice"
     go("parts", steps=1, **settings)
     assert metrics(go("parts", steps=3, **settings)) == whole
@@ -177,7 +184,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 def test_two_ranks_share_two_servers(sorting, tmp_path, stand_in):
     other = StandIn()
     settings = sorting | dict(server=[stand_in.url, other.url], max_completion_length=12, learning_rate=0.02, steps=3)
-    run(settings, tmp_path / "out", world=2)
+    run(settings, tmp_path / "out", shorten_the_trial, world=2)
     lines = metrics(tmp_path / "out")
     assert len(lines) == 3 and all(line["sampler_gap"] < 1e-5 for line in lines)
     asked = [len(server.asked) - TRIAL for server in (stand_in, other)]
@@ -241,7 +248,8 @@ OTHERWISE = [("temperature", 0.7, "are off by"), ("seed", 0, "do not have"), ("f
 
 
 @pytest.mark.parametrize("name, value, words", OTHERWISE)
-def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, capsys, name, value, words):
+def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, monkeypatch, capsys, name, value, words):
+    monkeypatch.setattr(server, "TRIAL_TOKENS", TRIAL_TOKENS)
     stand_in.disobeyed = {name: value}
     go(code=2)
     assert words in capsys.readouterr().err
