@@ -266,8 +266,8 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 
     def watched(call: Callable) -> Callable:
         def calling(*args, **kwargs):
-            # Every string ends with "", so without `of`, every call counts. next(calls) counts it.
-            is_the_nth = str(args[0] if args else "").endswith(of) and next(calls) == n
+            # Without `of`, every call counts. next(calls) counts it.
+            is_the_nth = (not of or str(args[0]).endswith(of)) and next(calls) == n
             if is_the_nth and not after:
                 action()
             result = call(*args, **kwargs)

@@ -13,29 +13,24 @@ from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
 from tools import first_hour
 
 
-def first_hour_of(words: list[str], kinds: list[str], folder: Path) -> None:
+def first_hour_of(words: list[str], folder: Path) -> None:
     os.chdir(folder)
     # `replace` calls the outer lambda with the original function. The inner lambda takes the place of gpu_tests.
     conftest.replace("tools.first_hour.gpu_tests", lambda _: lambda: "7 passed")
-    conftest.replace("tools.first_hour.KINDS", lambda all: {kind: all[kind] for kind in kinds})
     conftest.replace("infra.memory.CHUNK", lambda _: {"cuda": 64})  # less to compute in the trial of each run
     conftest.replace("tools.first_hour.STEPS", lambda _: {})
     first_hour.main(words)
 
 
 @needs_pretended_gpu
-@pytest.mark.parametrize(
-    "flags, kinds", [("", [*first_hour.KINDS]), ("--lora_rank 16", ["separate rows", "shared rows"])]
-)
-def test_the_first_hour(flags, kinds, tmp_path):
-    # LoRA needs --model: saved adapters name the model that they belong to, and the task's own model has no name.
-    words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 {flags}"
-    on_pretended_gpu(first_hour_of, words.split(), kinds, tmp_path)
+def test_the_first_hour(tmp_path):
+    words = f"--task addition --model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4"
+    on_pretended_gpu(first_hour_of, words.split(), tmp_path)
     lines = (tmp_path / "first_hour.txt").read_text().splitlines()
     found = dict(line.split(": ", 1) for line in lines)
     assert found["hardware, gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == "1"
     assert found["first difference of two runs"] == "none in five steps"
-    for kind in kinds:
+    for kind in first_hour.KINDS:
         numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
         assert "GB may be filled" in numbers.pop("budgets")
         assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 3
