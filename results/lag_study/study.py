@@ -35,7 +35,8 @@ CORRECTIONS = {
     "gate": ["--gate_low=0.99", "--gate_high=1.01"],
 }
 ON_POLICY = ["none", "gspo", "cispo", "dppo", "vespo"]  # without a delay, the others are the same as the first
-VARIANTS = [(name, delay) for delay in (8, 32, 2) for name in CORRECTIONS] + [(name, 0) for name in ON_POLICY]
+VARIANTS = [(name, delay) for delay in (8, 32) for name in CORRECTIONS]
+VARIANTS += [(name, 0) for name in ON_POLICY] + [(name, 2) for name in CORRECTIONS]
 
 
 def folder(name: str, delay: int, rate: str, seed: int) -> Path:
