@@ -402,7 +402,7 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
 
 
 CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]
-NAMED = ["model/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
+NAMED = ["model/config.json", "teacher/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
 
 
 @pytest.mark.parametrize("changed", CODE + NAMED)
@@ -411,8 +411,9 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first")
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "infra" / "run_folder.py"))
-    model, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", *NAMED[1:]))
+    model, teacher, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", "teacher", *NAMED[2:]))
     settings = dict(model=model, data=rows, eval_data=held, reward=[f"{reward}:f"], reply=f"{reply}:f")
+    settings |= dict(beta=0.1, reference=teacher)
     made(out, left=("checkpoint/000004",), **settings)
     on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings), [])
     assert begun(out, **settings) == []
