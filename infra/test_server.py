@@ -150,7 +150,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. What is
     sampled has the random numbers of the step that trains on it, and what rewards log is reported in that step. A run
     that was stopped and continued gives the same numbers."""
-    update, meanwhile, paths = train.update, [], []
+    update, pick_rows, meanwhile, paths, picked = train.update, train.pick_rows, [], [], []
 
     def fault(stand_in, path):
         paths.append(path)
@@ -166,6 +166,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     stand_in.fault = fault
     monkeypatch.setattr(train, "update", updating)
+    monkeypatch.setattr(train, "pick_rows", lambda run, n, step: picked.append(step) or pick_rows(run, n, step))
     settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
     settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
@@ -173,7 +174,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
     gaps = [line["sampler_gap"] for line in whole]
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
-    assert [line["delay"] for line in whole] == [0, 1, 2]
+    assert [line["delay"] for line in whole] == [0, 1, 2] and picked == sorted(picked), "rows are those of a later step"
     assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
     seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice"
