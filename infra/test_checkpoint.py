@@ -426,7 +426,7 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
 
 
 def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkeypatch):
-    made(out, left=("checkpoint/000004",), rollout_tokens=1000, micro_batch_tokens=500)
+    made(out, left=("checkpoint/000004",))  # with budgets that were not typed
 
     def budgets(**typed) -> tuple[int | None, int | None]:
         # With a GPU, the budgets that are not typed are None until the run has measured what fits.
@@ -434,8 +434,8 @@ def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkey
         config = with_budgets(config, *run_folder.claim(config).budgets)
         return config.rollout_tokens, config.micro_batch_tokens
 
-    assert budgets() == (1000, 500) and budgets(rollout_tokens=7) == (7, 500)
-    assert budgets(micro_batch_size=3) == (1000, None)  # a limit of completions leaves tokens without a limit
+    assert budgets() == (32768, 2048) and budgets(rollout_tokens=7) == (7, 2048)
+    assert budgets(micro_batch_size=3) == (32768, None)  # a limit of completions leaves tokens without a limit
     assert budgets(overwrite=True) == (None, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
