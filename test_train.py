@@ -140,7 +140,8 @@ OFF_POLICY = dict(
 TURNS = dict(reply=f"{__name__}:answered", max_completion_length=24)
 BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
     "off-policy, groups and micro-batches split between ranks, some completions without a reward": (
-        3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=paths("sometimes"), entropy_coef=0.1), {},
+        3, OFF_POLICY | dict(num_generations=8, micro_batch_size=3, reward=paths("sometimes"), entropy_coef=0.1,
+        top_entropy=0.5), {},
     ),
     "more ranks than completions, dynamic sampling, evaluation": (
         5, dict(prompts_per_step=2, num_generations=2, reward=paths("letters"), dynamic_sampling=2, eval_every=1,
@@ -477,16 +478,18 @@ def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tm
 
 def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     rows = [json.loads(line) for line in sorting["data"].read_text().splitlines()]
-    rows = [row | {"source": "short" if len(row["prompt"]) < 5 else "long"} for row in rows]
-    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = dict(data=tmp_path / "mixed.jsonl", prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
-    (line,) = metrics(out := go(**own, reward=paths("sometimes"), correct="sometimes"))[1:]
-    for source in ("short", "long"):
+    rows = [row | {"source": 5 if len(row["prompt"]) < 5 else "long"} for row in rows]
+    (data := tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = dict(data=data, eval_data=data, prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
+    (line,) = metrics(out := go(**own, reward=paths("sometimes", "judged"), correct="judged"))[1:]
+    for source in (5, "long"):
         own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
         given = [reward for reward in own_rewards if reward is not None]
         assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(given)) and given != own_rewards
         assert line[f"groups/source={source}"] == len(own_rewards) / G
-    assert "eval/accuracy/source=short" in line
+    n, n_long = line["eval/groups/source=5"], line["eval/groups/source=long"]
+    right = n * line["eval/accuracy/source=5"] + n_long * line["eval/accuracy/source=long"]
+    assert right == pytest.approx((n + n_long) * line["eval/accuracy"])
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
@@ -646,7 +649,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
 
 def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
-    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2)
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged"))
     made = go("made", **held_out)
     assert torch.equal(trained(go("often", **held_out | dict(eval_every=1))), trained(made))
     # The evaluations before the first step and after the second one.

@@ -99,7 +99,7 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     while len(queue) < cfg.delay + (0 if during_updates else 1):
         queue.append(sample_for(run, step + len(queue), now=step))
     if during_updates:
-        rows = pick_rows(run, cfg.prompts_per_step, step)
+        rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
         run.asked = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:

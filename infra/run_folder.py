@@ -230,7 +230,7 @@ def provenance() -> dict:
 def inputs(config: Config) -> list[Path]:
     """Return the files and folders that the settings name."""
     functions = [name.rpartition(":")[0] for name in [*config.reward, config.reply or ""]]
-    named = [config.model, config.data, config.eval_data, *functions]
+    named = [config.model, config.reference, config.data, config.eval_data, *functions]
     return [Path(path).resolve() for path in named if path and Path(path).exists()]
 
 

@@ -402,7 +402,7 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
 
 
 CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]
-NAMED = ["model/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
+NAMED = ["model/config.json", "teacher/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
 
 
 @pytest.mark.parametrize("changed", CODE + NAMED)
@@ -411,8 +411,9 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first")
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "infra" / "run_folder.py"))
-    model, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", *NAMED[1:]))
+    model, teacher, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", "teacher", *NAMED[2:]))
     settings = dict(model=model, data=rows, eval_data=held, reward=[f"{reward}:f"], reply=f"{reply}:f")
+    settings |= dict(beta=0.1, reference=teacher)
     made(out, left=("checkpoint/000004",), **settings)
     on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings), [])
     assert begun(out, **settings) == []
@@ -425,7 +426,7 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
 
 
 def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkeypatch):
-    made(out, left=("checkpoint/000004",), rollout_tokens=1000, micro_batch_tokens=500)
+    made(out, left=("checkpoint/000004",))  # with budgets that were not typed
 
     def budgets(**typed) -> tuple[int | None, int | None]:
         # With a GPU, the budgets that are not typed are None until the run has measured what fits.
@@ -433,8 +434,8 @@ def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkey
         config = with_budgets(config, *run_folder.claim(config).budgets)
         return config.rollout_tokens, config.micro_batch_tokens
 
-    assert budgets() == (1000, 500) and budgets(rollout_tokens=7) == (7, 500)
-    assert budgets(micro_batch_size=3) == (1000, None)  # a limit of completions leaves tokens without a limit
+    assert budgets() == (32768, 2048) and budgets(rollout_tokens=7) == (7, 2048)
+    assert budgets(micro_batch_size=3) == (32768, None)  # a limit of completions leaves tokens without a limit
     assert budgets(overwrite=True) == (None, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")

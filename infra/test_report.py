@@ -61,7 +61,7 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
-    (dict(delay=0.5, tis_cap=2.0), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
+    (dict(delay=0.5, tis_cap=2.0, sampler_gap=0.2), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
     (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
     (dict(grad_norm=0.0), [0] * 4, ""),
 ]

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 
@@ -47,7 +48,8 @@ class StandIn(HTTPServer):
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
-            weights = load_file(f"{body['kwargs']['weights_path']}/model.safetensors")
+            folder = Path(body["kwargs"]["weights_path"])
+            weights, self.folders = load_file(folder / "model.safetensors"), [*folder.parent.iterdir()]
             self.loaded = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
         if path == "/v1/load_lora_adapter":
             adapters = load_file(f"{body['lora_path']}/adapter_model.safetensors").items()
@@ -134,7 +136,7 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert all(one["top_p"] == 1.0 and one["min_p"] == 0.0 and one["stop"] == [] for one in stand_in.asked)
-    assert not [path for path in out.iterdir() if "served" in path.name]
+    assert len(stand_in.folders) == 2 and not [path for path in out.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
@@ -150,7 +152,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. What is
     sampled has the random numbers of the step that trains on it, and what rewards log is reported in that step. A run
     that was stopped and continued gives the same numbers."""
-    update, meanwhile, paths = train.update, [], []
+    update, pick_rows, meanwhile, paths, picked = train.update, train.pick_rows, [], [], []
 
     def fault(stand_in, path):
         paths.append(path)
@@ -166,6 +168,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     stand_in.fault = fault
     monkeypatch.setattr(train, "update", updating)
+    monkeypatch.setattr(train, "pick_rows", lambda run, n, step: picked.append(step) or pick_rows(run, n, step))
     settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
     settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
@@ -173,7 +176,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
     gaps = [line["sampler_gap"] for line in whole]
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
-    assert [line["delay"] for line in whole] == [0, 1, 2]
+    assert [line["delay"] for line in whole] == [0, 1, 2] and picked == sorted(picked), "rows are those of a later step"
     assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
     seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice"
@@ -266,9 +269,10 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
         if len(one.asked) >= TRIAL + 38 and one.version == "as started":
             return next(starting, None)
 
-    stand_in.fault = fault
-    assert all(line["sampler_gap"] < 1e-5 for line in metrics(go(steps=3)))
-    assert len(stand_in.asked) > TRIAL + 4 * 12  # those of two steps were asked for again
+    whole, usual = metrics(go("whole", steps=3, reply=AGAIN)), len(stand_in.asked)
+    stand_in.asked, stand_in.fault = [], fault
+    assert metrics(go(steps=3, reply=AGAIN)) == whole and all(line["sampler_gap"] < 1e-5 for line in whole)
+    assert len(stand_in.asked) > usual + 12  # some were asked for again, with new replies
 
 
 def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):

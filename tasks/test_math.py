@@ -48,5 +48,7 @@ def test_rows_of_a_file(tmp_path):
     task = load_task(Config(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=4))
     made = {row["prompt"][0]["content"]: row["answer"] for row in task.train + task.eval}
     expected = {f"{n} + 1?{ASK}": n + 1 for n in range(20)}
+    more = dict(data=str(tmp_path / "rows.jsonl"), eval_data=str(tmp_path / "rows.jsonl"))
+    assert load_task(Config(task="math", **more)).eval == load_task(Config(task="math", **more)).train
     assert made == expected | {f"2 + 2?{ASK}": "It is \\boxed{4}.", "Is it 7?": "7"} and len(task.eval) == 4
     assert "\\boxed{}" in ASK and task.correct == task.reward_names[0] == "equal_answer"
