@@ -360,12 +360,13 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
-    fields, longest_prompt, noted = load_run(cfg, device)
+    fields, longest_prompt, notes = load_run(cfg, device)
     run = Run(**fields)
     measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
+    notes += [measured] if measured else []
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
-    return run, log, [*noted, measured] if measured else noted
+    return run, log, notes
 
 
 def train(typed: Config) -> int:
@@ -377,30 +378,29 @@ def train(typed: Config) -> int:
     start = ranks.on_first(run_folder.claim, cfg)
     if start.is_finished:
         return report.finished(out, already=True)
-    steps_made = start.after_step
-    run, log, noted = set_up(with_budgets(cfg, *start.budgets), device)
+    run, log, notes = set_up(with_budgets(cfg, *start.budgets), device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
         models["reference"] = run.reference
-    if steps_made:
-        run.cursor, run.state = checkpoint.load(out, steps_made, models, run.optimizer)
-    # But for its lock, the folder is unchanged up to this line, so a run that cannot start leaves it as it was.
-    noted += ranks.on_first(run_folder.begin, run.config, typed, start)
-    ranks.on_first(log.open, steps_made)
-    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, steps_made)
+    if start.after_step:
+        run.cursor, run.state = checkpoint.load(out, start.after_step, models, run.optimizer)
+    # Up to this line, only the lock of the folder is new, so a run that cannot start leaves the folder as it was.
+    notes += ranks.on_first(run_folder.begin, run.config, typed, start)
+    ranks.on_first(log.open, start.after_step)
+    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, notes, start.after_step)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
-    if cfg.eval_every and not steps_made:
+    if cfg.eval_every and not start.after_step:
         seeds.seed_everything(cfg.seed, 0)
-        held_out, evaluated = evaluate(run, 0)
-        log.step({"step": 0} | held_out, [], evaluated)
-    for step in range(steps_made + 1, cfg.steps + 1):
+        eval_metrics, evaluated = evaluate(run, 0)
+        log.step({"step": 0} | eval_metrics, [], evaluated)
+    for step in range(start.after_step + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
-        held_out, evaluated = evaluate(run, step) if evaluates else ({}, [])
-        log.step(metrics | held_out, groups, evaluated)
+        eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
+        log.step(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)
