@@ -64,10 +64,10 @@ def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any)
     lengths = [[mask.sum() for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
     lengths = torch.tensor(np.array(lengths))  # (P, G)
     advantages = group_advantages(rewards, settings.scale_rewards, settings.baseline, lengths=lengths)  # (P, G)
-    for group, row in zip(groups, advantages, strict=True):
+    for group, own in zip(groups, advantages, strict=True):
         # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
         without_signal = settings.dynamic_sampling and not group.has_signal
-        group.advantages = torch.zeros_like(row) if without_signal else row
+        group.advantages = torch.zeros_like(own) if without_signal else own
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
@@ -155,13 +155,12 @@ def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: fl
     whole update. If several tokens have the same entropy, the first ones are kept, so that the share is exact."""
     place = entropy[mask.bool()].argsort(descending=True, stable=True).argsort()  # rank by entropy; 0 is the highest
     chosen = (place < share * len(place) - 1e-9).to(entropy)  # - 1e-9 because 0.07 * 100 gives 7 + 9e-16
-    kept = torch.zeros_like(entropy).masked_scatter(mask.bool(), chosen)
-    return advantages.reshape(len(advantages), -1) * kept
+    keeps = torch.zeros_like(entropy).masked_scatter(mask.bool(), chosen)  # (N, T), 1 or 0
+    return advantages.reshape(len(advantages), -1) * keeps
 
 
 def _whitened(x: Tensor, tokens: Tensor, eps: float) -> Tensor:
-    """Subtract the mean of the batch and divide by its std. In both, a completion counts once for each of its
-    tokens."""
+    """Subtract the mean of the batch and divide by its std, both weighted by the number of tokens."""
     total = tokens.sum().clamp(min=2)  # a batch of one token has no signal, but must not divide by 0
     centred = x - (tokens * x).sum() / total
     return centred / (((tokens * centred.square()).sum() / (total - 1)).sqrt() + eps)

@@ -71,19 +71,20 @@ class Limits:
 
 def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> Batch:
     """Build the batch of a step. Completions that are not trained on stay in it, with all their tokens masked."""
-    N = sum(len(group.completions) for group in groups)
+    completions = [completion for group in groups for completion in group.completions]
+    N = len(completions)
     T = max(len(group.prompt_ids) + len(completion.ids) for group in groups for completion in group.completions)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     advantages, sampler_logp = torch.zeros(N, T), torch.zeros(N, T)
     prompts, prompt_lengths = (torch.zeros(N, dtype=torch.long) for _ in range(2))
-    K = 0 if (first := groups[0].completions[0].head_ids) is None else first.shape[1]
+    K = 0 if completions[0].head_ids is None else completions[0].head_ids.shape[1]
     head_ids, head_logp = torch.zeros(N, T, K, dtype=torch.int32), torch.zeros(N, T, K + 1)
     kept: list[list[np.ndarray | None]] = [[None] * T for _ in range(N)]
     n = 0
     for p, group in enumerate(groups):
         start = len(group.prompt_ids)
-        rows = zip(group.completions, trained_tokens(group, mask_truncated), group.advantages, strict=True)
-        for completion, is_trained, advantage in rows:
+        masks = trained_tokens(group, mask_truncated)
+        for completion, is_trained, advantage in zip(group.completions, masks, group.advantages, strict=True):
             end = start + len(completion.ids)
             prompts[n], prompt_lengths[n] = p, start
             ids[n, :start] = torch.tensor(group.prompt_ids)
@@ -98,7 +99,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
             if completion.kept is not None:
                 kept[n][start:end] = completion.kept
             n += 1
-    has_kept_sets = any(completion.kept is not None for group in groups for completion in group.completions)
+    has_kept_sets = any(completion.kept is not None for completion in completions)
     tensors = (ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp)
     batch = Batch(*(x.to(device) for x in tensors), kept=kept if has_kept_sets else None)
     return replace(batch, head_ids=head_ids.to(device), sampler_head_logp=head_logp.to(device)) if K else batch
@@ -132,8 +133,8 @@ def micro_batches(
 
     mine = pieces_of(shares[rank])
     for piece in mine:
-        completions = [i for row in piece for i in row.completions]  # by their row in the batch
-        yield completions, replace(batch[completions], per_row=[len(row.completions) for row in piece])
+        rows = [row for shared in piece for row in shared.completions]  # of the batch, one for each completion
+        yield rows, replace(batch[rows], per_row=[len(shared.completions) for shared in piece])
     if same_count:
         most = max(len(pieces_of(share)) for share in shares)
         filler = replace(batch[[0]], mask=torch.zeros_like(batch.mask[:1]))  # any completion would do: it is masked
@@ -156,7 +157,7 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
     for one, its_work in zip(samples, work, strict=True):
-        middle = before + its_work / 2  # where the middle of its work is, between 0 and the work of all, and below it
+        middle = before + its_work / 2  # of its work: above 0 and below total, so the rank is below world
         shares[int(world * middle / total)].append(one)
         before += its_work
     return shares
@@ -164,7 +165,7 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
 
 def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
     """Divide the rows into micro-batches that the limits allow. The rows must be sorted as `shared_rows` returns them:
-    those with a gradient first, and within each kind the longest first."""
+    first those with a gradient, then those without, and in both parts the longest first."""
     pieces: list[list[SharedRow]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]

@@ -20,8 +20,8 @@ from fast.shared_prompts import model_inputs
 CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens go through the output head at once
 
 
-def computed_in(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the computation."""
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that the model computes in, which autocast may change."""
     weight = next(model.parameters())
     on = weight.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else weight.dtype
@@ -43,20 +43,20 @@ def token_logprobs(
     """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
     all padding on the right. Position t belongs to token t, and is 0 where completion_mask is 0.
 
-    entropy_grad gives the entropy a gradient; it is over the whole vocabulary. kept[b][t] are the token ids that
-    logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), there is a third result (B, T, K + 1), the
-    log-probs of these ids at each token, and of all others together. per_row[r] is how many consecutive rows of one
-    prompt the model reads as one. The result does not depend on it.
+    The entropy is always that of the whole vocabulary. It has a gradient only with entropy_grad. kept[b][t] are the
+    token ids that logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), there is a third result
+    (B, T, K + 1), the log-probs of these ids at each token, and of all others together. per_row[r] is how many
+    consecutive rows, all of one prompt, the model reads as one. The result does not depend on it.
     """
     lengths = attention_mask.sum(1)  # (B,)
-    T = int(lengths.max())  # the columns behind are padding in every row
+    T = int(lengths.max())  # all later columns are padding in every row
     ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
     scored = completion_mask[:, :T].bool() & real
     if (real[:, 1:] > real[:, :-1]).any() or scored[:, 0].any():
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, computed_in(model))  # places (B, T - 1)
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, compute_dtype(model))  # places (B, T - 1)
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
     with_entropy = with_entropy or entropy_grad
     values = score_tokens(
@@ -67,7 +67,7 @@ def token_logprobs(
         None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
         None if head_ids is None else head_ids[b, t].long(),  # (n, K)
         temperature=temperature,
-        chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # large sets take memory, too
+        chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # the sets take memory as well
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )  # (n, 2), or (n, 2 + K + 1)

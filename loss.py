@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-# Four arguments of policy_loss choose an equation. Each choice is followed by the other arguments that it reads. An
-# argument that only other choices of its kind read has no effect, so the command line refuses it. An argument that is
-# not listed at all, such as beta, is always read.
+# Four arguments of policy_loss choose an equation. Each value of them is listed with the other arguments that its
+# equation reads. If an argument is listed, but not with the value that was chosen, it has no effect, and the command
+# line refuses it. An argument that is not listed at all, such as beta, is always read.
 OBJECTIVES = {
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
@@ -131,10 +131,11 @@ def policy_loss(
     sampler recorded. They may differ from old_logp, because sampling and training round differently. The denominator of
     the ratio is old_logp, or sampler_logp if old_policy is "sampler".
 
-    The tis_* arguments correct the policy term for the difference between the old policy and the sampler. The gate_*
-    arguments drop completions in which this difference is too large. head_logp and sampler_head_logp (B, T, K) center
-    the scores: they have the log-probs of the sampler's K likeliest ids at each token, under the policy and under the
-    sampler. infra/command_line.py checks which arguments make sense together.
+    The tis_* arguments (truncated importance sampling) correct the policy term for the difference between the old
+    policy and the sampler. The gate_* arguments drop completions in which this difference is too large. head_logp and
+    sampler_head_logp (B, T, K) center the scores: they have the log-probs of the sampler's likeliest ids at each token,
+    under the policy and under the sampler. The last of the K may be the log-prob of all other ids together.
+    infra/command_line.py checks which arguments make sense together.
     """
     if old_policy not in OLD_POLICIES:
         raise _unknown("old_policy", old_policy, OLD_POLICIES)
@@ -218,16 +219,16 @@ def policy_loss(
         policy = policy * correction
     if head_logp is not None:  # 2609.20807: subtract the score that the sampler expects at each token
         # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where f is the weight of the token.
-        head_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
-        head_ratio = head_logp.detach().exp() / mu  # infinite where the sampler has probability 0
+        outcome_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
+        outcome_ratio = outcome_logp.detach().exp() / mu  # infinite where the sampler has probability 0
         if objective == "cispo" and old_policy == "sampler":
-            f = head_ratio.clamp(max=epsilon_high)
+            f = outcome_ratio.clamp(max=epsilon_high)
         elif has_tis:
-            f = _bounded(head_ratio, tis_mode, tis_floor, tis_cap)
+            f = _bounded(outcome_ratio, tis_mode, tis_floor, tis_cap)
         else:
             f = torch.ones_like(mu)
         c = (mu * f).masked_fill(mu == 0.0, 0.0)
-        policy = policy + A * (c * head_logp).sum(-1)
+        policy = policy + A * (c * outcome_logp).sum(-1)
     if has_gate:
         policy = policy.masked_fill(outside_gate, 0.0)
     if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 where the policy has moved far
@@ -274,10 +275,13 @@ def _bounded(ratio: Tensor, tis_mode: str, floor: float | None, cap: float | Non
 
 
 def _outcomes(head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probs (B, T, K + 1) under the policy and the probabilities under the sampler of the outcomes at
-    each token: K ids, and all others together, where the paper takes the sampler to be proportional to the policy. If
-    the given ones add up to 1, they are all, and the last one here has probability 0. For accuracy in fp32, a caller
-    gives the sum of the others as one of the outcomes, because 1 minus the sum of the head is rounded."""
+    """Return the log-probs under the policy and the probabilities under the sampler, both (B, T, K + 1), of the
+    outcomes at each token: the K that are given, and the rest as one more. In the rest, the paper takes the sampler to
+    be proportional to the policy.
+
+    If the given outcomes have probability 1 together, nothing is left, and the rest gets probability 0. This is so if
+    one of them is already "all other ids together", which a caller should give in fp32: 1 minus the probabilities of
+    the likeliest ids would be rounded."""
     head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
     mu, given = sampler_head_logp.exp(), head_logp.exp().sum(-1, keepdim=True)
     others = 1 - mu.sum(-1, keepdim=True)

@@ -23,12 +23,11 @@ for all its samples, finished rows leave the batch, and sampling takes one pass 
 caches, continuous batching, beams, speculative decoding.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -44,11 +43,11 @@ from fast.growing_cache import make_room
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
-LOOK_EVERY = {"cuda": 8, "cpu": 1}  # tokens between two looks at which rows have ended; a look keeps a GPU waiting
+CHECK_EVERY = {"cuda": 8, "cpu": 1}  # after how many tokens to check which rows have ended; a GPU waits for each check
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
 PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
-MOST_KEPT_IDS = 2**31  # in the kept sets of the completions that are sampled at once: 8 GB
+MOST_KEPT_IDS = 2**31  # the limit of ids, 8 GB, in all kept sets of the completions that are sampled at once
 
 
 @dataclass
@@ -75,9 +74,7 @@ class Completion:
     ids: np.ndarray  # int32, with the end token of each turn
     logp: np.ndarray  # float32, under the sampler, at its temperature, normalized over `kept`
     truncated: bool  # the limit of tokens, replies included, was reached before the completion was over
-    kept: list[np.ndarray | None] | None = (
-        None  # int32, the ids that each token was sampled from; None: nothing was cut
-    )
+    kept: list[np.ndarray | None] | None = None  # int32 ids that each token was sampled from; None: nothing was cut
     head_ids: np.ndarray | None = None  # (T, K) int32, the likeliest ids at each token; None: not recorded
     head_logp: np.ndarray | None = None  # (T, K + 1) float32, of these and of all others together; -inf: none left
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
@@ -229,8 +226,8 @@ def _token_loop(
     _select_rows(kwargs, rows)
     make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
 
-    look_every = LOOK_EVERY[rows.device.type]
-    may_end = functools.cache(partial(may_end_stop, sampling=sampling))
+    check_every = CHECK_EVERY[rows.device.type]
+    may_end = cache(partial(may_end_stop, sampling=sampling))  # decodes each token of the vocabulary once
     live = torch.arange(N, device=rows.device)  # the completion of each row of the batch; ended ones leave it later
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
     for t in range(L):
@@ -251,7 +248,8 @@ def _token_loop(
         if sampling.stop:
             first = max(0, t + 1 - stop_window(sampling))
             recent = tokens[live, first : t + 1].tolist()
-            # The last tokens of each row's turn. During a reply there are none: the next turn starts after it.
+            # The tokens of `recent` that belong to each row's turn. During a reply there are none, because the next
+            # turn starts after it.
             turns = [ids[max(0, turn_starts[n] - first) :] for n, ids in zip(live.tolist(), recent)]
             stopped = [bool(ids) and may_end(ids[-1]) and has_stop(ids, sampling) for ids in turns]
             ended = ended | torch.tensor(stopped, device=rows.device)
@@ -270,7 +268,7 @@ def _token_loop(
                 ended[b] = False
 
         done = done | ended
-        if t % look_every == 0:
+        if t % check_every == 0:
             count = int(done.sum())
             if progress is not None:
                 progress(t + 1, len(live) - count)
@@ -297,7 +295,7 @@ def _token_loop(
             ids=ids[i, :n].copy(),  # a view would keep all N x L ids in memory
             logp=logp[i, :n].copy(),
             truncated=cut_off,
-            kept=[own if len(own) else None for own in kept[i][:n]] or None,  # as `_append_sets` says
+            kept=[own if len(own) else None for own in kept[i][:n]] or None,  # empty: no set, or nothing was cut
             head_ids=head_ids[i, :n].copy() if K else None,
             head_logp=head_logps[i, :n].copy() if K else None,
             written=None if replies is None else written[i, :n].copy(),
@@ -342,7 +340,7 @@ def sample(
     log-probs (B,), a mask (B, V) of the kept sets, or None if log-probs are normalized over the whole vocabulary, and
     the ids (B, K) and log-probs (B, K + 1) of the head, or None if it is not recorded."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampling.temperature == 0.0:
+    if sampling.temperature == 0.0:  # greedy: nothing is cut, and log-probs are those at temperature 1
         whole = p = logits.softmax(-1)  # (B, V)
         token = logits.argmax(-1, keepdim=True)
     else:
@@ -384,7 +382,7 @@ def _cut(p: Tensor, sampling: Sampling) -> Tensor:
         high, order = p.sort(descending=True)
         mass_before = high.cumsum(-1).sub_(high)
         high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True), 0.0)
-        del mass_before
+        del mass_before  # as large as p, so free it before the next line allocates
         p = torch.zeros_like(p).scatter_(1, order, high)
     if sampling.min_p > 0.0:
         p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0.0)

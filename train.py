@@ -57,7 +57,7 @@ class Run:
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
     server: Server | None = None  # where completions are sampled; made by the first rollout with --server
-    asked: Callable[[], list[Group]] | None = None  # waits for what a server samples during the updates of a step
+    pending: Callable[[], list[Group]] | None = None  # waits for the groups that a server samples during the updates
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
@@ -92,64 +92,67 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Take this step's groups from the queue, where they have waited for cfg.delay steps, and sample those of step +
-    cfg.delay. A server is only asked for them here. It samples during the updates, and `finish_sampling` waits."""
+    cfg.delay. With a server and a delay, these are only requested here: the server samples them during the updates,
+    and `finish_sampling` waits for them."""
     cfg = run.config
     during_updates = bool(cfg.server and cfg.delay)
-    queue = run.state.setdefault("queue", [])  # of this step, the next one, ...; the same on all ranks
-    while len(queue) < cfg.delay + (0 if during_updates else 1):
+    # The groups of this step, of the next one, and so on, the same on all ranks. The last ones are those of step +
+    # cfg.delay, unless a server samples these later.
+    queue = run.state.setdefault("queue", [])
+    while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
         queue.append(sample_for(run, step + len(queue), now=step))
     if during_updates:
         rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
-        run.asked = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
+        run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
-        group.row = group.row or run.task.train[group.index]  # see `sample_for`
-    # These are already of all ranks, and are gathered once more at the end of the step.
+        group.row = group.row or run.task.train[group.index]  # `sample_for` may have left it out
+    # `sample_for` gathered these from all ranks. One rank keeps them, because the end of the step gathers again.
     run.logged = logged if ranks.rank() == 0 else []
     return groups, drawn
 
 
 def finish_sampling(run: Run, step: int) -> None:
     """Wait for what a server has sampled during the updates. From here on, its weights are old."""
-    if run.asked is not None:
-        run.state["queue"].append(sample_for(run, step + run.config.delay, now=step, asked=run.asked))
-        run.asked = None
+    if run.pending is not None:
+        run.state["queue"].append(sample_for(run, step + run.config.delay, now=step, sampled=run.pending()))
+        run.pending = None
     if run.server is not None:
         run.server.is_current = False
 
 
 def sample_for(
-    run: Run, step: int, now: int, asked: Callable[[], list[Group]] | None = None
+    run: Run, step: int, now: int, sampled: list[Group] | None = None
 ) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
-    """Sample in the step `now` for a step that trains later. All random numbers are those of the later one, so runs
-    with other delays have the same ones. Return what `draw_groups` returns, and what rewards have logged."""
-    of_now, run.logged = run.logged, []
+    """During the step `now`, sample what `step` will train on. All random numbers are those of `step`, so runs with
+    different delays have the same ones. Return what `draw_groups` returns, and what the rewards have logged."""
+    logged_before, run.logged = run.logged, []  # what rewards log from here on is reported with `step`, not with `now`
     seeds.seed_everything(run.config.seed, step)
-    groups, drawn = draw_groups(run, step, asked)
+    groups, drawn = draw_groups(run, step, sampled)
     for group in drawn:
         group.step = now
         if group.index is not None and group.row is run.task.train[group.index]:
             group.row = {}  # the index is enough, and a checkpoint stays small
-    logged, run.logged = ranks.gather(run.logged), of_now
+    logged, run.logged = ranks.gather(run.logged), logged_before
     return groups, drawn, logged
 
 
-def draw_groups(run: Run, step: int, asked: Callable[[], list[Group]] | None = None) -> tuple[list[Group], list[Group]]:
+def draw_groups(run: Run, step: int, sampled: list[Group] | None = None) -> tuple[list[Group], list[Group]]:
     """Return the groups to train on, and all that were sampled. With dynamic sampling (DAPO), groups without a signal
     are replaced, in at most cfg.dynamic_sampling further rounds. All ranks have all rewards, so they decide alike.
-    `asked` returns the groups of the first round, if they were asked for before."""
+    `sampled` are the groups of the first round, if a server has sampled them already."""
     cfg = run.config
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
-        if asked is None:
+        if sampled is None:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-            asked = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
-        new, asked = asked(), None
-        add_rewards(run, new, steps_done=step - 1)
-        drawn += new
-        groups += [group for group in new if group.has_signal or not cfg.dynamic_sampling]
+            sampled = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))()
+        add_rewards(run, sampled, steps_done=step - 1)
+        drawn += sampled
+        groups += [group for group in sampled if group.has_signal or not cfg.dynamic_sampling]
         if len(groups) == cfg.prompts_per_step:
             break
+        sampled = None
     if not groups:  # no group has a signal, so this step has nothing to learn from
         return drawn[: cfg.prompts_per_step], drawn
     return groups, drawn  # fewer groups than cfg.prompts_per_step if the rounds were not enough
@@ -157,37 +160,39 @@ def draw_groups(run: Run, step: int, asked: Callable[[], list[Group]] | None = N
 
 def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     """Choose the next n rows of the task. For a curriculum, change this function, and store its state in run.state.
-    After the step, group.index tells where in run.task.train the row of a group is. A row that is not from there needs
-    `encode_prompts` first."""
+    After the step, group.index is the position of a group's row in run.task.train. If you return rows that are not in
+    that list, call `encode_prompts` on them first."""
     run.cursor += n
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
 
 def ask_for_groups(
-    run: Run, rows: list[dict], n: int, step: int, first: int = 0, **differing: Any
+    run: Run, rows: list[dict], n: int, step: int, first: int = 0, **changes: Any
 ) -> Callable[[], list[Group]]:
-    """Sample n completions of each row's prompt, as run.sampling says, but for the fields of it that are given. Return
-    a function that returns the groups; a server may still be sampling until then. Each rank samples its share of them,
-    and every rank gets all groups. The random numbers depend on the prompt's number in the step, which is `first` for
-    the first row."""
+    """Start to sample n completions for each row. Return a function that waits for them and returns the groups. Only a
+    server samples in the meantime: without one, the completions are there when this function returns.
+
+    Each rank samples its share of the completions, and every rank gets all groups. `changes` replace fields of
+    run.sampling. `first` is the number of the first row's prompt in the step, from which its random numbers follow."""
     cfg = run.config
     samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
-    mine = [samples[k] for k in ranks.share(len(samples))]
-    own_rows = [rows[p] for p, _ in mine]
-    sampling = replace(run.sampling, **differing)
+    own_samples = [samples[k] for k in ranks.share(len(samples))]
+    own_rows = [rows[p] for p, _ in own_samples]
+    sampling = replace(run.sampling, **changes)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
-    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in mine], cfg.max_completion_length)
+    uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in own_samples], cfg.max_completion_length)
     prompts = [row["prompt_ids"] for row in own_rows]
     if cfg.server:
-        asked = ask_servers(run, prompts, uniform, sampling, replies)
+        future = ask_servers(run, prompts, uniform, sampling, replies)
     else:
         prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
             sampled = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
-        run.sampling.tokens_at_once = sampling.tokens_at_once  # `rollout` lowers it when memory runs out
+        # `rollout` lowers the limit of its own `sampling` when memory runs out. Keep it for later rollouts.
+        run.sampling.tokens_at_once = sampling.tokens_at_once
 
     def wait_for_groups() -> list[Group]:
-        own = with_replies(wait_for(run.server, asked) if cfg.server else sampled, replies)
+        own = with_replies(wait_for(run.server, future) if cfg.server else sampled, replies)
         completions = ranks.gather(own)  # in the order of `samples`
         groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
         for p, group in enumerate(groups):
@@ -199,11 +204,11 @@ def ask_for_groups(
 
 def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     """Set the rewards of every group, and what follows from them. Each rank calls the rewards for its share."""
-    cfg, own = run.config, ranks.share(len(groups))
+    cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
-        judged, logged = call_rewards(run.task, groups[own.start : own.stop], run.tokenizer, steps_done)
+        results, logged = call_rewards(run.task, own_groups, run.tokenizer, steps_done)
     run.logged += logged
-    for group, (reward_parts, extras) in zip(groups, ranks.gather(judged), strict=True):
+    for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
         group.right = run.task.right(reward_parts)  # (G,)
@@ -275,11 +280,11 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
     # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
     # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
-    always_backward = cfg.beta != 0.0 or cfg.entropy_coef != 0.0 or cfg.sampler_coef != 0.0 or cfg.shard
+    entropy_grad = cfg.entropy_coef != 0.0
+    always_backward = cfg.beta != 0.0 or entropy_grad or cfg.sampler_coef != 0.0 or cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         has_gradient = always_backward or bool(part.has_gradient.any())
         with torch.set_grad_enabled(has_gradient):
-            entropy_grad = cfg.entropy_coef != 0.0
             how = dict(with_entropy=True, entropy_grad=entropy_grad, head_ids=part.head_ids)
             logp, entropy, *head = logprobs(run, part, run.model, **how)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
@@ -304,7 +309,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         stats["entropy"] = entropy.detach().sum(), part.mask.sum()
         for name, pair in stats.items():
             totals[name] = report.combine(name, totals.get(name), torch.stack(pair).double())
-        # Of each completion, the log of the ratio of old policy and sampler. NaN where no token is trained on.
+        # The log of each completion's importance weight, pi_old / pi_sampler, from which report.of_weights computes the
+        # effective sample size. NaN if no token of the completion is trained on.
         log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1).masked_fill(~part.mask.any(1), math.nan)
         totals["log_w"] = report.combine("log_w", totals.get("log_w"), log_w)
     return loss, totals
@@ -330,6 +336,7 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
     """Return the rate of a step: linear warm-up, then the schedule. `linear` and `cosine` end just above 0."""
     if step <= cfg.warmup_steps:
         return highest * step / cfg.warmup_steps
+    # 0 at the first step after the warm-up, and just below 1 at the last step.
     elapsed = (step - cfg.warmup_steps - 1) / max(1, cfg.steps - cfg.warmup_steps)
     factor = {"constant": 1.0, "linear": 1.0 - elapsed, "cosine": (1.0 + math.cos(math.pi * elapsed)) / 2}
     return highest * factor[cfg.lr_schedule]
@@ -340,8 +347,8 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg, run.logged = run.config, []
     rows = run.task.eval[: cfg.eval_prompts]
-    own = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, head=0, **own)()
+    changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
+    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, head=0, **changes)()
     add_rewards(run, sampled, steps_done=step)
     greedy = ask_for_groups(run, rows, 1, step=0, head=0, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
@@ -353,12 +360,13 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
-    fields, longest_prompt, noted = load_run(cfg, device)
+    fields, longest_prompt, notes = load_run(cfg, device)
     run = Run(**fields)
     measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
+    notes += [measured] if measured else []
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
-    return run, log, [*noted, measured] if measured else noted
+    return run, log, notes
 
 
 def train(typed: Config) -> int:
@@ -370,30 +378,29 @@ def train(typed: Config) -> int:
     start = ranks.on_first(run_folder.claim, cfg)
     if start.is_finished:
         return report.finished(out, already=True)
-    steps_made = start.after_step
-    run, log, noted = set_up(with_budgets(cfg, *start.budgets), device)
+    run, log, notes = set_up(with_budgets(cfg, *start.budgets), device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
         models["reference"] = run.reference
-    if steps_made:
-        run.cursor, run.state = checkpoint.load(out, steps_made, models, run.optimizer)
-    # But for its lock, the folder is unchanged up to this line, so a run that cannot start leaves it as it was.
-    noted += ranks.on_first(run_folder.begin, run.config, typed, start)
-    ranks.on_first(log.open, steps_made)
-    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, noted, steps_made)
+    if start.after_step:
+        run.cursor, run.state = checkpoint.load(out, start.after_step, models, run.optimizer)
+    # Up to this line, only the lock of the folder is new, so a run that cannot start leaves the folder as it was.
+    notes += ranks.on_first(run_folder.begin, run.config, typed, start)
+    ranks.on_first(log.open, start.after_step)
+    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, notes, start.after_step)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
-    if cfg.eval_every and not steps_made:
+    if cfg.eval_every and not start.after_step:
         seeds.seed_everything(cfg.seed, 0)
-        held_out, evaluated = evaluate(run, 0)
-        log.step({"step": 0} | held_out, [], evaluated)
-    for step in range(steps_made + 1, cfg.steps + 1):
+        eval_metrics, evaluated = evaluate(run, 0)
+        log.step({"step": 0} | eval_metrics, [], evaluated)
+    for step in range(start.after_step + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
-        held_out, evaluated = evaluate(run, step) if evaluates else ({}, [])
-        log.step(metrics | held_out, groups, evaluated)
+        eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
+        log.step(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)

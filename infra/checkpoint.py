@@ -188,7 +188,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor] | None) -> None:
-    """Write the configuration of a model and its weights, or the ones that are given."""
+    """Write the configuration of a model, and `weights`, or the model's own weights if they are None."""
     # `save_pretrained` may refuse the generation settings that came with the model.
     own, model.generation_config = model.generation_config, GenerationConfig()
     model.save_pretrained(folder, state_dict=weights)

@@ -57,10 +57,10 @@ def choose_budgets(run: Any, longest_prompt: int, accumulate: Callable) -> str:
 
 def rollout_budget(run: Any, length: int) -> tuple[int, str]:
     """Return how many tokens fit into the cache of a rollout, and what was measured."""
-    # The prompt is almost as long as a prompt and its completion may be, so the cache is full after a few tokens.
+    # These prompts leave room for SAMPLED tokens only, so the cache is full after a few tokens.
     cfg, prompt = run.config, [0] * max(1, length - SAMPLED)
     # The end token is -1, which is no id, so no completion ends early.
-    few = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=2 * length, eos_ids=[-1], stop=[])
+    sampling = replace(run.sampling, max_completion_length=SAMPLED, tokens_at_once=2 * length, eos_ids=[-1], stop=[])
 
     def leave_out_the_prompt(tokens: int, unfinished: int) -> None:
         if tokens == 1:  # the prompt has been read; no real prompt is that long
@@ -68,7 +68,7 @@ def rollout_budget(run: Any, length: int) -> tuple[int, str]:
 
     def compute(tokens: int) -> None:
         n = tokens // length
-        rollout(run.model, [prompt] * n, np.full((n, SAMPLED), 0.5), few, progress=leave_out_the_prompt)
+        rollout(run.model, [prompt] * n, np.full((n, SAMPLED), 0.5), sampling, progress=leave_out_the_prompt)
 
     with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, SAMPLED):
         return largest_budget(compute, length, length, MOST_ROLLOUT_TOKENS, cfg.shard)
@@ -92,7 +92,8 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
         in_parts_that_fit(accumulate, run, batch)
         run.optimizer.zero_grad()
 
-    compute(n * row)  # not measured, because if n rows do not fit, fewer tokens are computed
+    # This try is not measured. If n rows do not fit, it lowers run.limits.tokens to a number that fits.
+    compute(n * row)
     tokens = min(ranks.gather([run.limits.tokens]))
     most = MOST_MICRO_BATCH_TOKENS if tokens == n * row else tokens
     return largest_budget(compute, tokens, longest_prompt + length, most, cfg.shard)
@@ -113,7 +114,7 @@ def largest_budget(compute: Callable[[int], None], n: int, length: int, most: in
         return max(ranks.gather([torch.cuda.max_memory_allocated() - held]))
 
     one = peak(n)
-    # Twice the tokens take at most twice the bytes. If so many might not fit, take this number without trying.
+    # Twice the tokens take at most twice the bytes. If that might not fit, count with twice the bytes and do not try.
     can_try = 2 * one <= free
     two = peak(2 * n) if can_try else 2 * one
     budget = length

@@ -202,7 +202,7 @@ class RunLog:
         self.config, self.decode, self.reward_names, self.out = config, decode, reward_names, Path(config.out)
         self.say_once = functools.cache(say)  # says a line only the first time
 
-    def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], done: int) -> None:
+    def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], after_step: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
         defaults = vars(Config())
         say(f"{rows[0]} prompts to train on, {rows[1]} held out")
@@ -210,14 +210,14 @@ class RunLog:
         say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
             say(f"note: {note}")
-        say(f"continued after step {done} in {self.out}/" if done else f"started in {self.out}/")
+        say(f"continued after step {after_step} in {self.out}/" if after_step else f"started in {self.out}/")
 
-    def open(self, done: int) -> None:
+    def open(self, after_step: int) -> None:
         """Open the files. Remove the lines of steps that will be run again, and an incomplete last line. A run that
-        starts from the beginning repeats the evaluation at step 0 as well, so no line stays if `done` is 0."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            lines = [line for line in run_folder.read_lines(self.out / name) if done and line["step"] <= done]
-            run_folder.write_text(self.out / name, as_json(lines))
+        starts from the beginning repeats the evaluation at step 0 as well, so no line stays if `after_step` is 0."""
+        for path in (self.out / "metrics.jsonl", self.out / "samples.jsonl"):
+            lines = [line for line in run_folder.read_lines(path) if after_step and line["step"] <= after_step]
+            run_folder.write_text(path, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
 
     def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:

@@ -49,8 +49,8 @@ from infra import ranks
 class Start:
     """How a command starts, which follows from what is in its folder."""
 
-    before: dict  # the config.json of the run that goes on; empty if a run starts from the beginning
-    after_step: int  # the step of the newest checkpoint; 0 if the first step is still to be made
+    before: dict  # the config.json of the run that goes on; empty for a new run
+    after_step: int  # the step of the newest checkpoint; 0 without a checkpoint
     is_finished: bool  # the run has made its steps, so that only its results are left to print
     # The tokens of a rollout and of a micro-batch. On the same hardware, a run goes on with those that it has, since
     # micro-batches of another size round differently. None: to be chosen.
@@ -63,7 +63,8 @@ def claim(config: Config) -> Start:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
-    before, saved, has_model = content_of(out / "config.json"), saved_steps(out), (out / "model").exists()
+    before, saved, has_model = config_json(out), saved_steps(out), (out / "model").exists()
+    newest = max(saved, default=0)
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and "settings" not in before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
@@ -73,10 +74,9 @@ def claim(config: Config) -> Start:
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    log = out / "metrics.jsonl"
-    if saved and saved[-1] not in [line["step"] for line in read_lines(log)]:
-        raise UserError(f"{log} lacks the line of step {saved[-1]}: restore it, or move its checkpoint away")
-    steps_made = there.steps if has_model else max(saved, default=0)
+    if saved and newest not in [line["step"] for line in read_lines(out / "metrics.jsonl")]:
+        raise UserError(f"{out}/metrics.jsonl lacks the line of step {newest}: restore it, or move its checkpoint away")
+    steps_made = there.steps if has_model else newest
     if config.steps < steps_made:
         raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
     if config.steps > steps_made and has_model and not saved:
@@ -84,7 +84,7 @@ def claim(config: Config) -> Start:
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
-    return Start(before, max(saved, default=0), is_finished, budgets if is_same_machine else (None, None))
+    return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))
 
 
 def starts_over(config: Config) -> bool:
@@ -95,10 +95,10 @@ def starts_over(config: Config) -> bool:
 
 def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
-    kept = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
+    fixed = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        kept |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
-    return [name for name in vars(here) if name in kept and getattr(there, name) != getattr(here, name)]
+        fixed |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
+    return [name for name in vars(here) if name in fixed and getattr(there, name) != getattr(here, name)]
 
 
 # ---- What is in a folder ----
@@ -116,15 +116,15 @@ def saved_steps(out: Path) -> list[int]:
 
 
 def run_id(out: Path) -> str:
-    """Return a text that no other run has. Each checkpoint contains it, so that one of another run is not mistaken for
-    one of this run."""
-    return content_of(out / "config.json").get("run_id", "")
+    """Return the unique id of the run. Each checkpoint contains it, so that a checkpoint of another run is not mistaken
+    for one of this run."""
+    return config_json(out).get("run_id", "")
 
 
 def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
-    settings = content_of(out / "config.json").get("settings")
-    # The file lacks a switch that is newer than the run. `resolve` gives it the value of the run's preset.
+    settings = config_json(out).get("settings")
+    # If the code has gained a switch since the run, the file lacks it. `resolve` takes its value from the run's preset.
     return resolve(Config(**settings), {}, on_gpu=False) if settings else None
 
 
@@ -139,9 +139,9 @@ def settings_in(file: Path) -> Config:
     return Config(**{name: x for name, x in content.items() if x is not None})
 
 
-def content_of(file: Path) -> dict:
+def config_json(out: Path) -> dict:
     """Return the content of a run's config.json, or an empty dict if there is no such file."""
-    return read_json(file) if file.exists() else {}
+    return read_json(out / "config.json") if (out / "config.json").exists() else {}
 
 
 def read_json(file: Path) -> dict:
@@ -183,16 +183,15 @@ def begin(config: Config, typed: Config, start: Start) -> list[str]:
     before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
         (out / "model").rename(out / f"model-{before['settings']['steps']}")
-    # Each path is a file or a folder. For a file, `glob` finds nothing. A folder itself is skipped by `digest_of`.
-    digests = {f"digest of {path}": digest_of([path, *sorted(path.glob("*"))]) for path in inputs(config)}
-    now = provenance() | {"digests": digests}
+    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
+    now = provenance() | {"digests": {f"digest of {path}": digest_of(inside) for path, inside in files.items()}}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
     about = {"run_id": before["run_id"], "given": given, "settings": settings} | now | {"beginnings": beginnings}
     # JSON has no infinity, but a number that is too large for a float is read as one.
     write_text(file, json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
-    old, new = facts(start.before or about), facts(about)
+    old, new = facts(start.before or about), facts(about)  # a new run is compared with itself: nothing has changed
     changed = [name for name in old | new if old.get(name) != new.get(name)]
     return notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
 

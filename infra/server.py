@@ -76,8 +76,8 @@ class Server:
     holder: tempfile.TemporaryDirectory | None = None  # of all weights; deleted when the process of the first rank ends
     folder: Path | None = None  # of the weights of the last hand-over, which has the same name
     is_current: bool = False  # set to False at the end of a step (train.py), after whose updates the weights are old
-    is_tried: bool = False  # before, a server that is lost ends the run at once
-    seconds: Counter = field(default_factory=Counter)  # handover, waited: of this step
+    is_tried: bool = False  # whether the trial was passed; until then, a lost server ends the run at once
+    seconds: Counter = field(default_factory=Counter)  # of this step, under the names handover and waited
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     replying: Lock = field(default_factory=Lock)  # one reply at a time, because they are the user's code
 
@@ -97,10 +97,10 @@ def ask_servers(run: Any, *how: Any) -> Future[list[Completion]]:
     return run.server.background.submit(served, run.server, *how)
 
 
-def wait_for(server: Server, asked: Future[list[Completion]]) -> list[Completion]:
+def wait_for(server: Server, future: Future[list[Completion]]) -> list[Completion]:
     start = time.perf_counter()
     with ranks.fail_together():
-        completions = asked.result()
+        completions = future.result()
     server.seconds["waited"] += time.perf_counter() - start
     return completions
 
@@ -220,10 +220,10 @@ def complete(
 def ask_turn(server: Server, url: str, ids: list[int], room: int, seed: int, sampling: Sampling) -> dict:
     """Ask for one turn after these ids. Return what the server has chosen. The turn has ended, unless its finish_reason
     is "length": then `room` tokens were too few."""
-    asked = ALWAYS | {name: getattr(sampling, name) for name in SAME_NAMES}
-    asked |= dict(prompt=ids, max_tokens=room, seed=seed, stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
-    asked |= {"model": "adapters"} if server.has_adapters else {}
-    choice = ask(server, url, "/v1/completions", asked)["choices"][0]
+    body = ALWAYS | {name: getattr(sampling, name) for name in SAME_NAMES}
+    body |= dict(prompt=ids, max_tokens=room, seed=seed, stop_token_ids=sampling.eos_ids, logprobs=sampling.head)
+    body |= {"model": "adapters"} if server.has_adapters else {}
+    choice = ask(server, url, "/v1/completions", body)["choices"][0]
     if choice["finish_reason"] not in ("stop", "length"):
         raise Lost(f"--server {url}: a completion ended with {choice['finish_reason']}")
     return choice
@@ -236,7 +236,7 @@ def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[
     likeliest = [sorted(top.items(), key=lambda pair: -pair[1])[:k] for top in tops]
     ids = np.array([[int(name.split(":")[1]) for name, _ in top] for top in likeliest], np.int32)
     logp = np.array([[x for _, x in top] for top in likeliest])
-    # What the K have not together. That is at least what the sampled id has, where it is not one of them.
+    # The probability outside the K ids. If the sampled id is not one of them, it is at least that of the sampled id.
     outside = (ids != completion.ids[:, None]).all(1)
     others = np.maximum(1 - np.exp(logp).sum(1), outside * np.exp(completion.logp))
     with np.errstate(divide="ignore"):
@@ -286,6 +286,7 @@ def trial(server: Server, run: Any) -> Path:
 
     true = lora.trained_tensors(model, remove_duplicate=False)  # a tied head has a name of its own
     stream = torch.Generator(model.device).manual_seed(cfg.seed)
+    # Tied tensors have two names in `true`, but are one object, so they get the same noise.
     with_its_noise = {x: with_noise(x, stream) for x in dict.fromkeys(true.values())}
     noisy = {name: with_its_noise[x] for name, x in true.items()}
     parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
@@ -299,7 +300,7 @@ def trial(server: Server, run: Any) -> Path:
                 variant = new | {name: old[name] for name in parts if parts[name] == part}
                 gaps[part] = mean_gap(model, variant, pairs, sampling.temperature)
             nearest = min(gaps, key=gaps.get)
-            if gaps[nearest] < own / 2:  # where an old part is in use, its gap is but rounding
+            if gaps[nearest] < own / 2:  # a server that uses an old part differs from that variant by rounding only
                 raise UserError(f"--server {url}: given new weights, it still computes with the old {nearest}")
             if not own <= TOLERANCE[model.dtype]:
                 wanted = "it needs the same model and tokenizer, and the flag --logprobs-mode processed_logprobs"

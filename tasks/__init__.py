@@ -194,7 +194,7 @@ def call_rewards(
 ) -> tuple[list[tuple[Tensor, list[dict]]], list[tuple[str, float]]]:
     """Call the rewards for these groups. Return
 
-    judged   for each group, the values (G, K) of the K rewards, NaN where a reward gave none, and a dictionary for each
+    results  for each group, the values (G, K) of the K rewards, NaN where a reward gave none, and a dictionary for each
              completion with what the rewards passed to `log_extra`
     logged   for each call of `log_metric`, the name and the value
     """

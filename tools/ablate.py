@@ -87,7 +87,7 @@ def run_all(args: argparse.Namespace) -> None:
     runs = runs_of(args)
     unfinished = [run for run in runs if not log_if_finished(run)]
     for run in runs:
-        about = run_folder.content_of(run.folder / "config.json")
+        about = run_folder.config_json(run.folder)
         if about and about.get("code") != run_folder.digest_of_code() and not args.keep:
             sys.exit(f"error: {run.folder} was made by other code: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
