@@ -11,6 +11,7 @@ from results.lag_study.study import CORRECTIONS, RATES, SEEDS, TUNED_ON, second_
 from tools.ablate import interval, markdown, p_value
 
 HERE = Path(__file__).parent
+DELAYS = [0, 2, 8, 32]
 
 
 def lines_of(name: str, delay: int, rate: str, seed: int) -> list[dict]:
@@ -41,30 +42,46 @@ def falls(lines: list[dict]) -> tuple[int | None, int | None]:
 
 
 def main() -> None:
-    variants = [(name, delay) for delay in (0, 2, 8, 32) for name in CORRECTIONS]
-    rates = {variant: best_rate(*variant) for variant in variants}
+    rates = {(name, delay): best_rate(name, delay) for name in CORRECTIONS for delay in DELAYS}
     runs = {v: [lines_of(*v, rate, seed) for seed in SEEDS] for v, rate in rates.items() if rate}
-    rows, p = [], {}
-    for (name, delay), logs in runs.items():
-        rewards = [second_half(lines) for lines in logs]
-        ess = statistics.mean(min(line["ess"] for line in lines if line.get("ess")) for lines in logs)
-        shown = f"{statistics.mean(rewards):.3f} ± {statistics.stdev(rewards):.3f}"
-        row = [str(delay), name, rates[name, delay], shown, f"{ess:.2f}", "", ""]
-        if name != "none" and ("none", delay) in runs:
-            differences = [a - second_half(lines) for a, lines in zip(rewards, runs["none", delay], strict=True)]
-            mean, half = interval(differences)
-            p[len(rows)] = p_value(differences)
-            row[5:] = [f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})", "no clear difference"]
-        rows.append(row)
-    for n, i in enumerate(sorted(p, key=p.get)):  # Holm
-        if p[i] > 0.05 / (len(p) - n):
+    rewards = {v: [second_half(lines) for lines in logs] for v, logs in runs.items()}
+    minus_none = {
+        (name, delay): [a - b for a, b in zip(own, rewards["none", delay], strict=True)]
+        for (name, delay), own in rewards.items()
+        if name != "none"
+    }
+    p = {v: p_value(differences) for v, differences in minus_none.items()}
+    differ = set()
+    for n, v in enumerate(sorted(p, key=p.get)):  # Holm
+        if p[v] > 0.05 / (len(p) - n):
             break
-        rows[i][6] = "**differs**"
-    head = ["delay", "correction", "its rate", "reward, steps 41 to 80", "lowest `ess`", "minus none", "verdict"]
-    print(markdown(head, *rows))
-    found = [falls(run_folder.read_lines(file)) for file in sorted(HERE.glob("*/metrics.jsonl"))]
+        differ.add(v)
+
+    def cell(v: tuple[str, int]) -> str:
+        if v not in runs:
+            return ""
+        text = f"{statistics.mean(rewards[v]):.3f} ± {statistics.stdev(rewards[v]):.3f}"
+        return f"{f'**{text}**' if v in differ else text} at {rates[v]}"
+
+    delays = [delay for delay in DELAYS if any(v[1] == delay for v in runs)]
+    print(
+        markdown(
+            ["correction", "delay " + str(delays[0]), *map(str, delays[1:])],
+            *[[name, *(cell((name, d)) for d in delays)] for name in CORRECTIONS],
+        )
+    )
+    print()
+    for v, differences in minus_none.items():
+        mean, half = interval(differences)
+        ess = statistics.mean(min(line["ess"] for line in lines if line.get("ess")) for lines in runs[v])
+        print(
+            f"{v[0]} at {v[1]} minus none: {mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f}), lowest ess {ess:.2f}"
+        )
+    # Without a delay, `ess` is always 1.
+    files = [file for file in sorted(HERE.glob("*/metrics.jsonl")) if "-0-" not in file.parent.name]
+    found = [falls(run_folder.read_lines(file)) for file in files]
     before = [lost - low for low, lost in found if low and lost]
-    print(f"{sum(lost is not None for _, lost in found)} of {len(found)} runs lose half of their reward;")
+    print(f"{sum(lost is not None for _, lost in found)} of {len(found)} runs with a delay lose half of their reward;")
     print(f"in {len(before)} of these `ess` is below 0.5 before, by {min(before)} to {max(before)} steps;")
     print(f"so it is in {sum(low is not None and lost is None for low, lost in found)} of the others")
 
