@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tasks._characters import char_tokenizer, small_config
 
@@ -130,6 +131,7 @@ MEASURED |= {"seconds_handover", "seconds_waited"}
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["conftest", "train", "tasks.sorting", "torch.distributed.launcher.api", "transformers.trainer_utils"]
 PROCESSES.set_forkserver_preload(PRELOADED)
+disable_progress_bar()
 AutoModelForCausalLM.from_pretrained(ROOT / "models/addition")
 
 
