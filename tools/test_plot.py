@@ -70,10 +70,12 @@ def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(t
     # If another run were drawn, the label of the line would end with "(2 seeds)".
     assert "seeds)" not in drawn, "replaced runs and other folders are left out"
     # picture_of returns the picture and its fingerprint.
-    fingerprints = [plot.picture_of(plot.parse([*words, "a.png", *more]))[1] for more in ([], ["--smooth", "1"])]
+    flags = [], ["--smooth=1"], ["--x=tokens"]
+    pictures, fingerprints = zip(*(plot.picture_of(plot.parse([*words, "a.png", *more])) for more in flags))
+    assert [picture.axes[0].get_xlabel() for picture in pictures] == ["step", "step", "tokens"]
     assert all(fingerprints[0].encode() in (tmp_path / name).read_bytes() for name in ("a.png", "a.svg"))
     (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.6}\n{"step": 2, "rew')  # a kill has torn a line
-    assert len({*fingerprints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 3
+    assert len({*fingerprints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 4
     with pytest.raises(SystemExit, match=r"no run has rewardx; the logs have reward, step"):
         plot.main([str(run), "--panels", "rewardx"])
     plot.main([str(run), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
