@@ -21,6 +21,8 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     groups = plot.by_settings([plot.read_log(folder(tmp_path / name, [], **names[name])) for name in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
+    own = [plot.ALGORITHMS[name] | dict(algorithm=name) for name in ("grpo", "dapo")]
+    assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | dict(normalization="sum"))])) == 3
 
 
 def drawn(logs: list[list[dict]], panel: str, width: int, x: str = "step") -> list[list[list[float]]]:
