@@ -69,6 +69,7 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert [sum(mask) for mask in trained_tokens(group, False)] == [turns.length, reply.length] == [2, 0]
     # A group needs two completions that can be trained on.
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
+    assert not has_signal(replace(group, completions=2 * [replace(turns, truncated=True)]), mask_truncated=True)
 
 
 # ---- Which rows are in which piece ----

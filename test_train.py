@@ -286,11 +286,11 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
     """Compute every metric again, from samples.jsonl and from what the loss returns for each micro-batch. The metrics
     of replies are in infra/test_report.py."""
-    names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss"
-    draws, minibatch_calls, update_calls, logprob_calls, loss_calls = (watch(train, name) for name in names)
+    names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss", "finish_sampling"
+    draws, minibatch_calls, update_calls, logprob_calls, loss_calls, waits = (watch(train, name) for name in names)
     advantage_calls = watch(advantage, "group_advantages")
-    # On this clock, drawing the groups takes 3 s, an update takes 5 s, and everything else takes no time.
-    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws) + 5.0 * len(update_calls))
+    # On this clock, drawing groups and waiting for a server take 3 s each, an update 5 s, and all else takes no time.
+    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws + waits) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
     of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05, tis_cap=9.0)
     out = go(
@@ -356,9 +356,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         "loss": loss,
         "grad_norm": mean(float(gradient.norm()) for gradient, _ in updates),
         "learning_rate": 0.02,  # half of 0.04 in the first of two warm-up steps
-        "seconds_rollout": 3.0,
+        "seconds_rollout": 6.0,
         "seconds_update": 20.0,
-        "tokens_per_second": sum(lengths) / 23.0,
+        "tokens_per_second": sum(lengths) / 26.0,
     }
     assert all(expected.values()), "a figure of 0 would show nothing"
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=0.0)  # float32

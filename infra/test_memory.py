@@ -298,6 +298,8 @@ def test_all_ranks_make_the_same_trials_and_choose_what_fits_on_the_smallest(sor
     assert f"rollout_tokens {rollout_tokens} (" in shown and f"micro_batch_tokens {micro_batch_tokens} (" in shown
     # With 80 GB on both ranks, the budgets would be above half of their limits.
     assert rollout_tokens <= memory.MOST_ROLLOUT_TOKENS / 4 and micro_batch_tokens <= memory.MOST_MICRO_BATCH_TOKENS / 4
+    shown = conftest.run(given | dict(steps=2), tmp_path / "out", partial(on_a_gpu, 80, 0.03), world=2)
+    assert shown.count("rank 0: ") == 1, "a run that goes on makes no trial"
 
 
 # ---- The tables of docs/distributed.md ----

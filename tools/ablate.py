@@ -252,8 +252,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name in args.figures:  # before the runs, which may take days
         if not re.fullmatch(r"[^:]+(:last|:\d+-\d+|:reaches-[\d.]+(-tokens|-seconds)?)?", name):
             parser.error(f"--figures {name}: must be METRIC, METRIC:last, METRIC:FIRST-LAST or METRIC:reaches-0.9")
-    if args.tune and {*args.tune_seeds} & {*args.seeds}:
-        parser.error("--tune needs --tune_seeds others than --seeds")
+    if args.tune and (":reaches-" in args.figures[0] or {*args.tune_seeds} & {*args.seeds}):  # the highest is slowest
+        parser.error("--tune needs --tune_seeds others than --seeds, and a first figure whose highest value is best")
     grid = dict(args.vary)
     if len(grid) < len(args.vary):
         parser.error("--vary names a setting twice")

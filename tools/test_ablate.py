@@ -25,6 +25,7 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
     ("--vary beta=0,0.1 --tune beta=0.2,0.3", "a run twice"),
     ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
+    ("--vary beta=0 --tune learning_rate=1e-3,1e-4 --figures reward:reaches-0.9", "whose highest value is best"),
 ]
 
 
@@ -99,7 +100,7 @@ def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(
         return 0
 
     monkeypatch.setattr(ablate, "run_one", run_one)
-    words = "--vary beta=0.0,0.1 --tune learning_rate=1e-3,1e-4 --tune_seeds 8,9 --seeds 1,2,3 --figures reward:last"
+    words = "--vary beta=0.0,0.1 --tune learning_rate=1e-3,1e-4 --tune_seeds 8,9 --seeds 1,2,3 --figures reward step"
     ablate.main(f"{words} --out {tmp_path}/o -- --steps 1".split())
     table = capsys.readouterr().out
     assert "| 0.0 | 1e-3 | 1.00" in table and "| 0.1 | 1e-4 | 1.00" in table

@@ -21,6 +21,8 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     groups = plot.by_settings([plot.read_log(folder(tmp_path / name, [], **names[name])) for name in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
+    own = [plot.ALGORITHMS[name] | dict(algorithm=name) for name in ("grpo", "dapo")]
+    assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | dict(normalization="sum"))])) == 3
 
 
 def drawn(logs: list[list[dict]], panel: str, width: int, x: str = "step") -> list[list[list[float]]]:
@@ -70,10 +72,12 @@ def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(t
     # If another run were drawn, the label of the line would end with "(2 seeds)".
     assert "seeds)" not in drawn, "replaced runs and other folders are left out"
     # picture_of returns the picture and its fingerprint.
-    fingerprints = [plot.picture_of(plot.parse([*words, "a.png", *more]))[1] for more in ([], ["--smooth", "1"])]
+    flags = [], ["--smooth=1"], ["--x=tokens"]
+    pictures, fingerprints = zip(*(plot.picture_of(plot.parse([*words, "a.png", *more])) for more in flags))
+    assert [picture.axes[0].get_xlabel() for picture in pictures] == ["step", "step", "tokens"]
     assert all(fingerprints[0].encode() in (tmp_path / name).read_bytes() for name in ("a.png", "a.svg"))
     (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.6}\n{"step": 2, "rew')  # a kill has torn a line
-    assert len({*fingerprints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 3
+    assert len({*fingerprints, plot.picture_of(plot.parse([*words, "a.png"]))[1]}) == 4
     with pytest.raises(SystemExit, match=r"no run has rewardx; the logs have reward, step"):
         plot.main([str(run), "--panels", "rewardx"])
     plot.main([str(run), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
