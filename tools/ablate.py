@@ -118,7 +118,8 @@ def tuned(args: argparse.Namespace) -> argparse.Namespace:
 
     def score(variant: dict[str, str]) -> float:
         runs = runs_of(with_(args, variants=[variant], seeds=args.tune_seeds))
-        return np.mean([figure(finished(run), args.figures[0]) for run in runs])
+        mean = np.mean([figure(finished(run), args.figures[0]) for run in runs])
+        return -math.inf if math.isnan(mean) else mean  # a value without a figure is never the best one
 
     name, values = args.tune
     best = [max([variant | {name: value} for value in values], key=score) for variant in args.variants]

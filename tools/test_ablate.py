@@ -89,13 +89,13 @@ def test_what_it_takes_to_reach_a_value():
 
 
 def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(tmp_path, monkeypatch, capsys):
-    """Instead of training, a run writes a reward that is highest at a learning rate of 1e-3 with beta 0, else 1e-4."""
+    """Instead of training, a run writes a reward, but only at a learning rate of 1e-3 with beta 0, else at 1e-4."""
 
     def run_one(run) -> int:
         config = replace(run.config, out=str(run.folder))
         run_folder.begin(config, config, run_folder.claim(config))
         best = 1e-3 if config.beta == 0.0 else 1e-4
-        reward = float(config.learning_rate == best) + config.seed / 1000
+        reward = 1.0 + config.seed / 1000 if config.learning_rate == best else None
         (run.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward}) + "\n")
         return 0
 
