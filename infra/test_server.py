@@ -96,14 +96,14 @@ TRIAL = 2 * 4 + 4  # requests of the short trial to each server: four prompts tw
 
 
 def shorten_the_trial() -> None:
+    """Do in another process what the fixture `stand_in` does in this one."""
     server.TRIAL_PROMPTS = server.TRIAL_TOKENS = 4
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     for name in ("TRIAL_PROMPTS", "TRIAL_TOKENS"):
-        monkeypatch.setattr(server, name, getattr(server, name))  # so that both are as before at the end of a test
-    shorten_the_trial()
+        monkeypatch.setattr(server, name, 4)
     return StandIn()
 
 
