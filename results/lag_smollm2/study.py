@@ -30,7 +30,7 @@ CORRECTIONS = {
 }
 VARIANTS = [(name, 8) for name in CORRECTIONS] + [("none", 0), ("gspo", 0)]
 SUMS = """--model=models/smollm2 --data=runs/candidates/sum.jsonl --reward=results/real_model/candidates.py:last_number
-    --correct=last_number --prompts_per_step=4 --max_completion_length=32 --warmup_steps=0 --steps=40 --eval_every=40
+    --correct=last_number --prompts_per_step=4 --max_completion_length=32 --warmup_steps=0 --eval_every=40
     --eval_prompts=64 --save_every=20""".split()
 
 
@@ -43,7 +43,14 @@ def train(name: str, delay: int, rate: str, seed: int) -> None:
     """Make the run, unless it is finished. A run that an interruption left unfinished is continued."""
     run = ROOT / "runs" / "lag_smollm2" / f"{name}-{delay}-{rate}-{seed}"
     if not lines_of(run):
-        words = [*SUMS, *CORRECTIONS[name], f"--delay={delay}", f"--learning_rate={rate}", f"--seed={seed}"]
+        words = [
+            *SUMS,
+            f"--steps={STEPS}",
+            *CORRECTIONS[name],
+            f"--delay={delay}",
+            f"--learning_rate={rate}",
+            f"--seed={seed}",
+        ]
         command = [sys.executable, ROOT / "train.py", *words, "--out", run]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         print(run.name, flush=True)
