@@ -49,6 +49,13 @@ def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) 
     run.config = replace(config, max_grad_norm=sys.float_info.max)
     set_advantages(groups, run.task.weights, config)
     batch = collate(groups, config.mask_truncated, run.device)
+    if config.score_centering:  # the completions have the longest head of all variants
+        K = min(config.score_centering, batch.head_ids.shape[2])
+        others = batch.sampler_head_logp[..., K:].logsumexp(-1, keepdim=True)
+        batch.sampler_head_logp = torch.cat([batch.sampler_head_logp[..., :K], others], -1)
+        batch.head_ids = batch.head_ids[..., :K]
+    else:
+        batch.head_ids = batch.sampler_head_logp = None
     return replace(batch, old_logp=fixed.old_logp, ref_logp=fixed.ref_logp, entropy=fixed.entropy)
 
 
@@ -66,8 +73,10 @@ def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> 
 def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list[tuple[np.ndarray, np.ndarray, float]]:
     """Return the norms (V,), the cosines (V, V) and their error, before and, if there are any, after the updates."""
     first = next(iter(variants.values()))
-    # Old log-probs are computed where there are several updates, and entropies where they choose tokens.
-    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5), ranks.start(shard=False))
+    # Old log-probs are computed where there are several updates, and entropies where they choose tokens. There are a
+    # reference and heads if any variant needs them.
+    most = {name: max(getattr(config, name) for config in variants.values()) for name in ("beta", "score_centering")}
+    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5, **most), ranks.start(shard=False))
     groups, _ = train.next_groups(run, 1)
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)
