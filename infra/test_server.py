@@ -128,7 +128,8 @@ AGAIN = f"{__name__}:again"
 
 def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in, tmp_path):
     """Each request names all of its settings. The folder of the weights is deleted at the end."""
-    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, temperature=0.5, reply=AGAIN)
+    evaluation = dict(eval_every=3, eval_prompts=3, eval_k=2)
+    out = go(steps=3, score_centering=3, temperature=0.5, reply=AGAIN, server_folder=tmp_path, **evaluation)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 and line["turns"] > 1 for line in lines)
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
@@ -136,7 +137,8 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert all(one["top_p"] == 1.0 and one["min_p"] == 0.0 and one["stop"] == [] for one in stand_in.asked)
-    assert len(stand_in.folders) == 2 and not [path for path in out.iterdir() if "served" in path.name]
+    assert [path.parents[1] for path in stand_in.folders] == [tmp_path] * 2
+    assert not [path for path in tmp_path.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
@@ -205,12 +207,20 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go):
     assert all(1e-6 < line["sampler_gap"] < 0.05 for line in lines)  # bf16 has a relative error of 0.4 %
 
 
-def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
+def test_greedy_completions_and_their_replies_are_those_of_generate(go, sorting, tmp_path, monkeypatch):
+    replies, call_rewards = [], train.call_rewards
+
+    def noting(task, groups, *rest):
+        replies.append([one.replies for group in groups for one in group.completions])
+        return call_rewards(task, groups, *rest)
+
+    monkeypatch.setattr(train, "call_rewards", noting)
     settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
     (served,), (own,) = metrics(go(**settings)), metrics(tmp_path / "own")
     names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
+    assert replies[1] == replies[3] and ["b>"] in replies[1]  # each run first evaluates its samples
 
 
 def test_heads_are_those_that_rollout_records(stand_in):
@@ -276,12 +286,12 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
 
 
 def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
-    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 600 s."""
-    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 9)
+    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 300 s."""
+    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 3)
     stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
     patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
     monkeypatch.setattr(server, "time", patient)
-    out = go(code=2, save_every=1)
+    out = go(code=2, save_every=1, server_timeout=300)
     assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
 
 
