@@ -136,7 +136,8 @@ MISTAKES = [
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
     ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
-    ("--score_centering 5 --tis_cap 2 --tis_mode sequence_mask", "--score_centering: cannot be used with --tis_mode"),
+    ("--score_centering 5 --algorithm rloo --sampler_coef 1 --minibatches 2 --tis_cap 2", "with several updates"),
+    ("--score_centering 5 --tis_cap 2 --tis_mode sequence_mask --gate_high 2", "with --tis_mode | with --gate_high"),
     (
         "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
