@@ -17,7 +17,7 @@ from torch import nn
 
 import train
 from conftest import flags, metrics, run
-from infra import server
+from infra import report, server
 from infra.lora import add_adapters
 from rollout import Completion, Sampling, rollout
 from tasks.sorting import model as sorting_model
@@ -208,19 +208,15 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go):
 
 
 def test_greedy_completions_and_their_replies_are_those_of_generate(go, sorting, tmp_path, monkeypatch):
-    replies, call_rewards = [], train.call_rewards
-
-    def noting(task, groups, *rest):
-        replies.append([one.replies for group in groups for one in group.completions])
-        return call_rewards(task, groups, *rest)
-
-    monkeypatch.setattr(train, "call_rewards", noting)
+    seen, of_evaluation = [], report.of_evaluation
+    monkeypatch.setattr(report, "of_evaluation", lambda *of: seen.append(of[0]) or of_evaluation(*of))
     settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
     (served,), (own,) = metrics(go(**settings)), metrics(tmp_path / "own")
     names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
-    assert replies[1] == replies[3] and ["b>"] in replies[1]  # each run first evaluates its samples
+    replies, of_served = ([one.replies for group in greedy for one in group.completions] for greedy in seen)
+    assert replies == of_served and ["b>"] in replies
 
 
 def test_heads_are_those_that_rollout_records(stand_in):
