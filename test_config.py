@@ -87,7 +87,6 @@ PLAIN = dict(
 DIFFERS = {
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
     "max_turns": (1, dict(reply=f"{__name__}:reply_with_c"), "completions turns"),
-    "temperature": (0.7, {}, "completions entropy"),
     "stop": (["a", "bc"], {}, "completions truncated"),
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
     "scale_rewards": ("none", {}, "advantages grad_norm weights"),

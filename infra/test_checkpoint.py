@@ -30,7 +30,7 @@ from transformers.optimization import Adafactor
 from advantage import Group
 from config import Config, UserError, with_budgets
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
-from infra import checkpoint, run_folder
+from infra import checkpoint, ranks, run_folder
 from infra.command_line import ready
 from infra.run_folder import checkpoint_of, saved_steps
 from rollout import Completion
@@ -210,8 +210,8 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer", deque(), threading.Lock()])
-def test_what_is_not_finite_or_could_not_be_loaded_is_never_saved(tmp_path, spoiled):
-    """`spoiled` is the part of the checkpoint that gets an infinite number, or a value in run.state."""
+def test_what_is_not_finite_or_could_not_be_loaded_is_never_saved(tmp_path, monkeypatch, spoiled):
+    """`spoiled` is the part of the checkpoint that gets an infinite number, on any rank, or a value in run.state."""
     models, optimizer = a_model()
     checkpoint.save(tmp_path, 1, models, optimizer, 0, {})
     before, state = contents(tmp_path / "checkpoint" / "000001"), {}
@@ -219,6 +219,7 @@ def test_what_is_not_finite_or_could_not_be_loaded_is_never_saved(tmp_path, spoi
         message = rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"
         tensor = optimizer.state[models["model"].weight]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
         tensor.data[0] = math.inf
+        monkeypatch.setattr(ranks, "rank", lambda: 1)
     else:
         state, message = {"mine": [spoiled]}, "collections.deque|_thread.lock"
     with pytest.raises((UserError, UnpicklingError, TypeError), match=message):
@@ -440,6 +441,10 @@ def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
     assert budgets() == (None, None)
+    begun(out)
+    assert budgets() == (32768, 2048)  # those of its last start
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    assert budgets() == (None, None)
 
 
 def write(out: Path, to_test: Connection) -> None:
@@ -473,7 +478,7 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
 @pytest.mark.parametrize("name", ["train.evaluate", UPDATE])
 def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path, name):
     interrupt = partial(at, name, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(without_noise, tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
+    shown = run(without_noise | dict(save_every=0), tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 

@@ -127,22 +127,20 @@ MISTAKES = [
     ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
     ("--lora_alpha 8 --shard_size 2 --server_timeout 5", "--lora_alpha: | --shard_size: | --server_timeout: "),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
-    ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
-    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
-    ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
+    ("--prompts_per_step 2 --num_generations 3 --minibatches 7 --tis_floor 2 --tis_cap 1.5", "fewer | above the cap"),
     ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
-    ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
     ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
-    ("--score_centering 5 --tis_cap 2 --tis_mode sequence_mask", "--score_centering: cannot be used with --tis_mode"),
+    ("--score_centering 5 --algorithm rloo --sampler_coef 1 --minibatches 2 --tis_cap 2", "with several updates"),
+    ("--score_centering 5 --algorithm sapo --tis_cap 2 --tis_mode sequence_mask --gate_high 2", "sapo | mode | high"),
     (
         "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
     ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
-    ("--eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--eval_data: has no effect | --eval_top_p: has no effect"),
+    ("--steps 0 --eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--steps 0 | eval_data: has | eval_top_p: has"),
 ]
 # The text of a file, flags, a part of each line of the error message.
 IN_FILES = [

@@ -178,7 +178,7 @@ def test_a_checkpoint_can_be_evaluated(small, whole, tmp_path, shard):
 
 def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, tmp_path):
     """Otherwise a rollout and an update would compute with different weights."""
-    config = config_of(small | dict(dtype="bfloat16"), tmp_path)
+    config = config_of(small | dict(dtype="bfloat16", rollout_dtype="float32"), tmp_path)
     loaded, reference, _ = load(open_model(config.model, config), config, CPU)
     adapters = lora.trained_tensors(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
@@ -190,10 +190,13 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 
 def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeypatch):
     monkeypatch.chdir(small["model"].parent)
-    config = config_of(small | dict(reference=small["model"], dtype="bfloat16"), tmp_path)
+    config = config_of(small | dict(reference=small["model"], dtype="bfloat16", seed=1), tmp_path)
     loaded, reference, _ = load(open_model(small["model"].name, config), config, CPU)
     assert lora.adapted_layers(loaded) and not lora.adapted_layers(reference) and reference.dtype == torch.float32
     assert loaded.config.name_or_path == config.model, "saved adapters name the whole path"
+    expected = lora.add_adapters(AutoModelForCausalLM.from_pretrained(config.model), rank=3, alpha=6, seed=1)
+    assert all(map(torch.equal, *(lora.trained_tensors(model).values() for model in (loaded, expected))))
+    assert {layer.lora_scale for layer in lora.adapted_layers(loaded).values()} == {6 / 3}
 
 
 # ---- What is refused ----

@@ -129,7 +129,7 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
         peaks.append(gpu.peak)
         gpu.peak = gpu.held
 
-    with decoding(run.model, getattr(torch, cfg.dtype), cfg.decode, 4):
+    with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, 4):
         rollout(run.model, [[0] * (prompt + length - 4)] * rows, rng.random((rows, 4)), few, progress=progress)
         del peaks[0]  # of reading a prompt of that length, which no rollout does
         prompts = [[2 + i // 8 % 900] + [0] * (prompt - 1) for i in range(rows)]
@@ -148,7 +148,7 @@ ADAPTERS, CHECKPOINTING = "--lora_rank 16 --gradient_checkpointing", "--gradient
 
 
 @needs_pretended_gpu
-@pytest.mark.parametrize("flags", ["--shard", f"{ADAPTERS} --decode graph"])
+@pytest.mark.parametrize("flags", ["--shard", f"{ADAPTERS} --decode graph --rollout_dtype float32"])
 def test_budgets_take_what_the_straight_line_says(flags):
     """A micro-batch of whole rows may have a few tokens less than the budget. The tensors of the whole step, which are
     not on the line, are a few percent with so small a model. The figures have three digits."""

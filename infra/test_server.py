@@ -17,7 +17,7 @@ from torch import nn
 
 import train
 from conftest import flags, metrics, run
-from infra import server
+from infra import report, server
 from infra.lora import add_adapters
 from rollout import Completion, Sampling, rollout
 from tasks.sorting import model as sorting_model
@@ -120,6 +120,7 @@ def go(sorting, tmp_path, stand_in):
 
 
 def again(row: dict, turns: list[str]) -> str | None:
+    assert len("".join(turns)) < 12, "a turn has only what the model wrote in it, and turns share the limit of tokens"
     return "b>" if len(turns) == 1 else None
 
 
@@ -128,7 +129,8 @@ AGAIN = f"{__name__}:again"
 
 def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in, tmp_path):
     """Each request names all of its settings. The folder of the weights is deleted at the end."""
-    out = go(steps=3, score_centering=3, eval_every=3, eval_prompts=3, eval_k=2, temperature=0.5, reply=AGAIN)
+    evaluation = dict(eval_every=3, eval_prompts=3, eval_k=2)
+    out = go(steps=3, score_centering=3, temperature=0.5, reply=AGAIN, server_folder=tmp_path, **evaluation)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 and line["turns"] > 1 for line in lines)
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
@@ -136,7 +138,8 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert all(one["top_p"] == 1.0 and one["min_p"] == 0.0 and one["stop"] == [] for one in stand_in.asked)
-    assert len(stand_in.folders) == 2 and not [path for path in out.iterdir() if "served" in path.name]
+    assert [path.parents[1] for path in stand_in.folders] == [tmp_path] * 2
+    assert not [path for path in tmp_path.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
@@ -205,12 +208,16 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go):
     assert all(1e-6 < line["sampler_gap"] < 0.05 for line in lines)  # bf16 has a relative error of 0.4 %
 
 
-def test_greedy_completions_are_those_of_generate(go, sorting, tmp_path):
+def test_greedy_completions_and_their_replies_are_those_of_generate(go, sorting, tmp_path, monkeypatch):
+    seen, of_evaluation = [], report.of_evaluation
+    monkeypatch.setattr(report, "of_evaluation", lambda *of: seen.append(of[0]) or of_evaluation(*of))
     settings = dict(steps=0, eval_every=1, eval_prompts=8, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
     (served,), (own,) = metrics(go(**settings)), metrics(tmp_path / "own")
     names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
+    replies, of_served = ([one.replies for group in greedy for one in group.completions] for greedy in seen)
+    assert replies == of_served and ["b>"] in replies
 
 
 def test_heads_are_those_that_rollout_records(stand_in):
@@ -259,14 +266,14 @@ def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, mon
 
 
 def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
-    """It answers with the weights that it started with, and without an error. After the second restart, it first
-    answers nothing at all for a while."""
+    """It answers with the weights that it started with, and without an error. After the first restart, it first answers
+    nothing at all for a while. The second one is in a later step, which needs other weights."""
     starting = iter([(503, "starting")] * 3)
 
     def fault(one, path):
-        if len(one.asked) in (TRIAL + 14, TRIAL + 38) and one.version != "as started":
+        if len(one.asked) in (TRIAL + 14, TRIAL + 50) and one.version != "as started":
             one.restart()
-        if len(one.asked) >= TRIAL + 38 and one.version == "as started":
+        if len(one.asked) >= TRIAL + 14 and one.version == "as started":
             return next(starting, None)
 
     whole, usual = metrics(go("whole", steps=3, reply=AGAIN)), len(stand_in.asked)
@@ -276,12 +283,12 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
 
 
 def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
-    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 600 s."""
-    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 9)
+    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 300 s."""
+    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 3)
     stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
     patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
     monkeypatch.setattr(server, "time", patient)
-    out = go(code=2, save_every=1)
+    out = go(code=2, save_every=1, server_timeout=300)
     assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
 
 

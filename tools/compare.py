@@ -40,8 +40,7 @@ AT_ONCE = 200_000_000  # how many numbers are kept, for all variants together, i
 def variants_of(words: list[str], vary: str) -> dict[str, Config]:
     """Return the settings of each variant by its name. The first one is what the others are compared with."""
     name, _, values = vary.partition("=")
-    given = {value: parse([*words, f"--{name}", value], ON_GPU) for value in values.split(",")}
-    return {value: ready(config, ON_GPU) for value, config in given.items()}
+    return {value: ready(parse([*words, f"--{name}", value], ON_GPU), ON_GPU) for value in values.split(",")}
 
 
 def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:
@@ -49,6 +48,11 @@ def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) 
     run.config = replace(config, max_grad_norm=sys.float_info.max)
     set_advantages(groups, run.task.weights, config)
     batch = collate(groups, config.mask_truncated, run.device)
+    if batch.head_ids is not None:  # as long as any variant needs; nothing is centered by a head without ids
+        K = min(config.score_centering, batch.head_ids.shape[2])
+        others = batch.sampler_head_logp[..., K:].logsumexp(-1, keepdim=True)
+        batch.sampler_head_logp = torch.cat([batch.sampler_head_logp[..., :K], others], -1)
+        batch.head_ids = batch.head_ids[..., :K]
     return replace(batch, old_logp=fixed.old_logp, ref_logp=fixed.ref_logp, entropy=fixed.entropy)
 
 
@@ -66,8 +70,10 @@ def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> 
 def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list[tuple[np.ndarray, np.ndarray, float]]:
     """Return the norms (V,), the cosines (V, V) and their error, before and, if there are any, after the updates."""
     first = next(iter(variants.values()))
-    # Old log-probs are computed where there are several updates, and entropies where they choose tokens.
-    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5), ranks.start(shard=False))
+    # Old log-probs are computed where there are several updates, and entropies where they choose tokens. There are a
+    # reference and heads if any variant needs them.
+    most = {name: max(getattr(config, name) for config in variants.values()) for name in ("beta", "score_centering")}
+    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5, **most), ranks.start(shard=False))
     groups, _ = train.next_groups(run, 1)
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)

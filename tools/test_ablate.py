@@ -19,7 +19,7 @@ GRID = "--vary beta=0.0,0.1 --seeds 1 --figures reward"
 WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of GRID, made with --learning_rate 1e-3
     ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
     (GRID, "0.0-1 was made with --learning_rate 0.001, not "),
-    (f"{GRID} -- --learning-rate 1e-3 --steps 0", "made with --steps 1, not 0"),
+    (f"{GRID} -- --learning-rate 1e-3 --steps 1", "made with --steps 2, not 1"),
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
@@ -89,13 +89,14 @@ def test_what_it_takes_to_reach_a_value():
 
 
 def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(tmp_path, monkeypatch, capsys):
-    """Instead of training, a run writes a reward, but only at a learning rate of 1e-3 with beta 0, else at 1e-4."""
+    """Instead of training, a run writes a reward. Only at a learning rate of 1e-3 with beta 0, else at 1e-4, every seed
+    has one."""
 
     def run_one(run) -> int:
         config = replace(run.config, out=str(run.folder))
         run_folder.begin(config, config, run_folder.claim(config))
-        best = 1e-3 if config.beta == 0.0 else 1e-4
-        reward = 1.0 + config.seed / 1000 if config.learning_rate == best else None
+        is_best = config.learning_rate == (1e-3 if config.beta == 0.0 else 1e-4)
+        reward = 1.0 + config.beta + config.seed / 1000 if is_best else {8: 9.0}.get(config.seed)
         (run.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward}) + "\n")
         return 0
 
@@ -103,7 +104,7 @@ def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(
     words = "--vary beta=0.0,0.1 --tune learning_rate=1e-3,1e-4 --tune_seeds 8,9 --seeds 1,2,3 --figures reward step"
     ablate.main(f"{words} --out {tmp_path}/o -- --steps 1".split())
     table = capsys.readouterr().out
-    assert "| 0.0 | 1e-3 | 1.00" in table and "| 0.1 | 1e-4 | 1.00" in table
+    assert "| 0.0 | 1e-3 | 1.00" in table and "| 0.1 | 1e-4 | 1.10" in table
     made = sorted(path.name for path in (tmp_path / "o").iterdir() if path.is_dir())
     tried = [f"{beta},{rate}-{seed}" for beta in ("0.0", "0.1") for rate in ("1e-3", "1e-4") for seed in (8, 9)]
     assert made == sorted([*tried, *(f"0.0,1e-3-{s}" for s in (1, 2, 3)), *(f"0.1,1e-4-{s}" for s in (1, 2, 3))])
@@ -145,12 +146,12 @@ def out(tmp_path, monkeypatch):
     """Make a folder with two finished runs. Starting a run would raise a TypeError."""
     monkeypatch.setattr(ablate, "run_one", None)
     for beta in ("0.0", "0.1"):
-        flags = f"--steps 1 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
+        flags = f"--steps 2 --out {tmp_path}/{beta}-1 --beta {beta} --seed 1 --learning_rate 1e-3"
         given = parse(flags.split(), on_gpu=False)
         # The run has the dtype of a GPU. The grid leaves the dtype at "auto", so `ablate` must accept any.
         config = ready(given, on_gpu=False)
         run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config))
-        (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 1, "reward": 0.5}\n')
+        (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 2, "reward": 0.5}\n')
     return tmp_path
 
 
@@ -165,7 +166,7 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
     """Tools do not count as code. Also: a setting from a file, and the dtype that a GPU has chosen, do not count as
     settings that differ from the run's."""
     (out / "settings.json").write_text('{"learning_rate": 1e-3}')
-    words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 1".split()
+    words = f"--out {out} {GRID} -- --config {out}/settings.json --steps 2".split()
     original = run_folder.sha256_of
     for name, is_other in (("loss.py", True), ("ablate.py", False)):
         edited = lambda file, name=name: "edited" if Path(file).name == name else original(file)  # noqa: E731

@@ -83,3 +83,14 @@ def test_wrong_flags_are_refused_as_train_refuses_them(words):
     with pytest.raises(SystemExit) as exit_code:
         compare.main(words)
     assert exit_code.value.code == 2
+
+
+def test_each_variant_has_its_own_head_and_the_reference_that_it_needs():
+    """Whatever the first variant needs. Only away from the policy that sampled do they have other gradients.
+    The updates are made at the rate after the warm-up."""
+    words = [*FLAGS, "--learning_rate", "5e-3", "--warmup_steps"]
+    grids = "score_centering=0,3", "score_centering=0,3,99", "beta=0,0.5"
+    variants = [compare.variants_of([*words, str(n)], grid) for n, grid in enumerate(grids)]
+    few, more, kl = (compare.measure(grid, updates=3, kept=None)[1][0] for grid in variants)
+    assert few == pytest.approx(more[:2], rel=1e-4) and kl[0] == pytest.approx(few[0], rel=1e-4)  # float32
+    assert len({*more.round(3)}) == 3 and kl[1] > 2 * kl[0]
