@@ -182,7 +182,9 @@ def begin(config: Config, typed: Config, start: Start) -> list[str]:
         shutil.rmtree(torn, ignore_errors=True)
     before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
-        (out / "model").rename(out / f"model-{before['settings']['steps']}")
+        earlier = out / f"model-{before['settings']['steps']}"
+        shutil.rmtree(earlier, ignore_errors=True)  # the same model, if the run has been ended at this length before
+        (out / "model").rename(earlier)
     files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
     now = provenance() | {"digests": {f"digest of {path}": digest_of(inside) for path, inside in files.items()}}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]

@@ -300,9 +300,12 @@ def with_file(make: Callable, name: str, text: str, out: Path) -> None:
 
 
 def extended_and_killed(out: Path) -> None:
-    """A finished run got more steps, and was killed before its next checkpoint."""
-    made(out)
-    begun(out, steps=9)
+    """Twice, a finished run got more steps, and was killed before its next checkpoint."""
+    made(out, left=("checkpoint/000004",))
+    for _ in range(2):
+        begun(out)  # the second time, the run is ended at its old length
+        (out / "model/weights").mkdir(parents=True)
+        begun(out, steps=9)
 
 
 unfinished = partial(made, left=("checkpoint/000004",), steps=9)
