@@ -390,10 +390,10 @@ def train(typed: Config) -> int:
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, notes, start.after_step)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
-    if cfg.eval_every and not start.after_step:
-        seeds.seed_everything(cfg.seed, 0)
-        eval_metrics, evaluated = evaluate(run, 0)
-        log.step({"step": 0} | eval_metrics, [], evaluated)
+    if cfg.eval_every and start.evaluates:
+        seeds.seed_everything(cfg.seed, start.after_step)
+        eval_metrics, evaluated = evaluate(run, start.after_step)
+        log.step({"step": start.after_step} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:

@@ -10,8 +10,10 @@
 A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it, in order:
 
 - It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
-  checkpoint, and a newest checkpoint without a line in metrics.jsonl.
-- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed.
+  checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the folder has a file that the
+  new run reads.
+- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed, unless a
+  file that it read has changed since.
 - Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
@@ -52,6 +54,7 @@ class Start:
     before: dict  # the config.json of the run that goes on; empty for a new run
     after_step: int  # the step of the newest checkpoint; 0 without a checkpoint
     is_finished: bool  # the run has made its steps, so that only its results are left to print
+    evaluates: bool  # before the next step: at step 0, or at the end of a run that stopped at what is now its last step
     # The tokens of a rollout and of a micro-batch. On the same hardware, a run goes on with those that it has, since
     # micro-batches of another size round differently. None: to be chosen.
     budgets: tuple[int | None, int | None]
@@ -68,13 +71,16 @@ def claim(config: Config) -> Start:
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and "settings" not in before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
+    if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
+        raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
-        return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
+        return Start(before={}, after_step=0, is_finished=False, evaluates=True, budgets=(None, None))
     there = settings_of(out)
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    if saved and newest not in [line["step"] for line in read_lines(out / "metrics.jsonl")]:
+    lines = {line["step"]: line for line in read_lines(out / "metrics.jsonl")}
+    if saved and newest not in lines:
         raise UserError(f"{out}/metrics.jsonl lacks the line of step {newest}: restore it, or move its checkpoint away")
     steps_made = there.steps if has_model else newest
     if config.steps < steps_made:
@@ -82,9 +88,12 @@ def claim(config: Config) -> Start:
     if config.steps > steps_made and has_model and not saved:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
+    if is_finished and [*before["digests"].values()] != [*digests(config).values()]:
+        raise UserError(f"the run in {out} is finished, and a file that it read has changed since; see --overwrite")
+    evaluates = newest == 0 or (newest == config.steps and not any(name.startswith("eval/") for name in lines[newest]))
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
-    return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))
+    return Start(before, newest, is_finished, evaluates, budgets if is_same_machine else (None, None))
 
 
 def starts_over(config: Config) -> bool:
@@ -185,8 +194,7 @@ def begin(config: Config, typed: Config, start: Start) -> list[str]:
         earlier = out / f"model-{before['settings']['steps']}"
         shutil.rmtree(earlier, ignore_errors=True)  # the same model, if the run has been ended at this length before
         (out / "model").rename(earlier)
-    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
-    now = provenance() | {"digests": {f"digest of {path}": digest_of(inside) for path, inside in files.items()}}
+    now = provenance() | {"digests": digests(config)}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
@@ -233,6 +241,12 @@ def inputs(config: Config) -> list[Path]:
     functions = [name.rpartition(":")[0] for name in [*config.reward, config.reply or ""]]
     named = [config.model, config.reference, config.data, config.eval_data, *functions]
     return [Path(path).resolve() for path in named if path and Path(path).exists()]
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Return a digest of each of these files and folders."""
+    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
+    return {f"digest of {path}": digest_of(inside) for path, inside in files.items()}
 
 
 def digest_of_code() -> str:

@@ -271,9 +271,12 @@ def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
 
 
 INFINITE = dict(algorithm="dapo", epsilon_high=math.inf)
+EVALUATED = '{"step": 4, "eval/reward": 1}\n'
+AN_INPUT = dict(model="{out}/model")  # the run reads a folder that lies in its own
 
 
 def config_of(out: Path, **settings) -> Config:
+    settings |= {name: x.format(out=out) for name, x in settings.items() if isinstance(x, str)}
     return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
 
 
@@ -322,7 +325,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
     (no_step_made, dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=()), dict(steps=3), 0),
-    (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing
+    (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing, and the last evaluation
+    (partial(with_file, unfinished, "metrics.jsonl", EVALUATED), {}, 4),
     (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
     (two_saved, dict(steps=9), 4),
     (made, {}, "finished"),
@@ -341,7 +345,9 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
     (evaluation, dict(steps=0, eval_top_p=0.9), f"{OTHER}--eval_top_p None there, 0.9 here$"),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
+    (made, AN_INPUT | dict(overwrite=True), "--overwrite would rename .*, from which this run reads"),
     # Files that somebody has changed, copied or left there.
+    (partial(made, **AN_INPUT), AN_INPUT, "is finished, and a file that it read has changed"),
     (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
@@ -362,6 +368,8 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
     else:
         start = run_folder.claim(config)
         assert start.is_finished == (outcome == "finished") and (start.is_finished or start.after_step == outcome)
+        lacks_last = start.after_step == config.steps and EVALUATED not in (out / "metrics.jsonl").read_text()
+        assert start.is_finished or start.evaluates == (start.after_step == 0 or lacks_last)
     assert contents(out) | {".lock": b""} == before | {".lock": b""}
 
 
@@ -476,9 +484,12 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
 @pytest.mark.parametrize("name", ["train.evaluate", UPDATE])
 def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path, name):
     interrupt = partial(at, name, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(without_noise, tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
+    settings = without_noise | dict(lr_schedule="constant")
+    shown = run(settings, tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
+    run(settings | dict(steps=1), tmp_path / "out")  # the run is ended there, so it is evaluated there
+    assert [line.get("eval/reward") is not None for line in metrics(tmp_path / "out")] == [True, False, True]
 
 
 def kill_torchrun() -> None:
