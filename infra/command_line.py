@@ -5,6 +5,7 @@ mistakes that only the data, the model or the machine can reveal.
 """
 
 import argparse
+import importlib.util
 import itertools
 import math
 import re
@@ -163,6 +164,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
     if config.minibatches > config.prompts_per_step * config.num_generations:
         yield f"--minibatches {config.minibatches}: a step has fewer completions"
+    if config.steps == 0 and not config.eval_every:
+        yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
+    if config.report_to and importlib.util.find_spec(config.report_to) is None:
+        yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
     if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
         yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
 
@@ -208,5 +213,7 @@ def warnings(config: Config) -> Iterator[str]:
     """Yield a line for each combination that is allowed but seldom wanted."""
     if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
         yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
+    if (config.attn_implementation or "").startswith("flash"):
+        yield "attn_implementation: flash-attn copies the cache for each token of a rollout; sdpa has the same kernels"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"

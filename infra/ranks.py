@@ -43,6 +43,8 @@ def start(shard: bool = False) -> torch.device:
         # shape. In a rollout, the cache has a new shape at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ:
+        if missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
+            raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}: start with torchrun, or unset RANK")
         # If the host MASTER_ADDR is not known, fail now. `rendezvous` would keep looking it up for half an hour.
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         check_own_address()

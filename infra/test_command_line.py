@@ -130,7 +130,8 @@ MISTAKES = [
     ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
-    ("--server u --min_p 0.1", "--server: cannot record"),
+    ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
+    ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
     *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
     ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --algorithm sapo", "--score_centering: cannot be used with --objective sapo"),
@@ -201,6 +202,7 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
 SELDOM_WANTED = [  # settings that are noted, and others with which they are not
     (dict(beta=0.1, kl_estimator="k1"), dict(kl_importance=True)),
     (dict(lora_rank=8), dict(learning_rate=1e-3)),
+    (dict(attn_implementation="flash_attention_2"), dict(attn_implementation="sdpa")),
 ]
 
 

@@ -35,9 +35,12 @@ def load_function(name: str, own: dict[str, Callable]) -> Callable:
     source, _, function = name.rpartition(":")
     if not source:
         raise UserError(f"{name}: must be {', '.join([*own, 'file.py:function'])} or package.module:function")
-    with torch_settings_put_back():
-        module = import_file(Path(source).resolve()) if source.endswith(".py") else importlib.import_module(source)
-    found = getattr(module, function)
+    try:
+        with torch_settings_put_back():
+            module = import_file(Path(source).resolve()) if source.endswith(".py") else importlib.import_module(source)
+        found = getattr(module, function)
+    except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
+        raise UserError(f"{name}: {error}") from error
     reward = functools.partial(found)  # the name of some callables cannot be set, but that of a partial can
     reward.__name__ = getattr(found, "__name__", function)
     return reward

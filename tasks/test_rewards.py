@@ -140,9 +140,11 @@ def test_a_name_that_would_get_another_module_is_refused(write, name, imports, r
     assert "here" not in importlib.util.find_spec("minimal").origin, "this program still finds its own modules"
 
 
-def test_a_name_that_is_no_function_is_refused():
-    with pytest.raises(UserError, match="good: must be exact_sum, "):
-        load_function("good", {"exact_sum": len})
+@pytest.mark.parametrize("name", ["nowhere.py:good", "nowhere.deep:good", "empty.py:good", "good"])
+def test_what_is_no_function_is_named(write, name):
+    write("empty.py", "")
+    with pytest.raises(UserError, match=f"^{name}: "):
+        load_function(name, {"exact_sum": len})
 
 
 @pytest.mark.parametrize("name", ["judge", "bound", "awaited"])
