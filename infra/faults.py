@@ -93,7 +93,9 @@ def stop_requests() -> list[int]:
         caught.append(number)
         if len(caught) == 1 and os.environ.get("RANK", "0") == "0":
             # The signal may have arrived in the middle of a print, and Python does not allow a print inside a print.
-            os.write(2, b"\nstopping after this step; Ctrl-\\ (SIGQUIT) stops at once, without saving\n")
+            # In `train.py 2>&1 | tee log`, Ctrl-C ends tee as well, and nobody reads stderr any more.
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-\\ (SIGQUIT) stops at once, without saving\n")
 
     for number in SIGNALS:
         signal.signal(number, note)

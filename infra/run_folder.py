@@ -10,8 +10,10 @@
 A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it, in order:
 
 - It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
-  checkpoint, and a newest checkpoint without a line in metrics.jsonl.
-- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed.
+  checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the folder has a file that the
+  new run reads.
+- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. If a
+  file that it has read was changed since, a line says so.
 - Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
@@ -40,7 +42,7 @@ import torch
 import transformers
 
 from config import SETTINGS, Config, UserError, resolve
-from infra import ranks
+from infra import faults, ranks
 
 # ---- What a command does with a folder ----
 
@@ -68,6 +70,8 @@ def claim(config: Config) -> Start:
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and "settings" not in before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
+    if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
+        raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
         return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
     there = settings_of(out)
@@ -82,6 +86,8 @@ def claim(config: Config) -> Start:
     if config.steps > steps_made and has_model and not saved:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
+    if is_finished and [*before["digests"].values()] != [*digests(config).values()]:
+        faults.warn(f"a file that the run in {out} has read was changed since: its results are those of before")
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
     return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))
@@ -182,9 +188,10 @@ def begin(config: Config, typed: Config, start: Start) -> list[str]:
         shutil.rmtree(torn, ignore_errors=True)
     before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
     if (out / "model").exists():  # with more steps, the run is not finished until it has another model
-        (out / "model").rename(out / f"model-{before['settings']['steps']}")
-    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
-    now = provenance() | {"digests": {f"digest of {path}": digest_of(inside) for path, inside in files.items()}}
+        earlier = out / f"model-{before['settings']['steps']}"
+        shutil.rmtree(earlier, ignore_errors=True)  # the same model, if the run has been ended at this length before
+        (out / "model").rename(earlier)
+    now = provenance() | {"digests": digests(config)}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
@@ -231,6 +238,12 @@ def inputs(config: Config) -> list[Path]:
     functions = [name.rpartition(":")[0] for name in [*config.reward, config.reply or ""]]
     named = [config.model, config.reference, config.data, config.eval_data, *functions]
     return [Path(path).resolve() for path in named if path and Path(path).exists()]
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Return a digest of each of these files and folders."""
+    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
+    return {f"digest of {path}": digest_of(inside) for path, inside in files.items()}
 
 
 def digest_of_code() -> str:

@@ -272,9 +272,11 @@ def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
 
 
 INFINITE = dict(algorithm="dapo", epsilon_high=math.inf)
+AN_INPUT = dict(model="{out}/model")  # the run reads a folder that lies in its own
 
 
 def config_of(out: Path, **settings) -> Config:
+    settings |= {name: x.format(out=out) for name, x in settings.items() if isinstance(x, str)}
     return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
 
 
@@ -301,9 +303,12 @@ def with_file(make: Callable, name: str, text: str, out: Path) -> None:
 
 
 def extended_and_killed(out: Path) -> None:
-    """A finished run got more steps, and was killed before its next checkpoint."""
-    made(out)
-    begun(out, steps=9)
+    """Twice, a finished run got more steps, and was killed before its next checkpoint."""
+    made(out, left=("checkpoint/000004",))
+    for _ in range(2):
+        begun(out)  # the second time, the run is ended at its old length
+        (out / "model/weights").mkdir(parents=True)
+        begun(out, steps=9)
 
 
 unfinished = partial(made, left=("checkpoint/000004",), steps=9)
@@ -339,6 +344,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
     (evaluation, dict(steps=0, eval_top_p=0.9), f"{OTHER}--eval_top_p None there, 0.9 here$"),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
+    (made, AN_INPUT | dict(overwrite=True), "--overwrite would rename .*, from which this run reads"),
     # Files that somebody has changed, copied or left there.
     (partial(with_file, unfinished, "metrics.jsonl", ""), dict(steps=9), "metrics.jsonl lacks the line of step 4"),
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
@@ -361,6 +367,12 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
         start = run_folder.claim(config)
         assert start.is_finished == (outcome == "finished") and (start.is_finished or start.after_step == outcome)
     assert contents(out) | {".lock": b""} == before | {".lock": b""}
+
+
+def test_a_finished_run_says_that_a_file_it_has_read_was_changed(out, capsys):
+    made(out, **AN_INPUT)
+    assert run_folder.claim(config_of(out, **AN_INPUT)).is_finished
+    assert "its results are those of before" in capsys.readouterr().err
 
 
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----

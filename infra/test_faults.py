@@ -131,7 +131,13 @@ def closed_stdout() -> None:
     at("train.call_rewards", 1, sys.stdout.close)
 
 
-@pytest.mark.parametrize("spoil", [unwritable_stdout, closed_stdout])
+def unwritable_stderr() -> None:
+    """Make every write to stderr fail, and send a signal in the last step, as Ctrl-C does if tee reads stderr."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    at(OPTIMIZER, 2, partial(signal.raise_signal, signal.SIGINT))
+
+
+@pytest.mark.parametrize("spoil", [unwritable_stdout, closed_stdout, unwritable_stderr])
 def test_a_run_does_not_need_a_screen(small, whole, tmp_path, spoil):
     assert "Traceback" not in run(small, tmp_path / "out", spoil)
     assert metrics(tmp_path / "out") == metrics(whole)

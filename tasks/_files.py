@@ -1,5 +1,6 @@
 """Read the rows of a task from users' files or from the hub. Left out: streaming."""
 
+import csv
 import json
 import zlib
 from collections.abc import Callable
@@ -13,12 +14,21 @@ REWARD_ARGUMENTS = "prompts completions completion_ids truncated trainer_state l
 
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
-    """Read the rows of a .jsonl, .json, .csv or .parquet file, or of the train split of a data set on the hub."""
+    """Read the rows of a .jsonl, .json, .csv or .parquet file, or of the train split of a data set on the hub. The
+    package datasets would guess types: dates in .json, and in .csv numbers for "007" and None for "NA". Here, the
+    values in .json are those that are there, and all values in .csv are texts."""
     kind = Path(source).suffix.removeprefix(".")
-    if kind == "jsonl":
-        lines = [line for line in Path(source).read_text("utf-8-sig").split("\n") if line.strip()]
-        contents = json.loads("[" + ",\n".join(lines) + "]")  # all at once, so that an error has the number of the line
-    elif kind in ("json", "csv", "parquet"):
+    if kind in ("jsonl", "json"):
+        text = Path(source).read_text("utf-8-sig")
+        lines = [line for line in text.split("\n") if line.strip()]
+        is_list = text.lstrip().startswith("[")  # many .json files have a row in each line, as .jsonl does
+        # All lines at once, so that an error has the number of the line.
+        contents = json.loads(text if is_list else "[" + ",\n".join(lines) + "]")
+    elif kind == "csv":
+        with open(source, newline="", encoding="utf-8-sig") as file:
+            names, *lines = csv.reader(file)
+        contents = [dict(zip(names, line, strict=True)) for line in lines if line]
+    elif kind == "parquet":
         contents = load_with_datasets(kind, "train", data_files=source)
     else:
         contents = load_with_datasets(source, "train")

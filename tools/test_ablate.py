@@ -174,6 +174,9 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
         with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code") if is_other else nullcontext():
             ablate.main(words)
         ablate.main(["--keep", *words])
+    monkeypatch.setattr(run_folder, "digests", lambda config: {"digest of rewards.py": "edited"})
+    with pytest.raises(SystemExit, match=r"0\.0-1 was made by other code or files"):
+        ablate.main(words)
     assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 
