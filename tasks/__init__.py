@@ -138,6 +138,8 @@ def load_task(config: Config) -> Task:
         if rows and are_used:
             turns = ["turns"] if task.reply else []
             check_arguments(task.rewards, [*REWARD_ARGUMENTS, *turns, *columns_of(rows[0])])
+            if config.metrics_by not in (None, *rows[0]):
+                raise UserError(f"--metrics_by {config.metrics_by}: must be one of {', '.join(rows[0])}")
     return task
 
 

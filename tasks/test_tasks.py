@@ -123,6 +123,7 @@ WRONG = [  # settings of the rewards -> the error
     (dict(reward_weights=[1, 2]), "needs one weight and a name of its own for each reward"),
     (dict(correct="better"), "--correct better: must be one of the rewards, exact_sum$"),
     (dict(max_turns=3), "--max_turns 3: nothing replies"),
+    (dict(metrics_by="grade"), "--metrics_by grade: must be one of prompt, answer$"),
     *[
         (
             dict(task="data", reward=["mine.py:needs_answer"], **more),
