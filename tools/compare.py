@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 import train
 from advantage import Group, set_advantages
 from batch import Batch, collate
-from config import ALGORITHMS, Config
+from config import ALGORITHMS, SETTINGS, Config, UserError
 from infra import faults, ranks
 from infra.command_line import parse, ready
 
@@ -40,7 +40,10 @@ AT_ONCE = 200_000_000  # how many numbers are kept, for all variants together, i
 def variants_of(words: list[str], vary: str) -> dict[str, Config]:
     """Return the settings of each variant by its name. The first one is what the others are compared with."""
     name, _, values = vary.partition("=")
-    return {value: ready(parse([*words, f"--{name}", value], ON_GPU), ON_GPU) for value in values.split(",")}
+    variants = {value: ready(parse([*words, f"--{name}", value], ON_GPU), ON_GPU) for value in values.split(",")}
+    if SETTINGS[name].metadata["heading"] != "The objective":
+        raise UserError(f"--vary {name}: all variants have the same completions, so vary a setting of the objective")
+    return variants
 
 
 def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import train
-from config import ALGORITHMS
+from config import ALGORITHMS, UserError
 from tools import compare
 
 FLAGS = "--task sorting --prompts_per_step 3 --num_generations 4".split()
@@ -83,6 +83,8 @@ def test_wrong_flags_are_refused_as_train_refuses_them(words):
     with pytest.raises(SystemExit) as exit_code:
         compare.main(words)
     assert exit_code.value.code == 2
+    with pytest.raises(UserError, match="--vary top_p: all variants have the same completions"):
+        compare.main(["--vary", "top_p=0.9,1"])
 
 
 def test_each_variant_has_its_own_head_and_the_reference_that_it_needs():
