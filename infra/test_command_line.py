@@ -124,10 +124,10 @@ MISTAKES = [
     *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
     ("--algorithm gdpo --num_generations 1", "--num_generations 1: "),
-    ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
-    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
+    ("--kl_estimator k1 --reference m", "--kl_estimator: has no effect without --beta | --reference: ... --beta"),
+    ("--eval_k 8 --eval_temperature 1 --eval_every 0", "--eval_k: ... --eval_every | --eval_temperature: ... every"),
+    ("--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5", "importance: | every: | set: | buffer: "),
     ("--lora_alpha 8 --shard_size 2 --server_timeout 5 --server_folder f", "alpha: | size: | timeout: | folder: "),
-    ("--overlong_buffer 5 --reference m --tis_mode token_mask", "--overlong_buffer: | --reference: | --tis_mode: "),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7 --tis_floor 2 --tis_cap 1.5", "fewer | above the cap"),
@@ -142,8 +142,7 @@ MISTAKES = [
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
     ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
-    ("--eval_every 0 --eval_data d.jsonl --eval_top_p 0.5 --eval_temperature 1", "data: | top_p: | temperature: "),
-    ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: the run would neither"),
+    ("--steps 0 --eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--steps 0 | eval_data: has | eval_top_p: has"),
 ]
 # The text of a file, flags, a part of each line of the error message.
 IN_FILES = [
