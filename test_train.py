@@ -418,13 +418,13 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
 
 
 def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch):
-    """Also after a reply, which has none. A token that was not written has no head."""
+    """Also after a reply, which has none. A token that was not written has no head. Of 99 ids, the vocabulary has 9."""
     calls = watch(train, "policy_loss")
-    go(**TURNS, score_centering=3, top_k=9, steps=1)
+    go(**TURNS, score_centering=99, steps=1)
     for call in calls:
         *_, mask = call.args
         policy, sampler = (call.kwargs[name][mask.bool()] for name in ("head_logp", "sampler_head_logp"))
-        assert policy.shape[1] == 4 and len(policy) > 5
+        assert policy.shape[1] == 9 + 1 and len(policy) > 5
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 

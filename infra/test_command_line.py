@@ -122,8 +122,7 @@ MISTAKES = [
     *[(f"--{x} 1 --top_k 9 --keep_set no", "set") for x in "tis_cap tis_floor gate_low gate_high sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
     *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
-    ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
-    ("--algorithm gdpo --num_generations 1", "--num_generations 1: "),
+    *[(f"--num_generations 1 --algorithm {x}", "1: a group") for x in ("reinforce++ --dynamic_sampling 2", "gdpo")],
     ("--kl_estimator k1 --reference m", "--kl_estimator: has no effect without --beta | --reference: ... --beta"),
     ("--eval_k 8 --eval_temperature 1 --eval_every 0", "--eval_k: ... --eval_every | --eval_temperature: ... every"),
     ("--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5", "importance: | every: | set: | buffer: "),
@@ -132,8 +131,8 @@ MISTAKES = [
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7 --tis_floor 2 --tis_cap 1.5", "fewer | above the cap"),
     ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
-    *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
-    ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
+    *[(f"--top_entropy 0.2 --ratio {x}", "use seq") for x in ("geometric", "sequence", "sequence --objective sapo")],
+    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
     ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
     ("--score_centering 5 --algorithm rloo --sampler_coef 1 --num_iterations 2 --tis_floor 0.5", "several updates"),
     ("--score_centering 5 --algorithm sapo --tis_cap 2 --tis_mode sequence_mask --gate_high 2", "sapo | mode | high"),
@@ -141,7 +140,6 @@ MISTAKES = [
         "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
-    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
     ("--steps 0 --eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--steps 0 | eval_data: has | eval_top_p: has"),
 ]
 # The text of a file, flags, a part of each line of the error message.

@@ -44,7 +44,7 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
-    ("guess", {"data": None}, 8879, 1121),  # a task that replies, so that its reward gets the turns
+    ("guess", {"data": None, "max_turns": 3}, 8879, 1121),  # a task that replies, so that its reward gets the turns
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
