@@ -18,7 +18,7 @@ from rollout import Sampling, rollout, uniforms
 from tasks import addition
 
 SEED, STEPS, PROMPTS, G, LENGTH = 0, 80, 16, 8, 64  # G completions of each prompt, of up to LENGTH tokens
-LEARNING_RATE, WARMUP, MICRO_BATCH = 2e-4, 5, 16
+LEARNING_RATE, WARMUP, BETAS, MAX_NORM, MICRO_BATCH = 2e-4, 5, (0.9, 0.99), 1.0, 16
 
 
 def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
@@ -47,7 +47,7 @@ def training_step(model, tokenizer, optimizer, task, step: int) -> list[Group]:
         loss, _ = policy_loss(logp, logp.detach(), part.advantages, part.weights, part.mask)
         loss.backward()
 
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP)
     optimizer.step()
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     folder = addition.model(None)  # None: this script has no settings that it could pass to the task
     task = addition.load(None)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
     for step in range(1, STEPS + 1):
         groups = training_step(model, tokenizer, optimizer, task, step)
         print(f"step {step}  reward {torch.stack([group.rewards for group in groups]).mean():.3f}")

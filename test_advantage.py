@@ -116,13 +116,6 @@ def test_a_name_that_is_unknown_or_needs_lengths_is_an_error():
             call()
 
 
-def test_several_rewards_are_added_by_their_weights_and_a_missing_one_is_left_out():
-    parts = torch.tensor([[[1.0, 2.0, 3.0], [NAN, 2.0, 3.0]], [[1.0, NAN, NAN], [NAN, NAN, NAN]]])  # (P, G, K)
-    rewards = combine_rewards(parts.double(), [1.0, -0.5, 10.0])
-    expected = torch.tensor([[30.0, 29.0], [1.0, NAN]]).double()
-    torch.testing.assert_close(rewards, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_gdpo_brings_each_reward_to_the_same_scale_first():
     """GDPO, arXiv 2601.05242: A = Σ_k w_k (r_k − mean r_k)/(std r_k) in the group, then (A − mean)/std of the batch."""
     parts = [[[1, 200], [0, 100], [0, NAN], [NAN, NAN]], [[1, 50], [1, 0], [0, 10], [1, 5]]]  # (P, G, K)

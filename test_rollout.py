@@ -148,6 +148,13 @@ def test_each_prompt_is_read_once_and_finished_rows_leave_the_batch(kind, at_onc
         close(torch.tensor(ours.logp), torch.tensor(theirs.logp))
 
 
+def test_a_completion_that_ends_exactly_at_the_limit_is_not_truncated():
+    model, longer = build(), rollout(build(), PROMPTS, streams(), SAMPLING)
+    n = min(len(one.ids) for one in longer)
+    shorter = rollout(model, PROMPTS, streams(), replace(SAMPLING, max_completion_length=n))
+    assert [one.truncated for one in shorter] == [len(one.ids) > n for one in longer]
+
+
 def test_greedy_sampling_is_that_of_transformers():
     model = build().eval()
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)

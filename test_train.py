@@ -152,7 +152,7 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
         dict(micro_batch_size=2),
     ),
     "several turns": (
-        2, TURNS | dict(delay=1, num_iterations=2, beta=0.1, top_p=0.9, eval_every=1, eval_prompts=5),
+        2, TURNS | dict(delay=1, num_iterations=2, beta=0.1, top_p=0.9, top_entropy=0.5, eval_every=1, eval_prompts=5),
         dict(shard=True, rollout_tokens=70, micro_batch_size=2),
     ),
 }  # fmt: skip
@@ -418,13 +418,13 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
 
 
 def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch):
-    """Also after a reply, which has none. A token that was not written has no head."""
+    """Also after a reply, which has none. A token that was not written has no head. Of 99 ids, the vocabulary has 9."""
     calls = watch(train, "policy_loss")
-    go(**TURNS, score_centering=3, top_k=9, steps=1)
+    go(**TURNS, score_centering=99, steps=1)
     for call in calls:
         *_, mask = call.args
         policy, sampler = (call.kwargs[name][mask.bool()] for name in ("head_logp", "sampler_head_logp"))
-        assert policy.shape[1] == 4 and len(policy) > 5
+        assert policy.shape[1] == 9 + 1 and len(policy) > 5
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 
@@ -524,6 +524,12 @@ def test_nothing_is_learned_if_every_group_was_rejected(go):
     assert torch.equal(trained(out), untrained())
     (line,) = metrics(go("all", **graded_apart, steps=1))
     assert line["without_signal"] == 1.0 and line["grad_norm"] > 0.01, "without dynamic sampling, no group is rejected"
+
+
+def test_a_loss_of_exactly_0_is_learned_from(go):
+    """All advantages are A, 0 or -A, and all completions have one token, so the loss is a sum of zeros."""
+    out = go(steps=1, num_generations=2, max_completion_length=1, prompts_per_step=8, reward=paths("lucky"))
+    assert metrics(out)[0]["loss"] == 0.0 and not torch.equal(trained(out), untrained())
 
 
 # ---- Several steps ----

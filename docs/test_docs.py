@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import conftest
 import train
 from batch import Group
-from config import Config
+from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
-from infra.command_line import flags, for_argparse, parse
+from infra.command_line import flags, for_argparse, parse, ready
 from loss import token_weights
 from rollout import Completion
 from tasks import addition
@@ -73,6 +73,14 @@ def missing(pattern: str, is_there: Callable[[str, str], bool]) -> list[tuple[st
     named = [(page, name) for page, text in PAGES.items() for name in dict.fromkeys(re.findall(pattern, text))]
     assert len(named) > 20, "the pattern must find what the pages name"
     return [(page, name) for page, name in named if not is_there(page, name)]
+
+
+def test_the_table_of_presets_has_their_switches():
+    table = re.findall(r"^\| `(\S+)`.*?\| `(--.*?)` \|", PAGES["docs/objectives.md"], re.MULTILINE)
+    assert dict(table).keys() == ALGORITHMS.keys()
+    for name, switches in table:
+        shown, preset = (ready(parse(x.split(), False), False) for x in (switches, f"--algorithm {name}"))
+        assert shown == dataclasses.replace(preset, algorithm="grpo", out=shown.out), name
 
 
 def test_every_flag_is_there():

@@ -102,9 +102,9 @@ def model_inputs(
 
     # The completions of a row share their prompt, and their first tokens for as long as these are the same in all.
     t = torch.arange(T, device=ids.device)
-    is_same = (ids == ids[first]) & (t < torch.minimum(lengths, lengths[first])[:, None])
+    is_same = (ids == ids[first]) & (t < lengths[:, None])
     same = is_same.long().cumprod(1).sum(1)  # (B,), how many tokens are those of the row's first completion
-    shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many tokens all have in common
+    shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many all have, the first too
 
     # Behind the shared tokens, each completion has its own ones, one completion after another.
     own = lengths - shared

@@ -11,6 +11,7 @@ import pytest
 from config import ALGORITHMS, SETTINGS, Config, is_allowed, is_list, kind_of
 from infra import run_folder
 from infra.command_line import allowed, flags, for_argparse, parse, ready, warnings
+from loss import TIS_MODES
 from tasks import REAL_MODEL_DEFAULTS, task_names
 
 
@@ -56,7 +57,7 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
     ("--steps 0 --seed 3 --lr_schedule cosine --eval_k 8", dict(out="runs/addition-evaluation-3", dtype="float32")),
     ("--data d.jsonl --model m --reward a.py:f", dict(task="data", learning_rate=1e-6)),
-    ("--num_generations 1 --baseline none --scale_rewards none --lr_schedule cosine", {}),
+    ("--num_generations 1 --baseline none --scale_rewards none --ratio sequence_token --top_entropy 0.5", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
@@ -115,31 +116,29 @@ MISTAKES = [
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),
     ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode: has no effect"),
-    ("--algorithm vespo --tis_mode sequence_mask --tis_cap 2 --epsilon_low 0.1", "0.1: has no | sequence_mask: "),
+    *[(f"--algorithm vespo --tis_mode {x} --tis_cap 2 --delta 1", f"delta 1.0: | {x}: ") for x in TIS_MODES[2:]],
     ("--old_policy sampler --gate_low 0.5 --delta 1.2", "--gate_low 0.5: ... sampler | --delta 1.2: ... 1"),
-    ("--old_policy sampler --top_p 0.9 --keep_set no", "--keep_set false: "),
-    *[(f"--{x} 1 --top_k 9 --keep_set no", "keep") for x in "off_policy_mask tis_cap gate_low sampler_coef".split()],
+    *[(f"--{x} --top_p 0.9 --keep_set no", "keep") for x in ("off_policy_mask 0", "old_policy sampler")],
+    *[(f"--{x} 1 --top_k 9 --keep_set no", "set") for x in "tis_cap tis_floor gate_low gate_high sampler_coef".split()],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
     *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
-    ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: "),
-    ("--algorithm gdpo --num_generations 1", "--num_generations 1: "),
-    ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
-    ("--kl_importance --ref_sync_every 5 --keep_set no", "--kl_importance: | --ref_sync_every: | --keep_set: "),
-    ("--lora_alpha 8 --shard_size 2 --server_timeout 5", "--lora_alpha: | --shard_size: | --server_timeout: "),
+    *[(f"--num_generations 1 --algorithm {x}", "1: a group") for x in ("reinforce++ --dynamic_sampling 2", "gdpo")],
+    ("--kl_estimator k1 --reference m --eval_k 8 --eval_temperature 1 --eval_every 0", "kl_ | ref | eval_k | temp"),
+    ("--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5", "importance: | every: | set: | buffer: "),
+    ("--lora_alpha 8 --shard_size 2 --server_timeout 5 --server_folder f", "alpha: | size: | timeout: | folder: "),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7 --tis_floor 2 --tis_cap 1.5", "fewer | above the cap"),
     ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
-    *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
-    ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
+    *[(f"--top_entropy 0.2 --ratio {x}", "use seq") for x in ("geometric", "sequence", "sequence --objective sapo")],
+    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
     ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
-    ("--score_centering 5 --algorithm rloo --sampler_coef 1 --minibatches 2 --tis_cap 2", "with several updates"),
+    ("--score_centering 5 --algorithm rloo --sampler_coef 1 --num_iterations 2 --tis_floor 0.5", "several updates"),
     ("--score_centering 5 --algorithm sapo --tis_cap 2 --tis_mode sequence_mask --gate_high 2", "sapo | mode | high"),
     (
         "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
-    ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
     ("--steps 0 --eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--steps 0 | eval_data: has | eval_top_p: has"),
 ]
 # The text of a file, flags, a part of each line of the error message.

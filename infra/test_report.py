@@ -57,8 +57,10 @@ STEP["sampler_gap"] = 0.1
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     ({}, [0, 0, 1, 1], ""),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
-    (dict(length_correct=None), [1] * 4, "no completion of this step is right"),
-    (dict(reward_std=0.0), [1] * 4, "in every group of this step"),
+    (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
+    (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step"),
+    (dict(length_correct=None, reward_std=0.0, first=4), [1] * 4, ""),  # by now, that is not unusual
+    (dict(length_correct=None, length_incorrect=None, sampler_gap=None), [1] * 4, ""),  # nothing judged or trained on
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
     (dict(delay=0.5, tis_cap=2.0, sampler_gap=0.2), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
@@ -71,11 +73,11 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
 def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics, advantages, note):
     groups = [group([0.0, 1.0], 1) for _ in advantages]
     for made, A in zip(groups, advantages):
-        made.advantages = torch.tensor([-A, A])
+        made.advantages = [torch.tensor([-A, A]), 0.0]  # of each token, or of the completion
     settings = dict(prompts_per_step=4, samples_per_step=0, server=["a"], tis_cap=metrics.get("tis_cap"))
     log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
-    for step in (1, 2):
+    for step in range(metrics.get("first", 1), 5):
         log.step(STEP | metrics | {"step": step}, groups, [])
     shown = capsys.readouterr().out
     assert shown.count("note: ") == (1 if note else 0) and note in shown

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +27,7 @@ DEFAULTS = dict(max_completion_length=20)
 def mine(prompts):
     pass
 def load(config):
-    return Task([{"prompt": "a"}], [{"prompt": "b"}], [mine], [1.0], correct="mine")
+    return Task([{"prompt": "a"}, {"prompt": "c", "n": 1}], [{"prompt": "b"}], [mine], [1.0], correct="mine")
 """
 SHORT, SUM = "mine.py:short", "mine.py:exact_sum"
 OWN_REWARDS = """
@@ -45,7 +44,7 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
-    ("guess", {"data": None}, 8879, 1121),  # a task that replies, so that its reward gets the turns
+    ("guess", {"data": None, "max_turns": 3}, 8879, 1121),  # a task that replies, so that its reward gets the turns
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
@@ -83,7 +82,8 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     # Of these five names, only `steps` is a setting that a task may set. There is no setting `step`.
     (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, delta=3, baseline='none', steps=1)")
     task = load_task(Config(task="mine", steps=7))
-    assert (task.train, task.eval, task.of_run["max_steps"]) == ([{"prompt": "a"}], [{"prompt": "b"}], 7)
+    rows = [{"prompt": "a", "n": None}, {"prompt": "c", "n": 1}]  # a reward gets every column for every completion
+    assert (task.train, task.eval, task.of_run["max_steps"]) == (rows, [{"prompt": "b"}], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
     with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_module("other")
@@ -219,20 +219,3 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
     assert parts[:, 1].tolist() == [-0.5, -1.0] and task.of_run["max_steps"] == 1, "a reward may divide by it"
-
-
-def test_rows_of_several_tasks(folder):
-    """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
-    wrong."""
-    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "letters": "ab"}]
-    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
-    assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
-
-    def exact_sum(answer, **columns):
-        return [None if x is None else 1.0 for x in answer]
-
-    task.rewards = [exact_sum]
-    judged, _ = call_rewards(task, [group_of(row, "1") for row in task.train], TOKENIZER, 0)
-    rights = [task.right(parts) for parts, _ in judged]
-    assert rights[0].tolist() == [1.0] and rights[1] is None

@@ -82,7 +82,7 @@ def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, 
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
     made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
-    inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, EOS_ID], [4])]
+    inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, OUT if is_chat else EOS_ID], [4])]
     assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
     assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2
@@ -112,20 +112,20 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
 def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     ids, written = [2, EOS_ID, 30, 31, 3, EOS_ID], [True] * 2 + [False] * 2 + [True] * 2
     # The last reply did not fit into the completion, so its tokens are missing.
-    completion = Completion(ids, [0.0] * 6, False, written=written, replies=[MESSAGES, USER_SAYS])
+    completion = Completion(ids, [0.0] * 6, True, written=written, replies=[MESSAGES, USER_SAYS])
     (first, last) = ({"role": "assistant", "content": text} for text in "ab")
     # The first argument is a prompt. Here it is a chat, and in the next line a text.
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
     seen = []
 
-    def reward(turns, completion_ids, **columns):
-        seen.append((turns, completion_ids))
+    def reward(turns, completion_ids, truncated, **columns):
+        seen.append((turns, completion_ids, truncated))
         return [0.0] * len(turns)
 
     group = Group([], {"prompt": "1"}, [completion] * 2)
     call_rewards(Task([], [], [reward], [1.0], reply=print), [group], TOKENIZER, steps_done=0)
-    assert seen == [([["a", "b"]] * 2, [ids] * 2)]
+    assert seen == [([["a", "b"]] * 2, [ids] * 2, [True] * 2)]
 
 
 # ---- The game ----

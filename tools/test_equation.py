@@ -175,7 +175,8 @@ def test_a_fork(monkeypatch, capsys):
 
     forked.__kwdefaults__ = policy_loss.__kwdefaults__
     monkeypatch.setattr(equation, "policy_loss", forked)
-    equation.main([])
+    equation.main(["--top_entropy", "0.5", "--entropy_coef=-1"])
     printed = capsys.readouterr().out
+    assert re.findall(r"not in the equation: --(\w+)", printed) == ["top_entropy", "entropy_coef"]
     assert "tanh(log π - sg(log π_old)) · A_i" in printed
     assert re.search(r"not traced: item at test_equation.py:\d+: rate = \(advantages > 0\)", printed)

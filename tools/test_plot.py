@@ -21,8 +21,11 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     groups = plot.by_settings([plot.read_log(folder(tmp_path / name, [], **names[name])) for name in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
-    own = [plot.ALGORITHMS[name] | dict(algorithm=name) for name in ("grpo", "dapo")]
-    assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | dict(normalization="sum"))])) == 3
+    (legend,) = plot.draw_picture(groups, ["kl"], 1, 1, "step").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["beta 0.0 (3 seeds)", "beta 0.1 (3 seeds)"]
+    own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
+    for other in dict(normalization="sum"), dict(beta=0.1):
+        assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
 
 
 def drawn(logs: list[list[dict]], panel: str, width: int, x: str = "step") -> list[list[list[float]]]:
@@ -82,3 +85,4 @@ def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(t
         plot.main([str(run), "--panels", "rewardx"])
     plot.main([str(run), "--panels", "reward", "rewardx", "--out", str(tmp_path / "a.pdf")])
     assert (tmp_path / "a.pdf").exists() and not (tmp_path / "a.pdf.png").exists()
+    assert plot.parse([str(run), "another"]).out == tmp_path / "plot.png"
