@@ -334,6 +334,15 @@ def test_kl_importance_always_uses_the_ratio_of_the_token(estimator, ratio):
     close(*gradients(theta, loss, kl), 1e-12)
 
 
+def test_the_loss_is_zero_and_its_gradient_is_not():
+    """With one update per rollout, β = 0 and a mean over each completion, the loss is −Σ_i A_i / N = 0."""
+    b, A = draw(0), group_advantages(torch.tensor(GROUPS, dtype=F64)).flatten()
+    loss, grad, _ = run(b.logp, b.logp, A, token_weights(b.mask, "sequence"), b.mask)
+    assert abs(loss) < 1e-12 and grad.abs().max() > 0.01
+    loss, _, _ = run(b.logp, b.logp, A, token_weights(b.mask, "global"), b.mask)
+    assert abs(loss) > 0.01  # long completions weigh more than short ones
+
+
 # ---- Every switch with every other, in any split of the step ----
 
 # `completion_by_hand` states all equations of policy_loss a second time, with nothing but numbers. It needs no formula

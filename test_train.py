@@ -417,14 +417,15 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
     assert [line["reward"] for line in before] == [line["reward"] for line in now]
 
 
-def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch):
+@pytest.mark.parametrize(("K", "ids", "more"), [(3, 3, dict(top_k=9)), (99, 9, {})])
+def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch, K, ids, more):
     """Also after a reply, which has none. A token that was not written has no head. Of 99 ids, the vocabulary has 9."""
     calls = watch(train, "policy_loss")
-    go(**TURNS, score_centering=99, steps=1)
+    go(**TURNS, **more, score_centering=K, steps=1)
     for call in calls:
         *_, mask = call.args
         policy, sampler = (call.kwargs[name][mask.bool()] for name in ("head_logp", "sampler_head_logp"))
-        assert policy.shape[1] == 9 + 1 and len(policy) > 5
+        assert policy.shape[1] == ids + 1 and len(policy) > 5
         torch.testing.assert_close(policy, sampler, rtol=1e-4, atol=1e-4)  # float32
 
 

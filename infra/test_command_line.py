@@ -116,30 +116,59 @@ MISTAKES = [
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),
     ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode: has no effect"),
-    *[(f"--algorithm vespo --tis_mode {x} --tis_cap 2 --delta 1", f"delta 1.0: | {x}: ") for x in TIS_MODES[2:]],
+    *[
+        (
+            f"--algorithm vespo --tis_mode {x} --tis_cap 2 --epsilon_low 0.1 --delta 1",
+            f"0.1: has no | delta 1.0: | {x}: ",
+        )
+        for x in TIS_MODES[2:]
+    ],
     ("--old_policy sampler --gate_low 0.5 --delta 1.2", "--gate_low 0.5: ... sampler | --delta 1.2: ... 1"),
-    *[(f"--{x} --top_p 0.9 --keep_set no", "keep") for x in ("off_policy_mask 0", "old_policy sampler")],
-    *[(f"--{x} 1 --top_k 9 --keep_set no", "set") for x in "tis_cap tis_floor gate_low gate_high sampler_coef".split()],
+    *[(f"--{x} --top_p 0.9 --keep_set no", "--keep_set false: ") for x in ("off_policy_mask 0", "old_policy sampler")],
+    *[
+        (f"--{x} 1 --top_k 9 --keep_set no", "--keep_set false: ")
+        for x in ("tis_cap", "tis_floor", "gate_low", "gate_high", "sampler_coef")
+    ],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
     *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
-    *[(f"--num_generations 1 --algorithm {x}", "1: a group") for x in ("reinforce++ --dynamic_sampling 2", "gdpo")],
-    ("--kl_estimator k1 --reference m --eval_k 8 --eval_temperature 1 --eval_every 0", "kl_ | ref | eval_k | temp"),
-    ("--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5", "importance: | every: | set: | buffer: "),
-    ("--lora_alpha 8 --shard_size 2 --server_timeout 5 --server_folder f", "alpha: | size: | timeout: | folder: "),
+    ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: a group of one"),
+    ("--algorithm gdpo --num_generations 1", "--num_generations 1: a group of one"),
+    ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
+    (
+        "--reference m --eval_temperature 1 --eval_every 0",
+        "--reference: ... --beta | --eval_temperature: ... --eval_every",
+    ),
+    (
+        "--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5",
+        "--kl_importance: | --ref_sync_every: | --keep_set: | --overlong_buffer: ... --reward overlong",
+    ),
+    (
+        "--lora_alpha 8 --shard_size 2 --server_timeout 5 --server_folder f",
+        "--lora_alpha: | --shard_size: | --server_timeout: | --server_folder: ",
+    ),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
     *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
-    ("--prompts_per_step 2 --num_generations 3 --minibatches 7 --tis_floor 2 --tis_cap 1.5", "fewer | above the cap"),
+    ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
+    ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
     ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
-    *[(f"--top_entropy 0.2 --ratio {x}", "use seq") for x in ("geometric", "sequence", "sequence --objective sapo")],
+    *[(f"--objective {x} --ratio sequence --top_entropy 0.2", "--top_entropy with --ratio") for x in ("clip", "sapo")],
+    ("--algorithm gmpo --top_entropy 0.2", "--top_entropy with --ratio geometric: ... use sequence_token"),
     ("--score_centering 5 --top_k 9 --keep_set false", "--keep_set false: cannot be used with settings that read"),
     ("--score_centering 5 --old_policy sampler", "cannot be used with --objective clip --old_policy sampler"),
-    ("--score_centering 5 --algorithm rloo --sampler_coef 1 --num_iterations 2 --tis_floor 0.5", "several updates"),
-    ("--score_centering 5 --algorithm sapo --tis_cap 2 --tis_mode sequence_mask --gate_high 2", "sapo | mode | high"),
+    (
+        "--score_centering 5 --algorithm rloo --sampler_coef 1 --num_iterations 2 --tis_floor 0.5",
+        "--score_centering: cannot be used with several updates",
+    ),
+    (
+        "--score_centering 5 --algorithm sapo --tis_cap 2 --tis_mode sequence_mask --gate_high 2",
+        "--score_centering: cannot be used with --objective sapo | with --tis_mode | with --gate_high",
+    ),
     (
         "--score_centering 5 --algorithm gspo --minibatches 2 --delta 3 --gate_low 0.9 --off_policy_mask 1",
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
-    ("--steps 0 --eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--steps 0 | eval_data: has | eval_top_p: has"),
+    ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
+    ("--eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--eval_data: has no effect | --eval_top_p: has no effect"),
 ]
 # The text of a file, flags, a part of each line of the error message.
 IN_FILES = [

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -219,3 +220,20 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
     assert parts[:, 1].tolist() == [-0.5, -1.0] and task.of_run["max_steps"] == 1, "a reward may divide by it"
+
+
+def test_rows_of_several_tasks(folder):
+    """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
+    wrong."""
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "letters": "ab"}]
+    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
+    assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
+
+    def exact_sum(answer, **columns):
+        return [None if x is None else 1.0 for x in answer]
+
+    task.rewards = [exact_sum]
+    judged, _ = call_rewards(task, [group_of(row, "1") for row in task.train], TOKENIZER, 0)
+    rights = [task.right(parts) for parts, _ in judged]
+    assert rights[0].tolist() == [1.0] and rights[1] is None
