@@ -101,10 +101,11 @@ def model_inputs(
     first = torch.arange(B, device=ids.device) - number  # (B,), the first completion in the same row
 
     # The completions of a row share their prompt, and their first tokens for as long as these are the same in all.
+    # The first completion is compared with itself as well, so its own length is a limit, too.
     t = torch.arange(T, device=ids.device)
     is_same = (ids == ids[first]) & (t < lengths[:, None])
     same = is_same.long().cumprod(1).sum(1)  # (B,), how many tokens are those of the row's first completion
-    shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many all have, the first too
+    shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many tokens all have in common
 
     # Behind the shared tokens, each completion has its own ones, one completion after another.
     own = lengths - shared

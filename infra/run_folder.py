@@ -10,10 +10,10 @@
 A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it, in order:
 
 - It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
-  checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the folder has a file that the
-  new run reads.
-- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. If a
-  file that it has read was changed since, a line says so.
+  checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the new run reads a file of the
+  folder.
+- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. If a file
+  that it read has changed since, a line says so.
 - Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
@@ -87,7 +87,7 @@ def claim(config: Config) -> Start:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
     if is_finished and [*before["digests"].values()] != [*digests(config).values()]:
-        faults.warn(f"a file that the run in {out} has read was changed since: its results are those of before")
+        faults.warn(f"a file that the run in {out} read has changed since: its results are those of before")
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
     return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))

@@ -15,8 +15,8 @@ REWARD_ARGUMENTS = "prompts completions completion_ids truncated trainer_state l
 
 def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """Read the rows of a .jsonl, .json, .csv or .parquet file, or of the train split of a data set on the hub. The
-    package datasets would guess types: dates in .json, and in .csv numbers for "007" and None for "NA". Here, the
-    values in .json are those that are there, and all values in .csv are texts."""
+    package datasets would guess types: a date in .json, and in .csv 7 for "007" and None for "NA". Here, the values of
+    .json stay as they are, and all values of .csv are texts."""
     kind = Path(source).suffix.removeprefix(".")
     if kind in ("jsonl", "json"):
         text = Path(source).read_text("utf-8-sig")

@@ -5,8 +5,8 @@
 
 Each run is a `train.py` with its own folder. It gets the flags after `--` and its settings of the grid. A setting that
 is in both gets its value from the grid, and a list such as --reward gets the values of both. Repeating a command
-continues the runs that were stopped and does not repeat finished runs. Runs that were made by other code, or
-from other files, are used only with --keep.
+continues the runs that were stopped and does not repeat finished runs. Runs that were made by other code, or from other
+files, are used only with --keep.
 
 The table has a row for each metric and variant. It shows the mean of the metric over the second half of a run
 (`entropy`), over some steps (`entropy:21-40`), its last value (`entropy:last`), or the steps, tokens or seconds until
@@ -86,10 +86,11 @@ def run_all(args: argparse.Namespace) -> None:
     fails, the others continue."""
     runs = runs_of(args)
     unfinished = [run for run in runs if not log_if_finished(run)]
+    code = run_folder.digest_of_code()
     for run in runs:
         about = run_folder.config_json(run.folder)
-        now = {"code": run_folder.digest_of_code(), "digests": run_folder.digests(run.config)}
-        if about and any(about.get(name) != x for name, x in now.items()) and not args.keep:
+        made_by = about.get("code"), about.get("digests")
+        if about and not args.keep and made_by != (code, run_folder.digests(run.config)):
             sys.exit(f"error: {run.folder} was made by other code or files: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -51,7 +51,7 @@ def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) 
     run.config = replace(config, max_grad_norm=sys.float_info.max)
     set_advantages(groups, run.task.weights, config)
     batch = collate(groups, config.mask_truncated, run.device)
-    if batch.head_ids is not None:  # as long as any variant needs; nothing is centered by a head without ids
+    if batch.head_ids is not None:  # they are as many as any variant needs; a head without ids centers nothing
         K = min(config.score_centering, batch.head_ids.shape[2])
         others = batch.sampler_head_logp[..., K:].logsumexp(-1, keepdim=True)
         batch.sampler_head_logp = torch.cat([batch.sampler_head_logp[..., :K], others], -1)
