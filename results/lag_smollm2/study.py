@@ -1,9 +1,10 @@
 """The lag study on a language model: what corrections for stale completions reach on `sum` (docs/real_model.md).
 
-    python results/lag_smollm2/study.py         makes the runs that are missing, in runs/lag_smollm2/
+    python results/lag_smollm2/study.py 6       makes the runs that are missing, six at once, in runs/lag_smollm2/
 
 Two learning rates, and three seeds of each. Without a delay, nothing, truncation and centering are the same. Runs come
-in the order of their seeds, so the first third of them is a study of one seed. A run takes ten minutes on one thread.
+in the order of their seeds, so the first third of them is a study of one seed. They are computed in fp32, so that the
+trainer has the sampler's log-probs and only the delay makes completions stale.
 
 The questions, written down before the runs:
 1. Do truncation, centering and GSPO earn more than no correction at 8, as on the small task? They do not if the
@@ -14,6 +15,7 @@ The questions, written down before the runs:
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +33,7 @@ CORRECTIONS = {
 VARIANTS = [(name, 8) for name in CORRECTIONS] + [("none", 0), ("gspo", 0)]
 SUMS = """--model=models/smollm2 --data=runs/candidates/sum.jsonl --reward=results/real_model/candidates.py:last_number
     --correct=last_number --prompts_per_step=4 --max_completion_length=32 --warmup_steps=0 --eval_every=40
-    --eval_prompts=64 --save_every=20""".split()
+    --eval_prompts=64 --dtype=float32 --rollout_tokens=32768 --micro_batch_tokens=4096""".split()
 
 
 def lines_of(run: Path) -> list[dict]:
@@ -58,12 +60,12 @@ def train(name: str, delay: int, rate: str, seed: int) -> None:
         shutil.rmtree(run / weights, ignore_errors=True)
 
 
-def main() -> None:
-    for seed in SEEDS:
-        for rate in RATES:
-            for name, delay in VARIANTS:
-                train(name, delay, rate, seed)
+def main(jobs: int) -> None:
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = [(*variant, rate, seed) for seed in SEEDS for rate in RATES for variant in VARIANTS]
+        for made in [pool.submit(train, *run) for run in runs]:
+            made.result()
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
