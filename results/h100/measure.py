@@ -4,6 +4,7 @@ completions should share the row of their prompt, and whether 7B weights with ad
     python results/h100/measure.py rollout        rollout_before.txt and rollout.txt
     python results/h100/measure.py shared_rows    the end of rollout.txt
     python results/h100/measure.py adapters       adapters.txt
+    python results/h100/measure.py model          saves the model of 0.5B in runs/half, for tools/bench.py
 
 The models have the shapes of Qwen2.5-0.5B and 7B and random weights. Random weights never write the end token that is
 given here, so every completion has its full length. The logs were made with two earlier forms of this script, which
@@ -111,5 +112,10 @@ def adapters(capacity: float = 24e9) -> None:
     print({name: x for name, x in train.training_step(run, 1)[0].items() if "seconds" in name or "peak" in name})
 
 
+def model() -> None:
+    for part in first_hour.larger_model(None):
+        part.save_pretrained("runs/half")
+
+
 if __name__ == "__main__":
-    {"rollout": rollout, "shared_rows": shared_rows, "adapters": adapters}[sys.argv[1]]()
+    {"rollout": rollout, "shared_rows": shared_rows, "adapters": adapters, "model": model}[sys.argv[1]]()
