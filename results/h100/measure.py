@@ -1,13 +1,13 @@
 """What was measured on one H100, beside tools/first_hour.py: where the time of a rollout and of an update goes, whether
 completions should share the row of their prompt, and whether 7B weights with adapters fit on a GPU of 24 GB.
 
-    python results/h100/measure.py rollout        rollout_before.txt and rollout.txt
+    python results/h100/measure.py rollout        rollout.txt
     python results/h100/measure.py shared_rows    the end of rollout.txt
     python results/h100/measure.py adapters       adapters.txt
     python results/h100/measure.py model          saves the model of 0.5B in runs/half, for tools/bench.py
 
 The models have the shapes of Qwen2.5-0.5B and 7B and random weights. Random weights never write the end token that is
-given here, so every completion has its full length. The logs were made with two earlier forms of this script, which
+given here, so every completion has its full length. The logs were made with an earlier form of this script, which
 measured the same and printed more.
 """
 
