@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -32,6 +33,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from config import SETTINGS, Config, kind_of
+from infra.command_line import contradictions, ready, wrong_values
+from loss import SWITCHES_READ, policy_loss
 from tasks._characters import char_tokenizer, small_config
 
 # ---- Models of every family, small enough to run in milliseconds; gradients as vectors ----
@@ -252,6 +256,29 @@ def in_a_copy(folder: Path, module: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
         del sys.modules[name]
     sys.modules["train"] = importlib.import_module(module)
+
+
+# ---- Settings that go together ----
+
+
+def allowed_pairs() -> Iterator[tuple[dict, dict]]:
+    """Yield each objective, ratio, old policy and KL estimator with each value of every other switch of policy_loss
+    that is allowed with it. A pair is two dictionaries of settings: the first choice with what the two need, and the
+    switch. A number is 0.8 or 1.3. A new switch joins by its name."""
+    needs = dict(kl_estimator={"beta": 0.5}, kl_importance={"beta": 0.5}, cispo={"epsilon_high": 2.0})
+    needs["tis_mode"] = {"tis_floor": 0.8, "tis_cap": 1.3}
+    settings = [SETTINGS[name] for name in [*policy_loss.__kwdefaults__, "score_centering"] if name in SETTINGS]
+    values = {x.name: x.metadata["names"] or {kind_of(x)(0.8), kind_of(x)(1.3)} for x in settings}
+    switches = [(name, x) for name in values for x in values[name]]
+    choices = [(name, x) for name in SWITCHES_READ for x in SWITCHES_READ[name]]
+    default = ready(Config(), on_gpu=False)
+    for (choice, x), (name, y) in itertools.product(choices, switches):
+        chosen = needs.get(choice, {}) | needs.get(x, {}) | needs.get(name, {}) | needs.get(y, {}) | {choice: x}
+        without = dataclasses.replace(default, **chosen)
+        pair = dataclasses.replace(without, **{name: y})
+        is_refused = any([*wrong_values(pair), *contradictions(pair)])
+        if name != choice and pair != without and not is_refused:
+            yield chosen, {name: y}
 
 
 # ---- Faults in a run ----

@@ -27,7 +27,8 @@ from torch.nn.functional import pad
 
 from advantage import group_advantages
 from config import Config, UserError, resolve
-from infra.command_line import allowed_pairs, ready
+from conftest import allowed_pairs
+from infra.command_line import ready
 from infra.report import combine
 from loss import KL_ESTIMATORS, NORMALIZATIONS, RATIOS, SWITCHES_READ, kl_divergence, policy_loss, token_weights
 

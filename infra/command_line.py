@@ -18,7 +18,7 @@ from transformers.hf_argparser import string_to_bool
 from advantage import compares_in_group
 from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, kind_of, resolve, task_of
 from infra import run_folder
-from loss import SWITCHES_READ, policy_loss
+from loss import SWITCHES_READ
 from tasks import task_defaults, task_module, task_names
 
 # ---- From the words of a command line to settings ----
@@ -187,26 +187,6 @@ def not_centered(config: Config, one_update: bool) -> list[str]:
     }
     refused |= {f"--{x}": getattr(config, x) is not None for x in ("gate_low", "gate_high", "off_policy_mask", "delta")}
     return [name for name, is_refused in refused.items() if is_refused]
-
-
-def allowed_pairs() -> Iterator[tuple[dict, dict]]:
-    """Yield each objective, ratio, old policy and KL estimator with each value of every other switch of policy_loss
-    that is allowed with it. A pair is two dictionaries of settings: the first choice with what the two need, and the
-    switch. A number is 0.8 or 1.3. Tests and tools go through these pairs, so that a new switch joins by its name."""
-    needs = dict(kl_estimator={"beta": 0.5}, kl_importance={"beta": 0.5}, cispo={"epsilon_high": 2.0})
-    needs["tis_mode"] = {"tis_floor": 0.8, "tis_cap": 1.3}
-    settings = [SETTINGS[name] for name in [*policy_loss.__kwdefaults__, "score_centering"] if name in SETTINGS]
-    values = {x.name: x.metadata["names"] or {kind_of(x)(0.8), kind_of(x)(1.3)} for x in settings}
-    switches = [(name, x) for name in values for x in values[name]]
-    choices = [(name, x) for name in SWITCHES_READ for x in SWITCHES_READ[name]]
-    default = ready(Config(), on_gpu=False)
-    for (choice, x), (name, y) in itertools.product(choices, switches):
-        chosen = needs.get(choice, {}) | needs.get(x, {}) | needs.get(name, {}) | needs.get(y, {}) | {choice: x}
-        without = replace(default, **chosen)
-        pair = replace(without, **{name: y})
-        is_refused = any(itertools.chain(wrong_values(pair), contradictions(pair)))
-        if name != choice and pair != without and not is_refused:
-            yield chosen, {name: y}
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -17,7 +17,8 @@ import torch
 
 from advantage import BASELINES, SCALES, group_advantages
 from config import ALGORITHMS, Config
-from infra.command_line import allowed_pairs, ready
+from conftest import allowed_pairs
+from infra.command_line import ready
 from loss import NORMALIZATIONS, policy_loss, token_weights
 from tools import equation
 from train import LOSS_SWITCHES
