@@ -125,20 +125,19 @@ def largest_budget(compute: Callable[[int], None], n: int, length: int, most: in
 
 
 def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) -> Batch:
-    """Return a batch of random prompts with this many random completions each, all of full length. Whatever a batch may
-    have is filled in."""
+    """Return a batch of prompts, all with the same random tokens, with this many random completions each, all of full
+    length. Whatever a batch may have is filled in."""
     cfg, length = run.config, run.config.max_completion_length
     vocabulary = run.model.config.get_text_config().vocab_size
-    draw, kept, groups = np.random.default_rng(0), None, []
+    draw, kept = np.random.default_rng(0), None
     if cfg.cuts_vocabulary and cfg.keep_set:
         kept = length * [np.arange(min(cfg.top_k or KEPT_IDS, vocabulary), dtype=np.int32)]
-    for _ in range(prompts):
-        prompt, ones = draw.integers(vocabulary, size=prompt_length).tolist(), torch.ones(completions)
-        ids = draw.integers(vocabulary, size=(completions, length))
-        made = [Completion(ids=row, logp=np.zeros(length), truncated=False, kept=kept) for row in ids]
-        # Advantages of 0 would not do: a micro-batch in which all are 0 may need no backward pass.
-        groups.append(Group(prompt, completions=made, rewards=ones, advantages=ones))
-    batch = collate(groups, cfg.mask_truncated, run.device)
+    prompt, ones = draw.integers(vocabulary, size=prompt_length).tolist(), torch.ones(completions)
+    ids = draw.integers(vocabulary, size=(completions, length))
+    made = [Completion(ids=row, logp=np.zeros(length), truncated=False, kept=kept) for row in ids]
+    # Advantages of 0 would not do: a micro-batch in which all are 0 may need no backward pass.
+    group = Group(prompt, completions=made, rewards=ones, advantages=ones)
+    batch = collate([group] * prompts, cfg.mask_truncated, run.device)
     batch.weights = batch.mask.double()
     batch.old_logp = batch.ref_logp = batch.sampler_logp
     if cfg.score_centering:
