@@ -127,56 +127,46 @@ def rollout(
     completions: list[Completion] = []
     while len(completions) < len(prompts):
         start, rows_at_once = len(completions), max(1, sampling.tokens_at_once // length)
-        rows = range(start, min(start + rows_at_once, len(prompts)))
-        sampled = None
+        stop = min(start + rows_at_once, len(prompts))
         # If memory runs out, the lines below this block run. The tensors of the failed attempt are free by then, which
         # they would not be in an `except` block.
         with suppress(torch.OutOfMemoryError):
-            own_prompts = [prompts[i] for i in rows]
-            own_uniform = None if uniform is None else uniform[rows.start : rows.stop]
-            own_replies = None if replies is None else [replies[i] for i in rows]
-            sampled = _generate(model, own_prompts, own_uniform, own_replies, sampling, progress)
-        if sampled is not None:
-            completions += sampled
-        elif len(rows) > 1:
-            torch.cuda.empty_cache()
-            sampling.tokens_at_once = len(rows) // 2 * length
-            logger.warning(f"out of memory: from now on at most {len(rows) // 2} completions are sampled at once")
-        else:
+            token_loop = partial(
+                _token_loop,
+                uniform=None if uniform is None else torch.as_tensor(uniform[start:stop], device=model.device),
+                replies=None if replies is None else [replies[i] for i in range(start, stop)],
+                sampling=sampling,
+                progress=progress,
+            )
+            completions += _generate(model, prompts[start:stop], token_loop, sampling.max_completion_length)
+            continue
+        half = (stop - start) // 2
+        if half == 0:
             raise UserError(f"out of memory with one completion at a time: {SMALLER}")
+        torch.cuda.empty_cache()
+        sampling.tokens_at_once = half * length
+        logger.warning(f"out of memory: from now on at most {half} completions are sampled at once")
     return completions
 
 
-def _generate(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    uniform: np.ndarray | None,
-    replies: list[Reply] | None,
-    sampling: Sampling,
-    progress: Progress | None,
-) -> list[Completion]:
+def _generate(model: PreTrainedModel, prompts: list[list[int]], token_loop: Callable, limit: int) -> list[Completion]:
+    """Call `generate`, with `token_loop` in place of its own loop, which would make up to `limit` tokens."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     place = {prompt: i for i, prompt in enumerate(distinct)}
+    rows = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device)
     width = max(map(len, distinct))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=model.device)
-    token_loop = partial(
-        _token_loop,
-        rows=torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device),
-        uniform=None if uniform is None else torch.as_tensor(uniform, device=model.device),
-        replies=replies,
-        sampling=sampling,
-        progress=progress,
-    )
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
-    config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
+    config = GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True)
 
     saved_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
     # What `config` leaves unset, `generate` takes from the model's own configuration. So give the model an empty one.
     model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
-        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=token_loop)
+        own_loop = partial(token_loop, rows=rows)
+        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=own_loop)
     finally:
         model.generation_config = saved_config
         for module in in_train_mode:
