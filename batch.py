@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from advantage import Group, trained_tokens
-from fast.shared_prompts import Sample, SharedRow, shared_rows
+from fast.shared_prompts import Row, Sample, row_length, shared_rows
 
 
 @dataclass
@@ -128,13 +128,13 @@ def micro_batches(
     """
     shares = _shares(batch, world)
 
-    def pieces_of(share: list[Sample]) -> list[list[SharedRow]]:
+    def pieces_of(share: list[Sample]) -> list[list[Row]]:
         return _pieces(shared_rows(share, limits.hidden_size, limits.allow), limits)
 
     mine = pieces_of(shares[rank])
     for piece in mine:
-        rows = [row for shared in piece for row in shared.completions]  # of the batch, one for each completion
-        yield rows, replace(batch[rows], per_row=[len(shared.completions) for shared in piece])
+        rows = [one.index for row in piece for one in row]  # of the batch, one for each completion
+        yield rows, replace(batch[rows], per_row=[len(row) for row in piece])
     if same_count:
         most = max(len(pieces_of(share)) for share in shares)
         filler = replace(batch[[0]], mask=torch.zeros_like(batch.mask[:1]))  # any completion would do: it is masked
@@ -163,15 +163,15 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     return shares
 
 
-def _pieces(rows: list[SharedRow], limits: Limits) -> list[list[SharedRow]]:
+def _pieces(rows: list[Row], limits: Limits) -> list[list[Row]]:
     """Divide the rows into micro-batches that the limits allow. The rows must be sorted as `shared_rows` returns them:
     first those with a gradient, then those without, and in both parts the longest first."""
-    pieces: list[list[SharedRow]] = []
+    pieces: list[list[Row]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]
         # The first row is the longest, and the others are padded to its length.
-        fits = limits.allow(sum(len(one.completions) for one in extended), len(extended) * extended[0].length)
-        if pieces and fits and extended[0].has_gradient == row.has_gradient:
+        fits = limits.allow(sum(map(len, extended)), len(extended) * row_length(extended[0]))
+        if pieces and fits and extended[0][0].has_gradient == row[0].has_gradient:
             pieces[-1].append(row)
         else:
             pieces.append([row])

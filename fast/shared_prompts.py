@@ -31,36 +31,32 @@ class Sample(NamedTuple):
     length: int  # of the completion, without the prompt
 
 
-class SharedRow(NamedTuple):
-    """A row of the model's input: a prompt and some of its completions."""
-
-    has_gradient: bool
-    length: int  # tokens that the model reads
-    completions: list[int]  # by their index in the batch
+Row = list[Sample]  # completions of one prompt that share a row of the model's input
 
 
-def shared_rows(
-    samples: Iterable[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]
-) -> list[SharedRow]:
+def shared_rows(samples: Iterable[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]) -> list[Row]:
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
     Rows with a gradient come first, and within each kind the longest first."""
     by_prompt = sorted(samples, key=lambda one: (one.has_gradient, one.prompt, -one.length))
-    rows: list[SharedRow] = []
+    rows: list[Row] = []
     for _, same_prompt in groupby(by_prompt, key=lambda one: (one.has_gradient, one.prompt)):
         rows += _rows_of_prompt(list(same_prompt), hidden_size, allow)
-    return sorted(rows, key=lambda row: (row.has_gradient, row.length), reverse=True)
+    return sorted(rows, key=lambda row: (row[0].has_gradient, row_length(row)), reverse=True)
 
 
-def _rows_of_prompt(
-    samples: list[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]
-) -> list[SharedRow]:
+def row_length(row: Row) -> int:
+    """Return how many tokens the model reads: the prompt once, and then every completion."""
+    return row[0].prompt_length + sum(one.length for one in row)
+
+
+def _rows_of_prompt(samples: list[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]) -> list[Row]:
     """Divide completions of one prompt, the longest first, among as many rows as are best, or more until every row is
     allowed. A single completion gets its row even if that is not allowed."""
     rows_wanted = math.ceil(len(samples) / _best_number(samples, hidden_size))
     for n in range(rows_wanted, len(samples) + 1):
         # The completions are dealt to the n rows in turn, so that the rows have about the same length.
-        rows = [_shared_row(samples[i::n]) for i in range(n)]
-        if n == len(samples) or all(allow(len(row.completions), row.length) for row in rows):
+        rows = [samples[i::n] for i in range(n)]
+        if n == len(samples) or all(allow(len(row), row_length(row)) for row in rows):
             return rows
 
 
@@ -76,11 +72,6 @@ def _best_number(samples: list[Sample], hidden_size: int | None) -> int:
         return 1
     p, c = samples[0].prompt_length, sum(one.length for one in samples) / len(samples)
     return max(1, int(math.sqrt(p * (p + 6 * hidden_size)) / c))
-
-
-def _shared_row(samples: list[Sample]) -> SharedRow:
-    length = samples[0].prompt_length + sum(one.length for one in samples)
-    return SharedRow(samples[0].has_gradient, length, [one.index for one in samples])
 
 
 def model_inputs(
