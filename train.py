@@ -223,29 +223,27 @@ def score_fixed_policies(run: Run, batch: Batch) -> None:
     needs_old = cfg.num_iterations * cfg.minibatches > 1
     needs_entropy = cfg.top_entropy < 1.0
     if needs_old or needs_entropy:
-        logp, batch.entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
+        logp, entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
         batch.old_logp = logp if needs_old else None
+        batch.entropy = entropy if needs_entropy else None
     if run.reference is not None:
         with lora.without_adapters(run.reference):
             batch.ref_logp, _ = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.reference)
 
 
 @torch.no_grad()
-def fixed_logprobs(
-    run: Run, batch: Batch, model: PreTrainedModel, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs (N, T) of all completions, and their entropies (N, T) or None. Each rank computes a part,
-    and every rank gets all of them."""
-    logp, entropy = torch.zeros_like(batch.sampler_logp), torch.zeros_like(batch.sampler_logp)
+def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel, with_entropy: bool = False) -> Tensor:
+    """Return the log-probs of all completions, and their entropies or zeros, as one tensor (2, N, T). Each rank
+    computes a part, and every rank gets all of them."""
+    scores = batch.sampler_logp.new_zeros(2, *batch.ids.shape)
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        part_logp, part_entropy = logprobs(run, part, model, with_entropy=with_entropy)
+        logp, entropy = logprobs(run, part, model, with_entropy=with_entropy)
         # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
-        logp[rows] += part_logp
+        scores[0, rows] += logp
         if with_entropy:
-            entropy[rows] += part_entropy
-    ranks.sum_(logp)
-    ranks.sum_(entropy)
-    return logp, entropy if with_entropy else None
+            scores[1, rows] += entropy
+    ranks.sum_(scores)
+    return scores
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
