@@ -145,13 +145,9 @@ def micro_batches(
 def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     """Divide the completions among the ranks, so that all have about the same work. Completions of one prompt stay
     together, except where the share of one rank ends and the next one begins."""
-    prompts, prompt_lengths = batch.prompts.tolist(), batch.prompt_lengths.tolist()
-    has_gradient, totals = batch.has_gradient.tolist(), batch.attention.sum(1).tolist()
-    samples = [
-        Sample(i, has_gradient[i], prompts[i], prompt_lengths[i], totals[i] - prompt_lengths[i])
-        for i in range(len(batch))
-    ]
-    samples.sort(key=lambda one: (one.prompt, -one.length))
+    lengths = batch.attention.sum(1) - batch.prompt_lengths  # (N,), without the prompt
+    columns = [x.tolist() for x in (batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths)]
+    samples = sorted(map(Sample, range(len(batch)), *columns), key=lambda one: (one.prompt, -one.length))
     # A forward pass counts once, and a backward pass twice.
     work = [(3 if one.has_gradient else 1) * (one.prompt_length + one.length) for one in samples]
     total, before = sum(work), 0
