@@ -28,8 +28,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -94,9 +92,9 @@ class Completion:
         """The ids of each turn of the model."""
         if self.written is None:
             return [self.ids.tolist()]
-        # Between two turns there is a reply of at least one token, so each run of written tokens is a turn.
-        runs = groupby(zip(self.ids.tolist(), self.written.tolist(), strict=True), key=itemgetter(1))
-        return [[token for token, _ in run] for is_turn, run in runs if is_turn]
+        # Turns and replies alternate, and both have at least one token. The first one is a turn.
+        starts = np.flatnonzero(np.diff(self.written)) + 1
+        return [part.tolist() for part in np.split(self.ids, starts)[::2]]
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:

@@ -9,16 +9,12 @@ not what is computed: token weights are fixed before the completions are split, 
 """
 
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the program loads, Ctrl-C ends it without a stack trace
 
 import torch
 from torch import Tensor
@@ -100,14 +96,14 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     # cfg.delay, unless a server samples these later.
     queue = run.state.setdefault("queue", [])
     while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
-        queue.append(sample_for(run, step + len(queue), now=step))
+        queue.append(draw_groups(run, step + len(queue), now=step))
     if during_updates:
         rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
         run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
-        group.row = group.row or run.task.train[group.index]  # `sample_for` may have left it out
-    # `sample_for` gathered these from all ranks. One rank keeps them, because the end of the step gathers again.
+        group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
+    # `draw_groups` gathered these from all ranks. One rank keeps them, because the end of the step gathers again.
     run.logged = logged if ranks.rank() == 0 else []
     return groups, drawn
 
@@ -115,33 +111,25 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 def finish_sampling(run: Run, step: int) -> None:
     """Wait for what a server has sampled during the updates. From here on, its weights are old."""
     if run.pending is not None:
-        run.state["queue"].append(sample_for(run, step + run.config.delay, now=step, sampled=run.pending()))
+        run.state["queue"].append(draw_groups(run, step + run.config.delay, now=step, sampled=run.pending()))
         run.pending = None
     if run.server is not None:
         run.server.is_current = False
 
 
-def sample_for(
+def draw_groups(
     run: Run, step: int, now: int, sampled: list[Group] | None = None
 ) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
     """During the step `now`, sample what `step` will train on. All random numbers are those of `step`, so runs with
-    different delays have the same ones. Return what `draw_groups` returns, and what the rewards have logged."""
-    logged_before, run.logged = run.logged, []  # what rewards log from here on is reported with `step`, not with `now`
-    seeds.seed_everything(run.config.seed, step)
-    groups, drawn = draw_groups(run, step, sampled)
-    for group in drawn:
-        group.step = now
-        if group.index is not None and group.row is run.task.train[group.index]:
-            group.row = {}  # the index is enough, and a checkpoint stays small
-    logged, run.logged = ranks.gather(run.logged), logged_before
-    return groups, drawn, logged
+    different delays have the same ones. Return the groups to train on, all that were sampled, and what has been logged
+    meanwhile, which is reported with `step`.
 
-
-def draw_groups(run: Run, step: int, sampled: list[Group] | None = None) -> tuple[list[Group], list[Group]]:
-    """Return the groups to train on, and all that were sampled. With dynamic sampling (DAPO), groups without a signal
-    are replaced, in at most cfg.dynamic_sampling further rounds. All ranks have all rewards, so they decide alike.
-    `sampled` are the groups of the first round, if a server has sampled them already."""
+    With dynamic sampling (DAPO), groups without a signal are replaced, in at most cfg.dynamic_sampling further rounds.
+    All ranks have all rewards, so they decide alike. `sampled` are the groups of the first round, if a server has
+    sampled them already."""
     cfg = run.config
+    logged_before, run.logged = run.logged, []
+    seeds.seed_everything(cfg.seed, step)
     groups, drawn = [], []
     for _ in range(1 + cfg.dynamic_sampling):
         if sampled is None:
@@ -150,12 +138,16 @@ def draw_groups(run: Run, step: int, sampled: list[Group] | None = None) -> tupl
         add_rewards(run, sampled, steps_done=step - 1)
         drawn += sampled
         groups += [group for group in sampled if group.has_signal or not cfg.dynamic_sampling]
-        if len(groups) == cfg.prompts_per_step:
+        if len(groups) == cfg.prompts_per_step:  # there may be fewer after the last round
             break
         sampled = None
-    if not groups:  # no group has a signal, so this step has nothing to learn from
-        return drawn[: cfg.prompts_per_step], drawn
-    return groups, drawn  # fewer groups than cfg.prompts_per_step if the rounds were not enough
+    for group in drawn:
+        group.step = now
+        if group.index is not None and group.row is run.task.train[group.index]:
+            group.row = {}  # the index is enough, and a checkpoint stays small
+    logged, run.logged = ranks.gather(run.logged), logged_before
+    # If no group has a signal, this step has nothing to learn from, but it must have groups.
+    return groups or drawn[: cfg.prompts_per_step], drawn, logged
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[dict]:
@@ -175,8 +167,7 @@ def ask_for_groups(
     Each rank samples its share of the completions, and every rank gets all groups. `changes` replace fields of
     run.sampling. `first` is the number of the first row's prompt in the step, from which its random numbers follow."""
     cfg = run.config
-    samples = [(p, i) for p in range(len(rows)) for i in range(n)]  # for each completion: its prompt, and its number
-    own_samples = [samples[k] for k in ranks.share(len(samples))]
+    own_samples = [divmod(k, n) for k in ranks.share(len(rows) * n)]  # for each completion: its prompt, and its number
     own_rows = [rows[p] for p, _ in own_samples]
     sampling = replace(run.sampling, **changes)
     replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
@@ -193,11 +184,9 @@ def ask_for_groups(
 
     def wait_for_groups() -> list[Group]:
         own = with_replies(wait_for(run.server, future) if cfg.server else sampled, replies)
-        completions = ranks.gather(own)  # in the order of `samples`
-        groups = [Group(row["prompt_ids"], row, index=row.get("_index")) for row in rows]
-        for p, group in enumerate(groups):
-            group.completions = completions[p * n : (p + 1) * n]
-        return groups
+        completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
+        of_prompts = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
+        return [Group(row["prompt_ids"], row, of, index=row.get("_index")) for row, of in zip(rows, of_prompts)]
 
     return wait_for_groups
 
