@@ -20,13 +20,6 @@ from fast.shared_prompts import model_inputs
 CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens go through the output head at once
 
 
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype that the model computes in, which autocast may change."""
-    weight = next(model.parameters())
-    on = weight.device.type
-    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else weight.dtype
-
-
 def token_logprobs(
     model: nn.Module,
     input_ids: Tensor,
@@ -41,12 +34,12 @@ def token_logprobs(
     per_row: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
-    all padding on the right. Position t belongs to token t, and is 0 where completion_mask is 0.
+    all padding on the right. Position t belongs to token t, and is 0 where completion_mask is 0. The entropy is always
+    that of the whole vocabulary. It has a gradient only with entropy_grad.
 
-    The entropy is always that of the whole vocabulary. It has a gradient only with entropy_grad. kept[b][t] are the
-    token ids that logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), there is a third result
-    (B, T, K + 1), the log-probs of these ids at each token, and of all others together. per_row[r] is how many
-    consecutive rows, all of one prompt, the model reads as one. The result does not depend on it.
+    kept[b][t] are the token ids that logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), a third
+    result (B, T, K + 1) has the log-probs of these ids at each token, and of all others together. per_row[r] is how
+    many consecutive rows, all of one prompt, the model reads as one. The result does not depend on it.
     """
     lengths = attention_mask.sum(1)  # (B,)
     T = int(lengths.max())  # all later columns are padding in every row
@@ -55,8 +48,11 @@ def token_logprobs(
     if (real[:, 1:] > real[:, :-1]).any() or scored[:, 0].any():
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
+    dtype, on = next(model.parameters()).dtype, ids.device.type
+    if torch.is_autocast_enabled(on):
+        dtype = torch.get_autocast_dtype(on)
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, compute_dtype(model))  # places (B, T - 1)
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, dtype)  # places (B, T - 1)
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
     with_entropy = with_entropy or entropy_grad
     values = score_tokens(
@@ -67,13 +63,12 @@ def token_logprobs(
         None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
         None if head_ids is None else head_ids[b, t].long(),  # (n, K)
         temperature=temperature,
-        chunk=max(1, CHUNK[ids.device.type] // (1 if kept is None else 2)),  # the sets take memory as well
+        chunk=CHUNK[on] // (1 if kept is None else 2),  # the sets take memory as well
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )  # (n, 2), or (n, 2 + K + 1)
 
     values = values.new_zeros(*input_ids.shape, values.shape[1]).index_put((b, t), values)
-    logp, entropy = values[..., 0], None
-    if with_entropy:
-        entropy = values[..., 1] if entropy_grad else values[..., 1].detach()
-    return (logp, entropy) if head_ids is None else (logp, entropy, values[..., 2:])
+    entropy = values[..., 1] if entropy_grad else values[..., 1].detach()
+    scores = values[..., 0], entropy if with_entropy else None
+    return scores if head_ids is None else (*scores, values[..., 2:])

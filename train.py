@@ -92,9 +92,7 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     and `finish_sampling` waits for them."""
     cfg = run.config
     during_updates = bool(cfg.server and cfg.delay)
-    # The groups of this step, of the next one, and so on, the same on all ranks. The last ones are those of step +
-    # cfg.delay, unless a server samples these later.
-    queue = run.state.setdefault("queue", [])
+    queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
     while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
         queue.append(draw_groups(run, step + len(queue), now=step))
     if during_updates:
@@ -103,8 +101,7 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
-    # `draw_groups` gathered these from all ranks. One rank keeps them, because the end of the step gathers again.
-    run.logged = logged if ranks.rank() == 0 else []
+    run.logged = logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
     return groups, drawn
 
 
