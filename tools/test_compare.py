@@ -60,8 +60,8 @@ def test_truncated_completions_are_left_out_of_the_gradient_of_a_variant_that_ma
 
 def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
     """Completions of one length would make `sequence` and `global` one direction."""
-    words = "--seeds 1,2 --updates 4 --learning_rate 5e-4 --prompts_per_step 8".split()
-    assert compare.main([*words, "--picture", str(tmp_path / "compare.png")]) == 0
+    words = "--seeds 1,2 --updates 4 --learning_rate 5e-3".split()
+    assert compare.main([*FLAGS, *words, "--picture", str(tmp_path / "compare.png")]) == 0
     shown = capsys.readouterr().out
     first, second = (line for line in shown.splitlines() if " directions: " in line)
     classes = [{*own.split(" = ")} for own in first.partition(": ")[2].split("; ")]

@@ -138,7 +138,7 @@ def assert_is_what_the_code_computes(cfg):
     reader.numbers["A"] = A.tolist()
     for name, x, d in zip(("logp", "head"), leaves, directions):
         reader.numbers[name] = (x.detach() + 1e-30j * d).tolist()
-    printed = Reader(lines, reader.numbers).value("L")
+    printed = reader.value("L")
     assert printed.real == pytest.approx(loss.item(), rel=1e-8, abs=1e-9)
     assert printed.imag * 1e30 == pytest.approx(slope, rel=1e-8, abs=1e-9)
 
@@ -155,16 +155,13 @@ def test_the_page_shows_what_is_printed(capsys):
     assert capsys.readouterr().out.strip() == shown.strip()
 
 
-def test_every_normalization_scale_and_baseline():
+def test_every_normalization_scale_and_baseline_and_every_allowed_pair():
     switches = [dict(normalization=x) for x in NORMALIZATIONS]
     switches += [dict(scale_rewards=s, baseline=b) for s, b in itertools.product(SCALES, BASELINES)]
+    switches += [chosen | switch for chosen, switch in allowed_pairs()]
+    default = ready(Config(), False)
     for chosen in switches:
-        assert_is_what_the_code_computes(replace(ready(Config(), False), **chosen))
-
-
-def test_every_allowed_pair():
-    for chosen, switch in allowed_pairs():
-        assert_is_what_the_code_computes(replace(ready(Config(), False), **chosen | switch))
+        assert_is_what_the_code_computes(replace(default, **chosen))
 
 
 def test_a_fork(monkeypatch, capsys):
