@@ -23,8 +23,10 @@ def first_hour_of(words: list[str], folder: Path) -> None:
 
 @needs_pretended_gpu
 def test_the_first_hour(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 9)  # few prompts are soon encoded
     # A budget that is given is not measured, which saves time.
-    words = f"--model {ROOT}/models/addition --prompts_per_step 2 --max_completion_length 4 --micro_batch_tokens 64"
+    words = f"--model {ROOT}/models/addition --task addition --data {tmp_path}/rows.jsonl --eval_every 0"
+    words += " --prompts_per_step 2 --num_generations 4 --max_completion_length 4 --micro_batch_tokens 64"
     on_pretended_gpu(first_hour_of, words.split(), tmp_path)
     lines = (tmp_path / "first_hour.txt").read_text().splitlines()
     found = dict(line.split(": ", 1) for line in lines)
