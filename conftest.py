@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from config import SETTINGS, Config, kind_of
 from infra.command_line import contradictions, ready, wrong_values
 from loss import SWITCHES_READ, policy_loss
+from tasks import _characters
 from tasks._characters import char_tokenizer, small_config
 
 # ---- Models of every family, small enough to run in milliseconds; gradients as vectors ----
@@ -132,6 +133,7 @@ MEASURED |= {"seconds_handover", "seconds_waited"}
 
 # Runs are forked from a server that has already imported everything, so that each starts in milliseconds. It has also
 # loaded a model, for which transformers compiles nine hundred patterns.
+_characters.TRAIN_ROWS, _characters.EVAL_ROWS = 1024, 128  # a small task with fewer prompts is made sooner
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["conftest", "train", "tasks.sorting", "torch.distributed.launcher.api", "transformers.trainer_utils"]
 PROCESSES.set_forkserver_preload(PRELOADED)
