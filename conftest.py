@@ -10,6 +10,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -36,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from config import SETTINGS, Config, kind_of
 from infra.command_line import contradictions, ready, wrong_values
 from loss import SWITCHES_READ, policy_loss
-from tasks import _characters
+from tasks import sorting
 from tasks._characters import char_tokenizer, small_config
 
 # ---- Models of every family, small enough to run in milliseconds; gradients as vectors ----
@@ -132,13 +133,14 @@ MEASURED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memo
 MEASURED |= {"seconds_handover", "seconds_waited"}
 
 # Runs are forked from a server that has already imported everything, so that each starts in milliseconds. It has also
-# loaded a model, for which transformers compiles nine hundred patterns.
-_characters.TRAIN_ROWS, _characters.EVAL_ROWS = 1024, 128  # a small task with fewer prompts is made sooner
+# loaded a model, for which transformers compiles nine hundred patterns, and drawn the rows of the most used task.
 PROCESSES = multiprocessing.get_context("forkserver")
-PRELOADED = ["conftest", "train", "tasks.sorting", "torch.distributed.launcher.api", "transformers.trainer_utils"]
+PRELOADED = ["conftest", "train", "torch.distributed.launcher.api", "transformers.trainer_utils"]
 PROCESSES.set_forkserver_preload(PRELOADED)
 disable_progress_bar()
 AutoModelForCausalLM.from_pretrained(ROOT / "models/addition")
+sorting.split = functools.cache(sorting.split)
+sorting.split(sorting.draw_row)
 
 
 @pytest.fixture(scope="session")

@@ -7,28 +7,40 @@ import statistics
 from pathlib import Path
 
 from infra import run_folder
-from results.lag_smollm2.study import RATES, SEEDS, VARIANTS
-from tools.ablate import markdown
+from results.lag_smollm2.study import RATES, SEEDS, STEPS, VARIANTS
+from tools.ablate import interval, markdown
 
 HERE = Path(__file__).parent
 
 
+def lines_of(name: str, delay: int, rate: str, seed: int) -> list[dict]:
+    return run_folder.read_lines(HERE / f"{name}-{delay}-{rate}-{seed}" / "metrics.jsonl")
+
+
+def second_half(lines: list[dict]) -> float:
+    """Return the mean reward of the last half of the steps."""
+    return statistics.mean(line["reward"] for line in lines if line["step"] > STEPS // 2)
+
+
 def main() -> None:
-    rows = []
+    rows, differences = [], []
     for rate in RATES:
         for name, delay in VARIANTS:
-            logs = [run_folder.read_lines(HERE / f"{name}-{delay}-{rate}-{seed}" / "metrics.jsonl") for seed in SEEDS]
-            if logs := [lines for lines in logs if lines]:
+            runs = {seed: lines for seed in SEEDS if (lines := lines_of(name, delay, rate, seed))}
+            if runs:
                 figures = [
-                    [statistics.mean(line["reward"] for line in lines if line["step"] > 20) for lines in logs],
-                    [lines[-1]["eval/pass@1"] for lines in logs],
-                    [min(line["ess"] for line in lines[1:]) for lines in logs],
+                    [second_half(lines) for lines in runs.values()],
+                    [lines[-1]["eval/pass@1"] for lines in runs.values()],
+                    [min(line["ess"] for line in lines[1:]) for lines in runs.values()],
                 ]
                 cells = [", ".join(f"{x:.3f}" for x in of_seeds) for of_seeds in figures]
                 rows.append([name, str(delay), rate, *cells])
-    print(
-        markdown(["correction", "delay", "rate", "reward of steps 21 to 40", "pass@1 at the end", "lowest ess"], *rows)
-    )
+                minus = [second_half(runs[s]) - second_half(lines_of("none", delay, rate, s)) for s in runs]
+                mean, half = interval(minus)
+                between = f"{mean - half:+.3f} to {mean + half:+.3f}"
+                differences.append(f"{name} at {delay}, {rate}, minus none: {mean:+.3f} ({between})")
+    header = ["correction", "delay", "rate", "reward of steps 21 to 40", "pass@1 at the end", "lowest ess"]
+    print(markdown(header, *rows), *differences, sep="\n")
 
 
 if __name__ == "__main__":

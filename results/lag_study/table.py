@@ -80,10 +80,10 @@ def main() -> None:
     # Without a delay, `ess` is always 1.
     files = [file for file in sorted(HERE.glob("*/metrics.jsonl")) if "-0-" not in file.parent.name]
     found = [falls(run_folder.read_lines(file)) for file in files]
-    before = [lost - low for low, lost in found if low and lost]
+    before = [lost - low for low, lost in found if low and lost and low < lost]
     print(f"{sum(lost is not None for _, lost in found)} of {len(found)} runs with a delay lose half of their reward;")
     print(f"in {len(before)} of these `ess` is below 0.5 before, by {min(before)} to {max(before)} steps;")
-    print(f"so it is in {sum(low is not None and lost is None for low, lost in found)} of the others")
+    print(f"in {sum(low is not None and lost is None for low, lost in found)} of the others it is below 0.5 as well")
 
 
 if __name__ == "__main__":
