@@ -196,6 +196,10 @@ class Config:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def sampler_dtype(self) -> str:
+        return self.rollout_dtype or self.dtype
+
+    @property
     def reads_sampler(self) -> bool:
         """Whether the loss reads the log-probs that the sampler recorded."""
         bounds = self.tis_cap, self.tis_floor, self.gate_low, self.gate_high, self.off_policy_mask
@@ -214,7 +218,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     1. the user, on the command line or in the file of --config
     2. the preset of the algorithm
     3. the task
-    4. what follows from other settings (task, out, rollout_dtype) or from the machine (dtype, decode, the two budgets)
+    4. what follows from other settings (the task, the folder) or from the machine (dtype, decode, the two budgets)
 
     What is still None after this is off. Only the two budgets, rollout_tokens and micro_batch_tokens, may stay open: on
     a GPU, they come from the run that is continued, or else from a measurement after the model is loaded
@@ -222,10 +226,12 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     task = task_of(config)
     name = "-".join(task.split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
-    of_machine = dict(dtype="bfloat16", decode="graph") if on_gpu else dict(dtype="float32", decode="plain")
-    config = replace(config, **{name: x for name, x in of_machine.items() if getattr(config, name) == "auto"})
-    defaults = dict(task=task, out=out, rollout_dtype=config.dtype) | task_defaults | ALGORITHMS[config.algorithm]
+    defaults = dict(task=task, out=out) | task_defaults | ALGORITHMS[config.algorithm]
     config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
+    if config.dtype == "auto":
+        config = replace(config, dtype="bfloat16" if on_gpu else "float32")
+    if config.decode == "auto":
+        config = replace(config, decode="graph" if on_gpu else "plain")
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
 
 

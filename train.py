@@ -173,7 +173,7 @@ def ask_for_groups(
     if cfg.server:
         future = ask_servers(run, prompts, uniform, sampling, replies)
     else:
-        prepared = decoding(run.model, getattr(torch, cfg.rollout_dtype), cfg.decode, cfg.max_completion_length)
+        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
             sampled = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
         # `rollout` lowers the limit of its own `sampling` when memory runs out. Keep it for later rollouts.

@@ -70,7 +70,7 @@ def rollout_budget(run: Any, length: int) -> tuple[int, str]:
         n = tokens // length
         rollout(run.model, [prompt] * n, np.full((n, SAMPLED), 0.5), sampling, progress=leave_out_the_prompt)
 
-    with decoding(run.model, getattr(torch, cfg.rollout_dtype), cfg.decode, SAMPLED):
+    with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, SAMPLED):
         return largest_budget(compute, length, length, MOST_ROLLOUT_TOKENS, cfg.shard)
 
 

@@ -249,7 +249,7 @@ def head(completion: Completion, tops: list[dict[str, float]], k: int) -> tuple[
 def hand_over(run: Any, server: Server) -> None:
     """Give the weights of the model to all servers, in the dtype of the rollout. All ranks must call this."""
     start = time.perf_counter()
-    with decoding(run.model, getattr(torch, run.config.rollout_dtype)):
+    with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
         if server.is_tried:
             server.folder = ranks.on_first(put, server, run.model, lora.trained_tensors(run.model))
         else:

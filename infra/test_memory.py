@@ -129,7 +129,7 @@ def used(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -> 
         peaks.append(gpu.peak)
         gpu.peak = gpu.held
 
-    with decoding(run.model, getattr(torch, cfg.rollout_dtype), cfg.decode, 4):
+    with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, 4):
         rollout(run.model, [[0] * (prompt + length - 4)] * rows, rng.random((rows, 4)), few, progress=progress)
         del peaks[0]  # of reading a prompt of that length, which no rollout does
         prompts = [[2 + i // 8 % 900] + [0] * (prompt - 1) for i in range(rows)]
