@@ -252,7 +252,7 @@ def test_every_command_of_an_addition(fork):
     for name in ("optimizer", "follows"):
         lines += [(name, words) for words in commands(PROGRAMS[name], "python train.py")]
     for i, (module, words) in enumerate(lines):
-        words += "--steps 1 --prompts_per_step 4 --eval_every 0".split()
+        words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
     assert len(lines) == 10
