@@ -108,9 +108,10 @@ def load(
     with ranks.fail_together():
         mesh = make_mesh(config.shard_size, device) if config.shard else None
     model, reference = on_device(opened, config, mesh, device), None
-    if config.beta != 0.0 and opened.adapt is not None and teacher is None:
+    needs_reference = config.beta != 0.0 and config.steps != 0  # an evaluation has no KL term
+    if needs_reference and opened.adapt is not None and teacher is None:
         reference = model  # its adapters are switched off for the reference
-    elif config.beta != 0.0:
+    elif needs_reference:
         reference = on_device(teacher or opened, config, mesh, device).requires_grad_(False)
     with ranks.fail_together():
         if opened.adapt is not None:

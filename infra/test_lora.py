@@ -2,6 +2,7 @@
 
 import copy
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -183,6 +184,7 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
     adapters = lora.trained_tensors(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
     assert {(p.dtype, p.requires_grad) for p in adapters.values()} == {(torch.float32, True)} and reference is loaded
+    assert load(open_model(config.model, config), replace(config, steps=0), CPU)[1] is None, "an evaluation needs none"
     with decoding(loaded, torch.bfloat16):
         assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
     assert {p.dtype for p in adapters.values()} == {torch.float32}
