@@ -71,7 +71,7 @@ def setting(default: Any, text: str, *, names: Any = None, may_change: bool = Fa
     """Make a field of Config.
 
     names       the allowed values
-    may_change  True if a run may be continued with another value, because the setting does not affect its steps
+    may_change  True if a run may be continued with another value (docs/guarantees.md)
     bounds      of a number: above, at_least, below, at_most. Numbers must be finite, unless at_most is infinity.
     """
     metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
@@ -112,7 +112,7 @@ class Config:
     delay: int = setting(0, "train on completions that were sampled this many steps before", at_least=0)
     server: list[str] = setting([], "URLs of inference servers, such as vLLM's, that sample instead", may_change=True)
     server_folder: str | None = setting(None, "where weights are handed over; default: the run's", may_change=True)
-    server_timeout: float = setting(600.0, "seconds that a server may be lost", above=0, at_most=1e5, may_change=True)
+    server_timeout: float = setting(600.0, "seconds to wait for a server", above=0, at_most=1e5, may_change=True)
     rollout_dtype: str | None = setting(None, "of the rollout alone; default: as dtype", names=("float32", "bfloat16"))
 
     heading("The objective")
@@ -194,6 +194,11 @@ class Config:
     def cuts_vocabulary(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary only."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def held_out(self) -> int:
+        """How many prompts of --data are not trained on, if there are enough."""
+        return self.eval_prompts if self.eval_every and not self.eval_data else 0
 
     @property
     def sampler_dtype(self) -> str:

@@ -44,6 +44,8 @@ import transformers
 from config import SETTINGS, Config, UserError, resolve
 from infra import faults, ranks
 
+REPLACE = ".replace"  # a file in a folder that --overwrite has not renamed yet
+
 # ---- What a command does with a folder ----
 
 
@@ -54,7 +56,7 @@ class Start:
     before: dict  # the config.json of the run that goes on; empty for a new run
     after_step: int  # the step of the newest checkpoint; 0 without a checkpoint
     is_finished: bool  # the run has made its steps, so that only its results are left to print
-    # The tokens of a rollout and of a micro-batch. On the same hardware, a run goes on with those that it has, since
+    # The tokens of a rollout and of a micro-batch. On the same GPU, a run goes on with those that it has, since
     # micro-batches of another size round differently. None: to be chosen.
     budgets: tuple[int | None, int | None]
 
@@ -72,6 +74,8 @@ def claim(config: Config) -> Start:
         raise UserError(f"{out} contains something that is not a run: give another --out")
     if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
         raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
+    if starts_over(config) and before:
+        (out / REPLACE).touch()  # is renamed with the folder, so the new one does not have it
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
         return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
     there = settings_of(out)
@@ -80,7 +84,7 @@ def claim(config: Config) -> Start:
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     if saved and newest not in [line["step"] for line in read_lines(out / "metrics.jsonl")]:
         raise UserError(f"{out}/metrics.jsonl lacks the line of step {newest}: restore it, or move its checkpoint away")
-    steps_made = there.steps if has_model else newest
+    steps_made = there.steps if has_model else newest  # the model may be all that is left of a finished run
     if config.steps < steps_made:
         raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
     if config.steps > steps_made and has_model and not saved:
@@ -94,9 +98,10 @@ def claim(config: Config) -> Start:
 
 
 def starts_over(config: Config) -> bool:
-    """Return whether --overwrite applies. It applies to the first start only: when torchrun restarts the ranks after a
-    failure, the run goes on."""
-    return config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    """Return whether --overwrite applies. When torchrun restarts the ranks after a failure, it does only if the folder
+    is still the one that is to be replaced. Otherwise the new run goes on."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return config.overwrite and (not is_restart or (Path(config.out) / REPLACE).exists())
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
@@ -104,6 +109,8 @@ def other_settings(there: Config, here: Config) -> list[str]:
     fixed = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
         fixed |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
+    if here.data and there.held_out != here.held_out:  # other rows of --data would be trained on
+        fixed |= {"eval_prompts", "eval_every"}
     return [name for name in vars(here) if name in fixed and getattr(there, name) != getattr(here, name)]
 
 
@@ -119,12 +126,6 @@ def saved_steps(out: Path) -> list[int]:
     of the checkpoints is ignored."""
     folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir() and path.name.isdecimal()]
     return sorted(int(path.name) for path in folders if path == checkpoint_of(out, int(path.name)))
-
-
-def run_id(out: Path) -> str:
-    """Return the unique id of the run. Each checkpoint contains it, so that a checkpoint of another run is not mistaken
-    for one of this run."""
-    return config_json(out).get("run_id", "")
 
 
 def settings_of(out: Path) -> Config | None:

@@ -315,6 +315,7 @@ unfinished = partial(made, left=("checkpoint/000004",), steps=9)
 two_saved = partial(made, left=("checkpoint/000002", "checkpoint/000004"))
 no_step_made = partial(made, steps_made=0, left=())
 evaluation = partial(no_step_made, steps=0)
+ROWS = dict(task="addition", data="rows.jsonl")
 OTHER, NOT_A_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
 FOLDERS = [  # what is there, the settings of the command -> "finished", the step to go on after, or the error
     (Path.mkdir, dict(beta=0.1), 0),
@@ -339,6 +340,9 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
     (partial(made, left=("model",), steps_made=-1), dict(beta=0.5), OTHER),  # the log is empty
     (partial(made, **INFINITE), INFINITE, "finished"),
+    (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=5), 4),
+    (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=0), f"{OTHER}--eval_every 20 there, 0 here$"),
+    (partial(made, **ROWS), ROWS | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
     (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
     (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
@@ -366,7 +370,18 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
     else:
         start = run_folder.claim(config)
         assert start.is_finished == (outcome == "finished") and (start.is_finished or start.after_step == outcome)
-    assert contents(out) | {".lock": b""} == before | {".lock": b""}
+    assert contents(out) | {".lock": b"", ".replace": b""} == before | {".lock": b"", ".replace": b""}
+
+
+def test_ranks_that_are_restarted_before_the_old_run_was_replaced_still_start_over(out, monkeypatch):
+    made(out)
+    config = config_of(out, overwrite=True)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        start = run_folder.claim(config)
+        assert not start.is_finished and not start.after_step
+    run_folder.begin(config, Config(), start)
+    assert not run_folder.starts_over(config), "from here on, the new run goes on"
 
 
 def test_a_finished_run_says_that_a_file_it_has_read_was_changed(out, capsys):

@@ -124,8 +124,7 @@ def load_task(config: Config) -> Task:
     task.of_run = dict(max_completion_length=config.max_completion_length, overlong_buffer=config.overlong_buffer)
     task.of_run["max_steps"] = config.steps or 1  # not 0, because a user's reward may divide by it
     if config.data:
-        count = config.eval_prompts if config.eval_every and not config.eval_data else 0
-        task.train, task.eval = hold_out(read_rows(config.data, task.to_row), count)
+        task.train, task.eval = hold_out(read_rows(config.data, task.to_row), config.held_out)
     if config.eval_data:
         task.eval = read_rows(config.eval_data, task.to_row)
     task.train, task.eval = with_all_columns(task.train), with_all_columns(task.eval)
@@ -154,7 +153,7 @@ def set_rewards(task: Task, config: Config) -> None:
     task.weights = config.reward_weights or task.weights
     if len(task.weights) != len(task.rewards) or len({*task.reward_names}) != len(task.rewards):
         raise UserError(f"needs one weight and a name of its own for each reward: {task.weights}, {task.reward_names}")
-    is_kept = not config.reward or task.correct in config.reward
+    is_kept = not config.reward or task.correct in config.reward  # the task's own judge of what is right
     if not is_kept or config.correct not in (None, task.correct):
         task.correct, task.correct_at, task.graded = config.correct, 1.0, False
     if task.correct not in (None, *task.reward_names):
