@@ -87,8 +87,11 @@ def allowed(setting: Field) -> str:
 
 def ready(config: Config, on_gpu: bool) -> Config:
     """Return the settings with every default filled in. Raise a UserError with a line for each mistake in them."""
-    config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
-    if wrong := [*wrong_values(config)] or [*contradictions(config)]:
+    wrong = [*wrong_values(config)]
+    if not wrong:
+        config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
+        wrong = [*contradictions(config)]
+    if wrong:
         raise UserError("\n".join(wrong))
     return config
 
@@ -114,7 +117,7 @@ def contradictions(config: Config) -> Iterator[str]:
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
-    only_with = {  # what must be there, whether it is, and the settings that are read only then
+    only_with = {  # what must be there: whether it is, and the settings that are read only then
         "--beta": (config.beta, ["kl_estimator", "kl_importance", "reference", "ref_sync_every"]),
         "a ratio of policies": (config.objective != "reinforce" or config.kl_importance, ["old_policy"]),
         "--tis_cap or --tis_floor": (config.tis_cap or config.tis_floor, ["tis_mode"]),

@@ -176,6 +176,7 @@ IN_FILES = [
     *[(text, "", "mine.json cannot be read: ") for text in ("", "[]", "7", '{"seed": 1')],
     ('{"algorithm": "rloo", "beta": null, "seed": 2}', "--minibatches 4", "--objective reinforce: has no ratio"),
     ('{"seed": "1", "eval_k": 2.0, "steps": true, "beta": NaN}', "", "--seed 1 | --eval_k 2.0 | --steps True | --beta"),
+    ('{"algorithm": "ppo", "task": 5}', "", "--task 5 | --algorithm ppo"),
     ('{"reward": "r.py:f", "stop": ["a", 1], "baseline": []}', "", "--reward r.py:f | --stop ['a', 1] | --baseline []"),
 ]
 
