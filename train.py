@@ -95,13 +95,14 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
     while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
         queue.append(draw_groups(run, step + len(queue), now=step))
-    if during_updates:
-        rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
-        run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
     run.logged = logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
+    if during_updates:
+        seeds.seed_everything(cfg.seed, step + cfg.delay)
+        rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
+        run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
     return groups, drawn
 
 
@@ -162,7 +163,7 @@ def ask_for_groups(
     server samples in the meantime: without one, the completions are there when this function returns.
 
     Each rank samples its share of the completions, and every rank gets all groups. `changes` replace fields of
-    run.sampling. `first` is the number of the first row's prompt in the step, from which its random numbers follow."""
+    run.sampling. `first` is the position of the first row's prompt in the step, which decides its random numbers."""
     cfg = run.config
     own_samples = [divmod(k, n) for k in ranks.share(len(rows) * n)]  # for each completion: its prompt, and its number
     own_rows = [rows[p] for p, _ in own_samples]
@@ -250,7 +251,9 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.stop_not_finite(step, loss, grad_norm)
-    if batch.mask.any():  # a step that trains on nothing must not change the weights by momentum or weight decay
+    # If no token is trained on, momentum and weight decay must not change the weights either. They do so if there are
+    # tokens, but all advantages are 0.
+    if batch.mask.any():
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
     return loss, grad_norm, totals
@@ -332,7 +335,8 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     cfg, run.logged = run.config, []
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, head=0, **changes)()
+    changes |= dict(head=0, keep_set=False)  # what only training needs
+    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, **changes)()
     add_rewards(run, sampled, steps_done=step)
     greedy = ask_for_groups(run, rows, 1, step=0, head=0, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
