@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-# Four arguments of policy_loss choose an equation. Each value of them is listed with the other arguments that its
-# equation reads. If an argument is listed, but not with the value that was chosen, it has no effect, and the command
-# line refuses it. An argument that is not listed at all, such as beta, is always read.
+# Each of these tables lists the values of one argument of policy_loss and, for each value, the other arguments that are
+# read with it. If a table lists an argument, but not for the value that was chosen, the argument has no effect, and the
+# command line refuses it. An argument that no table lists, such as beta, is always read.
 OBJECTIVES = {
     "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
     "cispo": ("ratio", "epsilon_high"),
@@ -218,7 +218,8 @@ def policy_loss(
     if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
     if head_logp is not None:  # 2609.20807: subtract the score that the sampler expects at each token
-        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where f is the weight of the token.
+        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where f is the weight of the token: a
+        # capped ratio, a correction, or 1. The command line refuses objectives in which it is anything else.
         outcome_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
         outcome_ratio = outcome_logp.detach().exp() / mu  # infinite where the sampler has probability 0
         if objective == "cispo" and old_policy == "sampler":

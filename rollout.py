@@ -192,7 +192,7 @@ def _token_loop(
     reply_ids = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
     turn_starts = [0] * N  # the position where the current turn of each completion starts
     kept: list[list[np.ndarray]] = [[] for _ in range(N)]
-    kept_ids = 0  # in all these sets
+    kept_ids = 0  # how many ids all these sets have
     eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
     lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -241,7 +241,7 @@ def _token_loop(
             turns = [ids[max(0, turn_starts[n] - first) :] for n, ids in zip(live.tolist(), recent)]
             stopped = [bool(ids) and may_end(ids[-1]) and has_stop(ids, sampling) for ids in turns]
             ended = ended | torch.tensor(stopped, device=rows.device)
-        # The completion ends with the turn. The loop below takes this back where a reply follows.
+        # A completion ends with its turn, unless a reply follows: then the loop below sets it back to False.
         ended = ended & ~in_reply & ~done
         turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
         for b in turn_ends:

@@ -9,8 +9,8 @@ The plain computation, with the logits z of the positions that predict the targe
 The kept set of a token is the set of ids that top-k, top-p and min-p left for the sampler to choose from. If a token
 has a kept set, its log-prob is normalized over this set: `logp - all_logp[kept].logsumexp(-1)`.
 
-A token may also have a head, some ids whose log-probs are wanted as well, together with that of all others (in the kept
-set): `all_logp[head]` and `all_logp[others].logsumexp(-1)`.
+A token may also have a head, which has nothing to do with the output head: some ids whose log-probs are wanted as well,
+together with that of all others (in the kept set): `all_logp[head_ids]` and `all_logp[others].logsumexp(-1)`.
 
 8 completions of 1024 tokens over a vocabulary of 150k have logits of 5 GB in fp32, and autograd would keep several
 copies of them. So only the positions that are needed go through the output head, one chunk at a time. Inside the

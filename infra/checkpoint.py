@@ -41,7 +41,7 @@ from advantage import Group
 from config import UserError
 from infra import ranks
 from infra.lora import adapted_layers, save_adapters, trained_tensors
-from infra.run_folder import checkpoint_of, flush, run_id, saved_steps, sha256_of, write_text
+from infra.run_folder import checkpoint_of, config_json, flush, saved_steps, sha256_of, write_text
 from infra.shard import whole_weights
 from rollout import Completion
 
@@ -74,7 +74,8 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
-        about = {"run_id": run_id(out), "step": step, "cursor": cursor, "state": state}
+        # With its id, a checkpoint of another run is not mistaken for one of this run.
+        about = {"run_id": config_json(out).get("run_id"), "step": step, "cursor": cursor, "state": state}
         ranks.on_first(write_state, partial_folder / "state.pt", about)
         for part, tensors in parts.items():
             writer = HuggingFaceStorageWriter(partial_folder / part, files_of(tensors), save_distributed=True)
@@ -103,7 +104,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     with ranks.fail_together(), safe_globals(CLASSES):
         # The first rank saved the state. What was on its GPU goes to the GPU of each rank that loads it.
         about = torch.load(folder / "state.pt", lambda x, place: x if place == "cpu" else x.cuda(), weights_only=True)
-        if (about["run_id"], about.get("step", step)) != (run_id(out), step):  # older checkpoints do not have the step
+        if (about["run_id"], about["step"]) != (config_json(out).get("run_id"), step):
             raise UserError(f"the checkpoint {folder} is of another run or step: move it away")
         readers = {path.name: HuggingFaceStorageReader(path) for path in folder.iterdir() if path.is_dir()}
         saved = {part: reader.read_metadata().state_dict_metadata for part, reader in readers.items()}
@@ -114,7 +115,7 @@ def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimize
     for part, tensors in parts.items():
         dcp.load(tensors, storage_reader=readers[part])  # writes into the tensors of `parts`
     if "optimizer" in parts:
-        # The tensors of this state are those of `parts`, so they are loaded. Its numbers were saved as tensors.
+        # This state has the tensors of `parts`, so they are loaded already. Its numbers were saved as tensors.
         state = state_dict.get_optimizer_state_dict(models["model"], optimizer, options=FLAT)
         state |= {name: x.item() for name, x in parts["optimizer"].items() if not isinstance(state[name], Tensor)}
         state_dict.set_optimizer_state_dict(models["model"], optimizer, state, options=FLAT)

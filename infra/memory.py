@@ -82,7 +82,7 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
     _, first_row = next(micro_batches(made_up_batch(run, longest_prompt, 1, cfg.num_generations), run.limits))
     together = first_row.per_row[0]
     row = longest_prompt + together * length
-    # n is the fewest rows that fill a chunk of the output head. With fewer, the head would take less than on the line.
+    # n is the fewest rows that fill a chunk of the output head. With fewer, its memory would not lie on the line.
     n = max(1, min(math.ceil(CHUNK["cuda"] / (together * length)), MOST_MICRO_BATCH_TOKENS // row))
     # Each rank gets 4 n rows. So even micro-batches of 2 n rows find the gradients of an earlier one in memory.
     batch = made_up_batch(run, longest_prompt, 4 * n * ranks.world(), together)
@@ -95,7 +95,7 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
     # This try is not measured. If n rows do not fit, it lowers run.limits.tokens to a number that fits.
     compute(n * row)
     tokens = min(ranks.gather([run.limits.tokens]))
-    most = MOST_MICRO_BATCH_TOKENS if tokens == n * row else tokens
+    most = MOST_MICRO_BATCH_TOKENS if tokens == n * row else tokens  # if n rows do not fit, nothing larger does
     return largest_budget(compute, tokens, longest_prompt + length, most, cfg.shard)
 
 
@@ -158,7 +158,7 @@ def in_parts_that_fit(compute: Callable, run: Any, batch: Batch, *more: Any) -> 
         parts = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
         if run.config.shard or not parts:  # with --shard, no rank can start again by itself
             raise UserError(f"out of memory in an update: {SMALLER}")
-        # The limit may be far above the largest micro-batch, so halve the tokens of that one. They are counted without
-        # padding, which the limit includes, so the micro-batch will certainly be split.
+        # The limit may be far above the largest micro-batch, so halve the tokens of that one. If its completions share
+        # rows, their prompts count here more often than in the limit, and it may take another try to split it.
         run.limits.tokens = min(run.limits.tokens or math.inf, max(int(part.attention.sum()) for part in parts)) // 2
         faults.warn(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -244,7 +244,8 @@ class RunLog:
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob, which
-        is null in a reply. A token that is only a part of a character has the text U+FFFD."""
+        is null in a reply, and in an evaluation that of the whole vocabulary. A token that is only a part of a
+        character has the text U+FFFD."""
         one = group.completions[i]
         written = [True] * len(one.ids) if one.written is None else one.written
         tokens = zip(one.ids, one.logp, written, strict=True)
@@ -312,7 +313,7 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["delay"] and not config.reads_sampler:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
-    if config.server and not metrics["delay"] and (metrics["sampler_gap"] or 0.0) > 0.1:  # the trial was passed
+    if config.server and not metrics["delay"] and (metrics["sampler_gap"] or 0.0) > 0.1:  # more than the trial allows
         yield "the log-probs of the server are not those of the model; see sampler_gap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"

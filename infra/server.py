@@ -158,11 +158,12 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
             made = do()
             if version(server, url) == held:
                 return made
+            # Perhaps by another rank of this run, because the server had restarted. Then the next try succeeds.
             raise Lost(f"--server {url}: other weights were loaded; a server can have one run only")
         except Lost as error:
             lost_since = lost_since or time.monotonic()
             if not server.is_tried or time.monotonic() - lost_since > server.timeout:
-                raise UserError(str(error)) from None
+                raise UserError(f"{error}; see --server_timeout") from None
             time.sleep(1.0)
 
 
@@ -297,6 +298,7 @@ def trial(server: Server, run: Any) -> Path:
             pairs = list(zip(prompts, completions))[k::n]
             own, gaps = mean_gap(model, new, pairs, sampling.temperature), {}
             for part in set(parts.values()):
+                # The new weights, except that this part is as it was.
                 variant = new | {name: old[name] for name in parts if parts[name] == part}
                 gaps[part] = mean_gap(model, variant, pairs, sampling.temperature)
             nearest = min(gaps, key=gaps.get)
