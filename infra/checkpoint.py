@@ -205,7 +205,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     `folder`. If the block fails, `folder` stays as it was, and the next start of the run deletes the temporary one."""
     partial_folder, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     if first:
-        shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
     ranks.wait()  # no rank writes before the folder exists
     yield partial_folder
@@ -213,6 +212,5 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     if first:
         for path in [*partial_folder.rglob("*"), partial_folder]:
             flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
         partial_folder.rename(folder)
         flush(folder.parent)
