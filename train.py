@@ -65,7 +65,7 @@ class Run:
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
-    cfg, start = run.config, time.perf_counter()
+    cfg, start, run.logged = run.config, time.perf_counter(), []
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = next_groups(run, step)  # those to train on, and all that were sampled
@@ -101,7 +101,7 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     groups, drawn, logged = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
-    run.logged = logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
+    run.logged += logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
     return groups, drawn
 
 
