@@ -596,15 +596,17 @@ CENTERED += [dict(objective="cispo", old_policy="sampler", epsilon_high=1.2)]
 @pytest.mark.parametrize("switches", CENTERED, ids=words)
 def test_centered_scores_have_mean_0(switches):
     """If the head is the whole vocabulary, here of six tokens, the gradient that the sampler expects is 0 for constant
-    advantages."""
+    advantages. With exact ratios, centering changes no gradient."""
     theta, other = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=F64)
     policy, sampler = (x.log_softmax(0)[None, None] for x in (theta.requires_grad_(), other))  # (1, 1, 6)
-    one, means = torch.ones(1, 1, dtype=F64), []
+    one, means, exact = torch.ones(1, 1, dtype=F64), [], []
     for head in ({}, dict(head_logp=policy, sampler_head_logp=sampler)):
         args = [(policy[..., v], policy[..., v].detach(), one, one, one) for v in range(6)]
         losses = [policy_loss(*x, sampler_logp=sampler[..., v], **head, **switches)[0] for v, x in enumerate(args)]
         means += gradients(theta, (sampler.exp() * torch.stack(losses)).sum())
+        exact += gradients(theta, policy_loss(*args[0], sampler_logp=sampler[..., 0], **head, tis_cap=1e9)[0])
     assert means[1].abs().max() < 1e-12 < 0.01 < means[0].abs().max()  # sums of numbers near 1, in float64
+    close(*exact, 1e-12)
 
 
 # ---- Token weights ----

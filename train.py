@@ -65,7 +65,7 @@ class Run:
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
-    cfg, start = run.config, time.perf_counter()
+    cfg, start, run.logged = run.config, time.perf_counter(), []
 
     # Prompts -> completions -> rewards -> advantages -> tensors.
     groups, drawn = next_groups(run, step)  # those to train on, and all that were sampled
@@ -95,14 +95,14 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
     while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
         queue.append(draw_groups(run, step + len(queue), now=step))
-    groups, drawn, logged = queue.pop(0)
-    for group in drawn:
-        group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
-    run.logged = logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
     if during_updates:
         seeds.seed_everything(cfg.seed, step + cfg.delay)
         rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
         run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
+    groups, drawn, logged = queue.pop(0)
+    for group in drawn:
+        group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
+    run.logged += logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
     return groups, drawn
 
 

@@ -134,10 +134,7 @@ MISTAKES = [
     ("--algorithm reinforce++ --num_generations 1 --dynamic_sampling 2", "--num_generations 1: a group of one"),
     ("--algorithm gdpo --num_generations 1", "--num_generations 1: a group of one"),
     ("--kl_estimator k1 --eval_k 8 --eval_every 0", "--kl_estimator: ... --beta | --eval_k: ... --eval_every"),
-    (
-        "--reference m --eval_temperature 1 --eval_every 0",
-        "--reference: ... --beta | --eval_temperature: ... --eval_every",
-    ),
+    ("--reference m", "--reference: ... --beta"),
     (
         "--kl_importance --ref_sync_every 5 --keep_set no --overlong_buffer 5",
         "--kl_importance: | --ref_sync_every: | --keep_set: | --overlong_buffer: ... --reward overlong",
@@ -168,7 +165,7 @@ MISTAKES = [
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
     ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
-    ("--eval_every 0 --eval_data d.jsonl --eval_top_p 0.5", "--eval_data: has no effect | --eval_top_p: has no effect"),
+    ("--eval_every 0 --eval_data d --eval_temperature 1 --eval_top_p 0.5", "--eval_data: | _temperature: | _top_p: "),
 ]
 # The text of a file, flags, a part of each line of the error message.
 IN_FILES = [

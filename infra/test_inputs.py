@@ -119,15 +119,15 @@ def settings_of(files: Path, **changes) -> dict:
     return good | dict(prompts_per_step=3, num_generations=2, max_completion_length=5, steps=1, eval_every=0) | changes
 
 
-def with_rank_logged(update):
-    return lambda run, *rest: run.log("rank", ranks.rank()) or update(run, *rest)
+def with_rank_logged(next_groups):
+    return lambda run, step: run.log("rank", ranks.rank()) or next_groups(run, step)
 
 
 def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     """The column is a mean over all ranks. What a reward logs for each completion is in the line of that completion. A
     reward gets the number of finished steps, may start processes, and draws different random numbers on each rank."""
     settings = settings_of(files, reward=f"{files}/wish.py:logs", steps=2, eval_every=2, eval_prompts=2)
-    run(settings, tmp_path / "out", partial(replace, "train.update", with_rank_logged), world=2)
+    run(settings, tmp_path / "out", partial(replace, "train.next_groups", with_rank_logged), world=2)
     assert [line["logged/rank"] for line in metrics(tmp_path / "out")[1:]] == [0.5, 0.5]
     for global_step, line in enumerate(metrics(tmp_path / "out")[1:]):
         assert line["reward"] == pytest.approx(global_step + line["logged/letters"]) and line["logged/letters"] > 0
