@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import train
-from advantage import Group, group_advantages, has_signal, trained_tokens
+from advantage import Group, group_advantages, has_signal, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import ALGORITHMS, GRPO, Config
 from conftest import EOS, distance, flat_gradient, tiny_model
@@ -65,8 +65,10 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     batch = collate([group], mask_truncated=False, device=CPU)
     assert batch.mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
     assert batch.advantages.tolist() == [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
-    assert batch.has_gradient.tolist() == [True, False]
-    assert [sum(mask) for mask in trained_tokens(group, False)] == [turns.length, reply.length] == [2, 0]
+    # The mean reward weighted by these lengths is (2 · 1 + 1 · 0) / 3.
+    played = replace(group, completions=[turns, Completion([5], [0.0], False)], reward_parts=group.rewards[:, None])
+    set_advantages([played], [1.0], Config(scale_rewards="none", baseline="length", combine_rewards="sum"))
+    assert played.advantages.tolist() == pytest.approx([1 / 3, -2 / 3])
     # A group needs two completions that can be trained on.
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
     assert not has_signal(replace(group, completions=2 * [replace(turns, truncated=True)]), mask_truncated=True)
@@ -130,7 +132,6 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
         filled = list(micro_batches(batch, limits, rank, world, same_count=True))
         assert len(filled) == max(map(len, by_rank)) and [x for x, _ in filled[: len(parts)]] == [x for x, _ in parts]
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(parts) :])
-    assert torch.equal(batch.mask, batch.attention), "the masks of the batch are as they were"
 
 
 @pytest.mark.parametrize("length, per_row", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])

@@ -46,6 +46,13 @@ def test_the_loss_gets_every_setting_that_it_takes():
     assert all(settings[name] == switches[name] for name in train.LOSS_SWITCHES)
 
 
+def test_a_run_goes_on_with_the_settings_that_decide_its_steps():
+    """Of the first four sections of --help, it may have other values of these only."""
+    headings = [*dict.fromkeys(x.metadata["heading"] for x in fields(Config))][:4]
+    free = {x.name for x in fields(Config) if x.metadata["may_change"] and x.metadata["heading"] in headings}
+    assert free == {"reward_timeout", "server", "server_folder", "server_timeout", "steps"}
+
+
 # ---- Each setting has the effect that it is for, and no other ----
 
 
@@ -87,7 +94,7 @@ PLAIN = dict(
 DIFFERS = {
     "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
     "max_turns": (1, dict(reply=f"{__name__}:reply_with_c"), "completions turns"),
-    "stop": (["a", "bc"], {}, "completions truncated"),
+    "stop": (["a", "bc"], dict(reply=f"{__name__}:reply_with_c"), "completions turns"),
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
     "scale_rewards": ("none", {}, "advantages grad_norm weights"),
     "baseline": ("none", {}, "advantages loss weights"),

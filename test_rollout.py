@@ -105,7 +105,6 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     # `progress` gets the number of the token, which begins at 1 in each batch, and the number of unfinished rows.
     assert max(live for _, live in seen) <= rows
     assert sum(t == 1 for t, _ in seen) == math.ceil(len(PROMPTS) / rows), "the number of batches"
-    assert rollout(model, [], streams([]), sampling) == []
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window

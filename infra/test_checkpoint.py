@@ -530,7 +530,7 @@ def accident() -> None:
 def test_torchrun_restarts_ranks_and_if_it_is_killed_they_end_and_more_ranks_can_resume(without_noise, out, tmp_path):
     # Only the first start may start over. After a restart by torchrun, the run is resumed in spite of --overwrite.
     # `run_supervised` returns when all ranks have ended, and fails if they do not end.
-    code, shown = run_supervised(without_noise | dict(overwrite=True), out, accident, restarts=2)
+    code, shown = run_supervised(without_noise | dict(overwrite=True, keep_checkpoints=3), out, accident, restarts=2)
     assert code == -signal.SIGKILL and shown.count("started in") == shown.count("continued after step 2") == 1, shown
     assert saved_steps(out) == [2, 4]
     changed = dict(micro_batch_size=1, gradient_checkpointing=True, keep_checkpoints=1)

@@ -159,7 +159,7 @@ UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
     "the code": ("infra.run_folder.sha256_of", lambda sha256_of: lambda file: file.name),
     "the rows": (
         "infra.loading.load_task",
-        lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[1:]),
+        lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[::-1]),
     ),
     "the weights": ("tasks.sorting.model", lambda model: lambda cfg: model(dataclasses.replace(cfg, seed=7))),
     "the completions of step 2": ("train.pick_rows", other_rows),

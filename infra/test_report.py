@@ -95,9 +95,9 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     assert line["tokens"] == [["1", -0.13], ["2", -0.13], ["3", None], ["4", None], ["5", -0.13]]
     assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
     step = report.of_groups([made], NAMES)
-    assert (step["turns"], step["reply_length"], step["completion_length"], step["tokens"]) == (1.5, 1.0, 2.0, 4)
-    # An evaluation counts only the turns of the first completion of each group, which is the greedy one.
-    assert report.of_evaluation([made], [made], NAMES)["eval/turns"] == 2
+    assert (step["turns"], step["reply_length"], step["length_correct"], step["tokens"]) == (1.5, 1.0, 3.0, 4)
+    # An evaluation counts only the turns and tokens of the first completion of each group, which is the greedy one.
+    assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.of_evaluation([made], [made], NAMES).items()
     plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
     assert plain["turns"] is plain["reply_length"] is None
 

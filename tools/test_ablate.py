@@ -41,9 +41,9 @@ def test_intervals_and_p_values_agree_with_printed_tables():
 
 def test_the_steps_of_a_figure():
     lines = [{"step": 0, "eval/accuracy": 0.1}]
-    lines += [{"step": s, "entropy": s * 1.0, "length_incorrect": None if s == 5 else 7.0} for s in range(1, 7)]
-    assert ablate.figure(lines, "entropy") == 5.0  # the mean over the second half of the steps: 4, 5, 6
-    assert ablate.figure(lines, "entropy:2-3") == 2.5 and ablate.figure(lines, "entropy:last") == 6.0
+    lines += [{"step": s, "entropy": s * 1.0, "length_incorrect": None if s == 5 else 7.0} for s in range(1, 8)]
+    assert ablate.figure(lines, "entropy") == 5.5  # the mean over the second half of the steps: 4, 5, 6, 7
+    assert ablate.figure(lines, "entropy:2-3") == 2.5 and ablate.figure(lines, "entropy:last") == 7.0
     assert ablate.figure(lines, "length_incorrect") == 7.0 and ablate.figure(lines, "eval/accuracy:last") == 0.1
     assert math.isnan(ablate.figure(lines, "length_incorrect:5-5"))
     with pytest.raises(SystemExit, match="entropie: no such metric; the log has step, entropy"):
