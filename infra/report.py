@@ -317,8 +317,8 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "the log-probs of the server are not those of the model; see sampler_gap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"
-    if metrics["step"] <= 3 and metrics["reward_std"] == 0.0:
-        yield "in every group of this step, all rewards are equal"
+    if metrics["step"] <= 3 and metrics["reward_std"] == 0.0 and any(config.reward_weights or [1.0]):
+        yield "in every group of this step, all rewards are equal; look at some with python -m tools.look"
 
 
 def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:

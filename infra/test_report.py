@@ -58,7 +58,8 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     ({}, [0, 0, 1, 1], ""),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
-    (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step"),
+    (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step, all rewards are equal; look at some with "),
+    (dict(reward_std=0.0, reward_weights=[0.0]), [1] * 4, ""),  # distillation
     (dict(length_correct=None, reward_std=0.0, first=4), [1] * 4, ""),  # by now, that is not unusual
     (dict(length_correct=None, length_incorrect=None, sampler_gap=None), [1] * 4, ""),  # nothing judged or trained on
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
@@ -75,6 +76,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     for made, A in zip(groups, advantages):
         made.advantages = [torch.tensor([-A, A]), 0.0]  # of each token, or of the completion
     settings = dict(prompts_per_step=4, samples_per_step=0, server=["a"], tis_cap=metrics.get("tis_cap"))
+    settings["reward_weights"] = metrics.get("reward_weights", [])
     log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
     for step in range(metrics.get("first", 1), 5):

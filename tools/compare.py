@@ -28,22 +28,21 @@ from matplotlib.figure import Figure
 import train
 from advantage import Group, set_advantages
 from batch import Batch, collate
-from config import ALGORITHMS, SETTINGS, Config, UserError
+from config import ALGORITHMS, SETTINGS, Config
 from infra import faults, ranks
 from infra.command_line import parse, ready
 
 ON_GPU = torch.cuda.is_available()
 SAME = 0.9995  # a cosine from here on is shown as 1.000
+# All variants have the same completions, rewards and reference, so what only these depend on cannot be varied.
+SHARED = "reference ref_sync_every overlong_buffer dynamic_sampling".split()
 AT_ONCE = 200_000_000  # how many numbers are kept, for all variants together, if --coordinates is not given
 
 
 def variants_of(words: list[str], vary: str) -> dict[str, Config]:
     """Return the settings of each variant by its name. The first one is what the others are compared with."""
     name, _, values = vary.partition("=")
-    variants = {value: ready(parse([*words, f"--{name}", value], ON_GPU), ON_GPU) for value in values.split(",")}
-    if SETTINGS[name].metadata["heading"] != "The objective":
-        raise UserError(f"--vary {name}: all variants have the same completions, so vary a setting of the objective")
-    return variants
+    return {value: ready(parse([*words, f"--{name}", value], ON_GPU), ON_GPU) for value in values.split(",")}
 
 
 def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) -> Batch:
@@ -61,13 +60,13 @@ def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) 
 
 def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> tuple[torch.Tensor, float]:
     """Return what `update` gives to an optimizer, and its norm. The weights stay as they are."""
-    own, seen = run.optimizer, []
-    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
-    weights = run.optimizer.param_groups[0]["params"]
+    weights = [p for p in run.model.parameters() if p.requires_grad]
+    own, seen = run.optimizer, [torch.zeros(sum(p.numel() for p in weights))]  # if it trains on nothing
+    run.optimizer = torch.optim.SGD(weights, lr=0.0)
     run.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in weights])))
     _, norm, _ = train.update(run, batch, step=run.config.warmup_steps + 1)
     run.optimizer = own
-    return (seen[0] if coordinates is None else seen[0][coordinates]).double().cpu(), float(norm)
+    return (seen[-1] if coordinates is None else seen[-1][coordinates]).double().cpu(), float(norm)
 
 
 def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list[tuple[np.ndarray, np.ndarray, float]]:
@@ -76,12 +75,13 @@ def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list
     # Old log-probs are computed where there are several updates, and entropies where they choose tokens. There are a
     # reference and heads if any variant needs them.
     most = {name: max(getattr(config, name) for config in variants.values()) for name in ("beta", "score_centering")}
-    run, *_ = train.set_up(replace(first, num_iterations=2, top_entropy=0.5, **most), ranks.start(shard=False))
+    config = replace(first, num_iterations=2, top_entropy=0.5, dynamic_sampling=0, shard=False, **most)
+    run, *_ = train.set_up(config, ranks.start(shard=False))
     groups, _ = train.next_groups(run, 1)
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)
     train.score_fixed_policies(run, fixed)
-    size = sum(p.numel() for p in run.model.parameters())
+    size = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     kept = kept or AT_ONCE // len(variants)
     coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)) if kept < size else None
 
@@ -144,14 +144,22 @@ def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seeds", default="0", help="default: %(default)s")
     parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
     parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
-    return parser.parse_known_args(words)
+    args, flags = parser.parse_known_args(words)
+    name, _, _ = args.vary.partition("=")
+    if name not in SETTINGS or SETTINGS[name].metadata["heading"] != "The objective" or name in SHARED:
+        parser.error(f"--vary {name}: must be a setting of the objective, but none of {', '.join(SHARED)}")
+    return args, flags
 
 
 def main(words: list[str]) -> int:
     args, flags = split(words)
-    grids = [variants_of([*flags, "--seed", seed], args.vary) for seed in args.seeds.split(",")]
-    found = [measure(variants, args.updates, args.coordinates) for variants in grids]
-    names, titled = [*grids[0]], {}
+    args.grids = [variants_of([*flags, "--seed", seed], args.vary) for seed in args.seeds.split(",")]
+    return faults.run_to_the_end(compare, args)
+
+
+def compare(args: argparse.Namespace) -> int:
+    found = [measure(variants, args.updates, args.coordinates) for variants in args.grids]
+    names, titled = [*args.grids[0]], {}
     for phase, title in enumerate(["at the policy that sampled", f"after {args.updates} updates"][: len(found[0])]):
         norms, matrices, errors = zip(*(of_seed[phase] for of_seed in found))
         titled[title] = np.stack(matrices).mean(0)
@@ -164,4 +172,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    faults.leave(faults.run_to_the_end(main, sys.argv[1:]))
+    faults.leave(main(sys.argv[1:]))

@@ -32,7 +32,7 @@ COUNTS = {"j": "G", "all": "N", "t": "|o_i|", "it": (("Σ", "all"), "|o_i|")}
 # Operations that change nothing that an equation shows.
 KEEPS = """__getitem__ __get__ to float double bool reshape view flatten squeeze unsqueeze expand expand_as unbind
     contiguous clone""".split()
-TO_PYTHON = "item tolist numpy __bool__ __float__ __int__ __index__ __setitem__".split()
+TO_PYTHON = "item tolist numpy numel size __len__ __bool__ __float__ __int__ __index__ __setitem__".split()
 REDUCTIONS = dict(sum="Σ", nansum="Σ", nanmean="mean", amax="max", amin="min", std="std", logsumexp="logsumexp")
 REDUCTIONS |= {name: name for name in ("mean", "max", "min", "any", "all")}
 SIGNS = dict(add="+", sub="-", mul="*", div="/", pow="^", lt="<", gt=">", le="<=", ge=">=", eq="==", ne="!=")
@@ -67,15 +67,15 @@ def symbol(values: Tensor, node: Node) -> Symbol:
 def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     """Return the result of an operation as a symbol, or as it is if it is no tensor."""
     name, x = func.__name__, node_of(args[0])
+    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", "prompt"):
+        return symbol(torch.tensor(out), "P")
     if name in TO_PYTHON:
         file, line = lines_traced()[0]
         code = linecache.getline(file, line).strip()
         untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
-    if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", "prompt"):
-        return symbol(torch.tensor(out), "P")
-    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):  # that of topk has names for its parts
         node = apply(func, out[0], args, kwargs)
-        return tuple(symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out))
+        return type(out)([symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out)])
     if not isinstance(out, Tensor):
         return out
     out = symbol(out, apply(func, out.as_subclass(Tensor), args, kwargs))
@@ -120,12 +120,12 @@ def apply(func: Any, out: Any, args: tuple, kwargs: dict) -> Node:
         node = a[0] if is_certain(a[0]) and bool((out == args[0]).all()) else node
     elif name == "matmul" and a[0] == ("==", "prompt", "prompt"):
         node = reduce("Σ", a[1], G)
-    elif name == "cat":
-        node = ("cat", *a[0])
+    elif name in ("cat", "stack"):
+        node = (name, *a[0])
     elif name.startswith("r") and name[1:] in SIGNS:  # as in 1 - x, which calls __rsub__ of x
         node = make(SIGNS[name[1:]], a[1], a[0])
     else:
-        node = make(SIGNS.get(name, name), *a, *by_name.values())
+        node = make(SIGNS.get(name, name), *(x for x in [*a, *by_name.values()] if x is not None))
     value = node_of(out)  # a number, if all its elements are equal
     is_constant = name.endswith("_like") or not leaves(node)
     is_fact = isinstance(value, bool) and is_certain(node)

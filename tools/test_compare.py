@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import train
-from config import ALGORITHMS, UserError
+from config import ALGORITHMS
+from tasks import addition
 from tools import compare
 
 FLAGS = "--task sorting --prompts_per_step 3 --num_generations 4".split()
@@ -50,12 +51,24 @@ def test_norms_and_cosines_are_those_of_plain_loops(seen):
     assert error == 0.0 and matrix[0, 1] < 0.999 < matrix[1, 2]
 
 
-def test_truncated_completions_are_left_out_of_the_gradient_of_a_variant_that_masks_them():
-    words = [*FLAGS, "--baseline", "none", "--scale_rewards", "none"]  # with these, no advantage depends on the mask
-    orders = [compare.variants_of(words, f"mask_truncated={values}") for values in ("false,true", "true,false")]
-    (norms, cosines, _), (turned, _, _) = (compare.measure(variants, 0, None)[0] for variants in orders)
-    np.testing.assert_allclose(norms, turned[::-1], rtol=1e-4)  # whichever is the first
+ORDERS = [
+    ("--baseline none --scale_rewards none", "mask_truncated", "false,true", "true,false"),  # no A depends on the mask
+    ("--task addition --num_generations 2", "algorithm", "grpo,dapo", "dapo,grpo"),  # some groups have no signal
+]
+
+
+@pytest.mark.parametrize(("words", "name", "values", "turned"), ORDERS)
+def test_no_variant_chooses_the_completions_of_the_others(words, name, values, turned):
+    grids = [compare.variants_of([*FLAGS, *words.split()], f"{name}={order}") for order in (values, turned)]
+    (norms, cosines, _), (others, _, _) = (compare.measure(variants, 0, None)[0] for variants in grids)
+    np.testing.assert_allclose(norms, others[::-1], rtol=1e-4)
     assert cosines[0, 1] < 0.99
+
+
+def test_a_variant_that_trains_on_nothing_has_no_gradient():
+    variants = compare.variants_of([*FLAGS, "--max_completion_length", "1"], "mask_truncated=false,true")
+    ((norms, _, _),) = compare.measure(variants, 0, None)
+    assert norms[0] > norms[1] == 0.0
 
 
 def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
@@ -72,19 +85,24 @@ def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
 
 
 def test_random_entries_give_the_cosines_within_their_error():
-    variants = compare.variants_of(FLAGS, "algorithm=grpo,dapo,rloo")
+    """Here they are entries of adapters: frozen weights have no gradient."""
+    words = [*FLAGS, "--task", "addition", "--model", addition.model(None), "--lora_rank", "8"]
+    variants = compare.variants_of(words, "algorithm=grpo,dapo,rloo")
     ((norms, whole, _),) = compare.measure(variants, updates=0, kept=None)
     ((same_norms, part, error),) = compare.measure(variants, updates=0, kept=5000)
     assert norms.tolist() == same_norms.tolist() and 0.0 < np.abs(whole - part).max() < 4 * error < 0.2
 
 
-@pytest.mark.parametrize("words", [["--nope", "3"], ["--vary", "delta=0.5"]])
-def test_wrong_flags_are_refused_as_train_refuses_them(words):
+WRONG = ["reference=a,b --beta 1", "overlong_buffer=4,8 --reward overlong", "dynamic_sampling=0,3", "top_p=0.9,1"]
+WRONG = [*((f"--vary {words}", f"--vary {words.partition('=')[0]}: ") for words in [*WRONG, "kl-estimator=k2,k3"])]
+
+
+@pytest.mark.parametrize(("words", "message"), [*WRONG, ("--nope 3", "--nope"), ("--vary delta=0.5", "--delta 0.5: ")])
+def test_wrong_flags_are_refused_as_train_refuses_them(words, message, capsys):
+    """And so is what all variants share."""
     with pytest.raises(SystemExit) as exit_code:
-        compare.main(words)
-    assert exit_code.value.code == 2
-    with pytest.raises(UserError, match="--vary top_p: all variants have the same completions"):
-        compare.main(["--vary", "top_p=0.9,1"])
+        compare.main(words.split())
+    assert exit_code.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_each_variant_has_its_own_head_and_the_reference_that_it_needs():
