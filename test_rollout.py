@@ -71,8 +71,8 @@ def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
 @pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9), dict(top_k=2)], ids=str)
 @torch.no_grad()
 def test_the_head_has_the_likeliest_ids_and_is_scored_as_sampled(cut):
-    """Whatever was sampled. `others` is the log of what is left, -inf if nothing is. Half of the ids need 16 bits."""
-    model, K = build("qwen2", vocab_size=2**16), 3
+    """Whatever was sampled. `others` is the log of what is left, -inf if nothing is. Half of the ids need 17 bits."""
+    model, K = build("qwen2", vocab_size=2**17), 3
     for prompt, one in zip(PROMPTS, rollout(model, PROMPTS, streams(), replace(SAMPLING, head=K, **cut)), strict=True):
         batch, start = collate([Group(prompt, {}, [one], [0.0], advantages=[0.0])], False, model.device), len(prompt)
         how = dict(temperature=0.9, kept=batch.kept, head_ids=batch.head_ids)
