@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import advantage
 import conftest
@@ -458,12 +458,12 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 
 
 def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates):
-    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has one
-    layer, and the vocabulary of the student."""
+    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has the
+    vocabulary of the student, but cannot read several completions as one row, because of its sliding window."""
     student, tokenizer = sorting_model(Config())
     torch.manual_seed(1)
-    teacher = type(student)(copy.deepcopy(student.config))
-    teacher.model.layers, teacher.config.num_hidden_layers = teacher.model.layers[:1], 1
+    settings = student.config.to_dict() | dict(model_type="mistral", sliding_window=3, num_hidden_layers=1)
+    teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     for part in (teacher, tokenizer):
         part.save_pretrained(tmp_path / "teacher")
     distillation = dict(reference=tmp_path / "teacher", beta=1, kl_estimator="k1+", reward_weights=[0], steps=1)
