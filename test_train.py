@@ -655,7 +655,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
 
 def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
-    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged"))
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged", "drawn"))
     made = go("made", **held_out)
     assert torch.equal(trained(go("often", **held_out | dict(eval_every=1))), trained(made))
     # The evaluations before the first step and after the second one.
