@@ -210,6 +210,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     batch.advantages = batch.advantages * torch.arange(batch.mask.shape[1])  # each token has its own advantage
+    batch.advantages[0, 3:] = torch.tensor([7.0, -7.0] + [0.0] * (batch.mask.shape[1] - 5))  # they add up to 0
     batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
     ran_backward, logprobs = [], train.logprobs
 

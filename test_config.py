@@ -20,7 +20,7 @@ from conftest import distance, metrics, samples, save_chat_model
 from infra import faults
 from loss import policy_loss
 
-TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5)
+TASK = dict(num_generations=6, max_completion_length=12, steps=150, learning_rate=1e-3, warmup_steps=5, baseline="none")
 GIVEN = dict(epsilon_high=0.3, dynamic_sampling=0, learning_rate=0.5, micro_batch_tokens=5, dtype="bfloat16")
 GIVEN |= dict(algorithm="dapo", out="here")
 
@@ -32,7 +32,7 @@ def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
     config = Config(**GIVEN)
     resolved = resolve(config, TASK, on_gpu)
     # In this union, the later value of a setting wins.
-    assert (ALGORITHMS["dapo"] | TASK | dict(task="addition") | GIVEN).items() <= vars(resolved).items()
+    assert (TASK | ALGORITHMS["dapo"] | dict(task="addition") | GIVEN).items() <= vars(resolved).items()
     # Values that are resolved stay, even if the task has others.
     assert config == Config(**GIVEN) and resolve(resolved, {name: 99 for name in TASK}, on_gpu) == resolved
     filled = resolve(Config(), TASK, on_gpu)
