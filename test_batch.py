@@ -50,6 +50,7 @@ def test_collate():
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
     assert batch.kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
+    assert collate([groups[0]] * 2, False, CPU).prompts.tolist() == [0, 0, 1, 1], "a prompt that was drawn twice"
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
 

@@ -588,9 +588,10 @@ def draws(watch):
     return so_far
 
 
-def test_prompts_and_streams(go, draws, watch):
+def test_prompts_and_streams(go, draws, watch, sorting):
     rollouts = watch(train, "rollout")
-    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
+    held_out = dict(eval_every=1, eval_data=sorting["data"], eval_prompts=5, eval_k=2)
+    go(steps=2, **held_out, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
     given = [(one.temperature, one.top_p, one.top_k, one.min_p) for one in (call.args[3] for call in rollouts)]
     assert {*given} == {(0.8, 0.9, 5, 0.1), (0.0, 0.9, 5, 0.1)}
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
