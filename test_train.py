@@ -315,6 +315,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         A = torch.tensor([advantages[i] for i in rows_of_update])
         expected = on_high_entropy(A, batch.entropy, batch.mask, 0.5)
         assert torch.equal(batch.advantages * batch.mask, expected)
+        # The KL and the entropy bonus have all tokens, also those that top_entropy leaves out.
+        assert torch.equal(batch.weights, train.token_weights(batch.mask, "sequence"))
 
     names = *train.STATS, "tis_ratio"
     loss, totals = 0.0, np.zeros((len(names), 2))
