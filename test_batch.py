@@ -50,6 +50,7 @@ def test_collate():
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
     assert batch.kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
+    assert collate([groups[0]] * 2, False, CPU).prompts.tolist() == [0, 0, 1, 1], "a prompt that was drawn twice"
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]
 
@@ -210,6 +211,7 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
     batch = make_batch()
     batch.old_logp, batch.weights = None, token_weights(batch.mask, "global")
     batch.advantages = batch.advantages * torch.arange(batch.mask.shape[1])  # each token has its own advantage
+    batch.advantages[0, 3:] = torch.tensor([7.0, -7.0] + [0.0] * (batch.mask.shape[1] - 5))  # they add up to 0
     batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
     ran_backward, logprobs = [], train.logprobs
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import advantage
 import conftest
@@ -315,6 +315,8 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         A = torch.tensor([advantages[i] for i in rows_of_update])
         expected = on_high_entropy(A, batch.entropy, batch.mask, 0.5)
         assert torch.equal(batch.advantages * batch.mask, expected)
+        # The KL and the entropy bonus have all tokens, also those that top_entropy leaves out.
+        assert torch.equal(batch.weights, train.token_weights(batch.mask, "sequence"))
 
     names = *train.STATS, "tis_ratio"
     loss, totals = 0.0, np.zeros((len(names), 2))
@@ -458,12 +460,12 @@ def test_old_policy_and_reference_are_scored_as_the_policy_is(go, watch):
 
 
 def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tmp_path, updates):
-    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has one
-    layer, and the vocabulary of the student."""
+    """With beta = 1, k1+ and a reward weight of 0, the gradient is Σ w (log π − log π_ref) ∇ log π. The teacher has the
+    vocabulary of the student, but cannot read several completions as one row, because of its sliding window."""
     student, tokenizer = sorting_model(Config())
     torch.manual_seed(1)
-    teacher = type(student)(copy.deepcopy(student.config))
-    teacher.model.layers, teacher.config.num_hidden_layers = teacher.model.layers[:1], 1
+    settings = student.config.to_dict() | dict(model_type="mistral", sliding_window=3, num_hidden_layers=1)
+    teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     for part in (teacher, tokenizer):
         part.save_pretrained(tmp_path / "teacher")
     distillation = dict(reference=tmp_path / "teacher", beta=1, kl_estimator="k1+", reward_weights=[0], steps=1)
@@ -519,10 +521,11 @@ def test_nothing_changes_in_a_step_without_a_reward_however_many_rounds(go):
 
 def test_nothing_is_learned_if_every_group_was_rejected(go):
     graded_apart = dict(reward=paths("letters", "wrong"), correct="wrong")
-    out = go(**graded_apart, dynamic_sampling=1)
+    out = go(**graded_apart, dynamic_sampling=1, learning_rate=1.0, weight_decay=0.1)
     assert len({line["reward"] for line in samples(out)}) > 3 and {line["advantage"] for line in samples(out)} == {0.0}
     assert all(line["without_signal"] == 1.0 and line["equal_rewards"] < 1.0 for line in metrics(out))
-    assert torch.equal(trained(out), untrained())
+    # There are tokens, so weight decay acts, in two steps: 0.9 * 0.9 = 0.81.
+    torch.testing.assert_close(trained(out), 0.81 * untrained(), rtol=1e-6, atol=0)
     (line,) = metrics(go("all", **graded_apart, steps=1))
     assert line["without_signal"] == 1.0 and line["grad_norm"] > 0.01, "without dynamic sampling, no group is rejected"
 
@@ -548,7 +551,7 @@ def test_each_update_has_its_minibatch_and_the_learning_rate_of_its_step(go, wat
 
     calls = watch(train, "minibatches")
     monkeypatch.setattr(torch.optim, "AdamW", two_groups)
-    out = go(steps=3, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
+    out = go(steps=3, delay=1, warmup_steps=2, learning_rate=4e-4, num_iterations=2, minibatches=3)
     assert len({str(call.result) for call in calls}) == len(calls) == 3 * 2
     # learning_rate/1 is the rate of the second group of parameters, and learning_rate that of the first.
     assert [line["learning_rate/1"] for line in metrics(out)] == [2e-4, 4e-4, 4e-4]
@@ -587,9 +590,10 @@ def draws(watch):
     return so_far
 
 
-def test_prompts_and_streams(go, draws, watch):
+def test_prompts_and_streams(go, draws, watch, sorting):
     rollouts = watch(train, "rollout")
-    go(steps=2, eval_every=1, eval_prompts=5, eval_k=2, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
+    held_out = dict(eval_every=1, eval_data=sorting["data"], eval_prompts=5, eval_k=2)
+    go(steps=2, **held_out, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
     given = [(one.temperature, one.top_p, one.top_k, one.min_p) for one in (call.args[3] for call in rollouts)]
     assert {*given} == {(0.8, 0.9, 5, 0.1), (0.0, 0.9, 5, 0.1)}
     greedy, sampled = ([(0, prompt, i) for prompt in range(5) for i in range(k)] for k in (1, 2))
@@ -655,7 +659,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
 
 def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
-    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged"))
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged", "drawn"))
     made = go("made", **held_out)
     assert torch.equal(trained(go("often", **held_out | dict(eval_every=1))), trained(made))
     # The evaluations before the first step and after the second one.

@@ -333,6 +333,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg, run.logged = run.config, []
+    seeds.seed_everything(cfg.seed, 0)
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
     changes |= dict(head=0, keep_set=False)  # what only training needs
@@ -379,7 +380,6 @@ def train(typed: Config) -> int:
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     if cfg.eval_every and not start.after_step:
-        seeds.seed_everything(cfg.seed, 0)
         eval_metrics, evaluated = evaluate(run, 0)
         log.step({"step": 0} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):

@@ -165,6 +165,14 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
         assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-3, abs=1e-6)
 
 
+def test_defaults_are_those_of_the_logged_runs():
+    """Every default must be the value in one of them. A setting that is newer than all of them is left out."""
+    logged = [json.loads(path.read_text())["settings"] for path in HERE.glob("results/**/config.json")]
+    for name, default in vars(ready(Config(out="anywhere"), on_gpu=False)).items():
+        values = [settings[name] for settings in logged if name in settings]
+        assert name == "out" or not values or default in values, name
+
+
 def test_readme_opens_with_the_update_of_minimal():
     assert blocks(README, "python")[0] in (HERE / "minimal.py").read_text()
 

@@ -209,16 +209,18 @@ def reads_together(model: PreTrainedModel, length: int) -> bool:
     return bool((in_one_row - separate).abs().max() <= tolerance * separate.abs().max())
 
 
-def limits_of(config: Config, model: PreTrainedModel, longest_prompt: int) -> Limits:
-    """Return the limits of a micro-batch.
+def limits_of(config: Config, models: list[PreTrainedModel], longest_prompt: int) -> Limits:
+    """Return the limits of a micro-batch, which all these models can read: the policy, and the reference if there is
+    one, which may be of another kind.
 
     If a model changes the output of its head, log-probs are computed from the model's logits, and the model is called
     once for each row (fast/output_head.py). If such a model is sharded, each micro-batch is a single row. The reason is
     that all ranks must call a sharded model equally often. They have equally many micro-batches, but these may have
     different numbers of rows."""
-    if config.shard and not returns_head_output(model, torch.zeros(1, 2, dtype=torch.long, device=model.device)):
+    ids = torch.zeros(1, 2, dtype=torch.long, device=models[0].device)
+    if config.shard and not all(returns_head_output(model, ids) for model in models):
         return Limits(rows=1, tokens=None)
     # Limits needs the hidden size only to decide which completions share a row. With None, none of them do.
-    shares_rows = reads_together(model, longest_prompt + config.max_completion_length)
-    hidden_size = model.config.get_text_config().hidden_size if shares_rows else None
+    shares_rows = all(reads_together(model, longest_prompt + config.max_completion_length) for model in models)
+    hidden_size = models[0].config.get_text_config().hidden_size if shares_rows else None
     return Limits(config.micro_batch_size, config.micro_batch_tokens, hidden_size)

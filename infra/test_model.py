@@ -82,9 +82,10 @@ def test_generators_are_named_by_purpose_seed_and_numbers():
 
 
 @pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
-def test_completions_share_a_row_only_if_they_fit_into_the_models_window(prompt, together):
-    limits = limits_of(Config(max_completion_length=20), tiny_model("mistral", sliding_window=30), prompt)
-    # The limits have the model's hidden size, 32, if completions may share a row, and otherwise None.
+def test_completions_share_a_row_only_if_they_fit_into_the_window_of_every_model(prompt, together):
+    models = [tiny_model("llama"), tiny_model("mistral", sliding_window=30)]
+    limits = limits_of(Config(max_completion_length=20), models, prompt)
+    # The limits have the hidden size, 32, if completions may share a row, and otherwise None.
     assert limits.hidden_size == (32 if together else None)
 
 
