@@ -50,10 +50,11 @@ def test_the_steps_of_a_figure():
         ablate.figure(lines, "entropie")
 
 
-def rows(name: str, *values: list[float]) -> list[list[str]]:
-    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed."""
+def rows(name: str, *values: list[float], times: int = 1) -> list[list[str]]:
+    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed.
+    The table has the same figure several times."""
     logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
-    return ablate.compared([name], [{"beta": str(i)} for i in range(len(values))], logs)
+    return ablate.compared([name] * times, [{"beta": str(i)} for i in range(len(values))], logs)
 
 
 def test_the_table_tells_differences_from_noise():
@@ -72,7 +73,8 @@ def test_verdicts_are_corrected_for_their_number():
     spread, shift = [-1.0, -0.5, 0.0, 0.5, 1.0], 3.298 * statistics.stdev([-1.0, -0.5, 0.0, 0.5, 1.0]) / 5**0.5
     one, zero = [0.1 * (shift + x) for x in spread], [0.0] * 5
     assert rows("reward", zero, one)[1][4] == "**differs**"
-    assert [row[4] for row in rows("reward", zero, one, one, one)[1:]] == ["no clear difference"] * 3
+    three = rows("reward", zero, one, one, one)[1:], rows("reward", zero, one, times=3)[1::2]
+    assert [[row[4] for row in each] for each in three] == [["no clear difference"] * 3] * 2
     clear = [1.0, 1.01, 0.99, 1.0, 1.0]  # p is 1e-9; the others are then compared with 0.05 / 2 and 0.05
     assert [row[4] for row in rows("reward", zero, clear, one)[1:]] == ["**differs**", "**differs**"]
 
