@@ -19,8 +19,7 @@ def folder(path: Path, lines: list[dict], **settings) -> Path:
 def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     names = {f"{b}-{s}": dict(beta=b, seed=s, report_to=["wandb", None][s % 2]) for b in (0.0, 0.1) for s in (0, 1, 2)}
     lines = {0.0: [], 0.1: [{"step": 1, "completion_length": 3.0}]}
-    made = {name: folder(tmp_path / name, lines[names[name]["beta"]], **names[name]) for name in names}
-    groups = plot.by_settings([*map(plot.read_log, made.values())])
+    groups = plot.by_settings([plot.read_log(folder(tmp_path / x, lines[names[x]["beta"]], **names[x])) for x in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
     (legend,) = (picture := plot.draw_picture(groups, ["length"], 1, 1, "step")).legends
