@@ -135,7 +135,6 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(0.0 <= line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 and line["turns"] > 1 for line in lines)
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
-    assert len({one["seed"] for one in stand_in.asked[-20:]}) > 10
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     assert [path.parents[1] for path in stand_in.folders] == [tmp_path] * 2
