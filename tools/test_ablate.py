@@ -126,7 +126,7 @@ def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
 
 def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
-    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
+    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_prompts 2".split()
     ablate.main(words)
     log = tmp_path / "0.0-1" / "metrics.jsonl"
     done, table = capsys.readouterr().out.split("\n", 1)
@@ -136,7 +136,7 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     ablate.main(words)
     assert capsys.readouterr().out == table
-    log.write_text(whole[0] + '\n{"step": 2, ')  # it was killed while writing
+    log.write_text("\n".join(whole[:-1]) + '\n{"step": 2, ')  # it was killed while writing
     for more in ([], ["--steps", "3"]):  # a run with fewer steps can be continued
         with pytest.raises(TypeError):
             ablate.main([*words, *more])
