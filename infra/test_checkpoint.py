@@ -243,13 +243,14 @@ def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not
     for name in (".DS_Store", "model/.DS_Store", "mine/notes.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    checkpoint.load(tmp_path, 4, models, optimizer)
+    (load := partial(checkpoint.load, tmp_path, 4, models, optimizer))()
+    (load_weights := partial(checkpoint.load_weights, folder, models["model"]))()
     for file in files:
         whole = file.read_bytes()
-        for damaged in (b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        for loads, damaged in (load, b""), (load_weights, whole[:-1] + bytes([whole[-1] ^ 1])):
             file.write_bytes(damaged)
             with pytest.raises(UserError, match=f"the checkpoint {folder} is damaged"):
-                checkpoint.load(tmp_path, 4, models, optimizer)
+                loads()
         file.write_bytes(whole)
 
 

@@ -155,7 +155,7 @@ def other_advantages(advantages):
 
 
 UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
-    "--beta": ("train.set_up", lambda set_up: lambda cfg, device: set_up(dataclasses.replace(cfg, beta=0.5), device)),
+    "--eval_k": ("train.set_up", lambda set_up: lambda cfg, device: set_up(dataclasses.replace(cfg, eval_k=7), device)),
     "the code": ("infra.run_folder.sha256_of", lambda sha256_of: lambda file: file.name),
     "the rows": (
         "infra.loading.load_task",

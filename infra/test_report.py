@@ -100,8 +100,9 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     assert (step["turns"], step["reply_length"], step["length_correct"], step["tokens"]) == (1.5, 1.0, 3.0, 4)
     # An evaluation counts only the turns and tokens of the first completion of each group, which is the greedy one.
     assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.of_evaluation([made], [made], NAMES).items()
-    plain = report.of_groups([group([1.0, 0.0], 3)], NAMES)
-    assert plain["turns"] is plain["reply_length"] is None
+    (without_replies := group([1.0, 0.0], 3)).reward_parts[0, 1] = math.nan  # the other function gives it a reward
+    plain = report.of_groups([without_replies], NAMES)
+    assert plain["turns"] is plain["reply_length"] is None and plain["without_reward"] == 0
 
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
@@ -109,7 +110,8 @@ def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
     metrics = report.of_machine(30, 1.0, 2.0)
-    assert (metrics["peak_memory_gb"], metrics["peak_memory_reserved_gb"]) == (4.0, 6.0)
+    names = "peak_memory_gb", "peak_memory_reserved_gb", "tokens_per_second"
+    assert [metrics[name] for name in names] == [4.0, 6.0, 30 / (1.0 + 2.0)]
 
 
 def test_every_line_that_is_written_is_json():

@@ -119,18 +119,20 @@ def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, s
     assert task.graded == (task.correct_at == 0.0), "only tldr's near_20 is graded, and it is right at 0"
 
 
+POOR = dict(data="rows.jsonl", eval_data="poor.jsonl")
 WRONG = [  # settings of the rewards -> the error
     (dict(reward=[SUM, "exact_sum"]), "needs one weight and a name of its own for each reward"),
     (dict(reward_weights=[1, 2]), "needs one weight and a name of its own for each reward"),
     (dict(correct="better"), "--correct better: must be one of the rewards, exact_sum$"),
     (dict(max_turns=3), "--max_turns 3: nothing replies"),
     (dict(metrics_by="grade"), "--metrics_by grade: must be one of prompt, answer$"),
+    (dict(POOR, reward=[SHORT], metrics_by="answer"), "--metrics_by answer: must be one of prompt$"),
     *[
         (
             dict(task="data", reward=["mine.py:needs_answer"], **more),
             "reward function needs_answer: missing a .*'answer'",
         )
-        for more in (dict(data="poor.jsonl"), dict(data="rows.jsonl", eval_data="poor.jsonl"))
+        for more in (dict(data="poor.jsonl"), POOR)
     ],
 ]
 

@@ -50,10 +50,11 @@ def test_the_steps_of_a_figure():
         ablate.figure(lines, "entropie")
 
 
-def rows(name: str, *values: list[float]) -> list[list[str]]:
-    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed."""
+def rows(name: str, *values: list[float], times: int = 1) -> list[list[str]]:
+    """Return the table of one-step runs with these values: a list for each variant, with a value for each seed.
+    The table has the same figure several times."""
     logs = [[[{"step": 1, name: value}] for value in variant] for variant in values]
-    return ablate.compared([name], [{"beta": str(i)} for i in range(len(values))], logs)
+    return ablate.compared([name] * times, [{"beta": str(i)} for i in range(len(values))], logs)
 
 
 def test_the_table_tells_differences_from_noise():
@@ -71,8 +72,8 @@ def test_verdicts_are_corrected_for_their_number():
     # With four degrees of freedom, p is 0.03 for each of three variants: below 0.05, but not below 0.05 / 3.
     spread, shift = [-1.0, -0.5, 0.0, 0.5, 1.0], 3.298 * statistics.stdev([-1.0, -0.5, 0.0, 0.5, 1.0]) / 5**0.5
     one, zero = [0.1 * (shift + x) for x in spread], [0.0] * 5
-    assert rows("reward", zero, one)[1][4] == "**differs**"
-    assert [row[4] for row in rows("reward", zero, one, one, one)[1:]] == ["no clear difference"] * 3
+    three = rows("reward", zero, one, one, one)[1:], rows("reward", zero, one, times=3)[1::2]
+    assert [[row[4] for row in each] for each in three] == [["no clear difference"] * 3] * 2
     clear = [1.0, 1.01, 0.99, 1.0, 1.0]  # p is 1e-9; the others are then compared with 0.05 / 2 and 0.05
     assert [row[4] for row in rows("reward", zero, clear, one)[1:]] == ["**differs**", "**differs**"]
 
@@ -125,7 +126,7 @@ def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
 
 def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
-    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_every 0".split()
+    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_prompts 2".split()
     ablate.main(words)
     log = tmp_path / "0.0-1" / "metrics.jsonl"
     done, table = capsys.readouterr().out.split("\n", 1)
@@ -135,7 +136,7 @@ def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
     ablate.main(words)
     assert capsys.readouterr().out == table
-    log.write_text(whole[0] + '\n{"step": 2, ')  # it was killed while writing
+    log.write_text("\n".join(whole[:-1]) + '\n{"step": 2, ')  # it was killed while writing
     for more in ([], ["--steps", "3"]):  # a run with fewer steps can be continued
         with pytest.raises(TypeError):
             ablate.main([*words, *more])

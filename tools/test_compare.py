@@ -1,5 +1,7 @@
 """The comparison of gradients, held to plain loops over the completions."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -71,8 +73,11 @@ def test_a_variant_that_trains_on_nothing_has_no_gradient():
     assert norms[0] > norms[1] == 0.0
 
 
-def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
-    """Completions of one length would make `sequence` and `global` one direction."""
+def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, monkeypatch):
+    """Completions of one length would make `sequence` and `global` one direction. The picture shows the means over the
+    seeds that the table has, each at the place of its two names."""
+    seen, picture = [], compare.picture
+    monkeypatch.setattr(compare, "picture", lambda *given: seen.append(picture(*given)) or seen[0])
     words = "--seeds 1,2 --updates 4 --learning_rate 5e-3".split()
     assert compare.main([*FLAGS, *words, "--picture", str(tmp_path / "compare.png")]) == 0
     shown = capsys.readouterr().out
@@ -81,7 +86,12 @@ def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path):
     assert len(classes) == 7 and {name for own in classes for name in own} == {*ALGORITHMS}
     assert {"grpo", "gspo", "sapo", "gmpo", "gdpo"} in classes and {"dr_grpo", "rloo"} in classes
     assert {"dapo", "cispo", "luspo", "dppo", "vespo"} in classes and int(second.split()[0]) > 7
-    assert "after 4 updates" in shown and (tmp_path / "compare.png").stat().st_size > 0
+    assert re.search(r"\((.*) to (?!\1)", shown) and (tmp_path / "compare.png").stat().st_size > 0, "seeds differ"
+    left, right, _ = seen[0].axes  # the last one is the colour bar
+    names = [[label.get_text() for label in labels] for labels in (right.get_xticklabels(), left.get_yticklabels())]
+    row = right.images[0].get_array()[names[1].index("grpo")]
+    there = {name: f"{x:.3f}" for name, x in zip(names[0], row)}
+    assert there == dict(re.findall(r"^(\S+) +\S+  (-?\d\.\d+) \(", shown.partition("after 4")[2], re.MULTILINE))
 
 
 def test_random_entries_give_the_cosines_within_their_error():

@@ -18,11 +18,14 @@ def folder(path: Path, lines: list[dict], **settings) -> Path:
 
 def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     names = {f"{b}-{s}": dict(beta=b, seed=s, report_to=["wandb", None][s % 2]) for b in (0.0, 0.1) for s in (0, 1, 2)}
-    groups = plot.by_settings([plot.read_log(folder(tmp_path / name, [], **names[name])) for name in names])
+    lines = {0.0: [], 0.1: [{"step": 1, "completion_length": 3.0}]}
+    groups = plot.by_settings([plot.read_log(folder(tmp_path / x, lines[names[x]["beta"]], **names[x])) for x in names])
     assert {label: len(logs) for label, logs in groups.items()} == {"beta 0.0": 3, "beta 0.1": 3}
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
-    (legend,) = plot.draw_picture(groups, ["kl"], 1, 1, "step").legends
+    (legend,) = (picture := plot.draw_picture(groups, ["length"], 1, 1, "step")).legends
     assert [text.get_text() for text in legend.get_texts()] == ["beta 0.0 (3 seeds)", "beta 0.1 (3 seeds)"]
+    (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
+    assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
     own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
     for other in dict(normalization="sum"), dict(beta=0.1):
         assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
