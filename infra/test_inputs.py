@@ -134,7 +134,8 @@ def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     written = samples(tmp_path / "out") + samples(tmp_path / "out", "eval")
     for line in written:
         assert line["extras"]["backwards"] == re.sub("<pad>|<eos>", "", line["completion"])[::-1]
-    assert len({line["extras"]["drawn"] for line in written}) == len(written)
+    # Every evaluation draws the same numbers, so the two lines of the second one have those of the first.
+    assert len({line["extras"]["drawn"] for line in written}) == len(written) - 2
 
 
 def test_models_that_must_work(files, tmp_path):
