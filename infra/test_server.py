@@ -257,14 +257,14 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
     assert "old adapters" in capsys.readouterr().err
 
 
-OTHERWISE = [("temperature", 0.7, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
+OTHERWISE = [("temperature", 1.0, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
 
 
 @pytest.mark.parametrize("name, value, words", OTHERWISE)
 def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, monkeypatch, capsys, name, value, words):
     monkeypatch.setattr(server, "TRIAL_TOKENS", TRIAL_TOKENS)
     stand_in.disobeyed = {name: value}
-    go(code=2, server=[StandIn().url, stand_in.url])
+    go(code=2, server=[StandIn().url, stand_in.url], temperature=0.7)
     assert words in capsys.readouterr().err
 
 
