@@ -44,7 +44,8 @@ def read_log(folder: Path) -> Log:
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     """Group the runs that differ only in their seed. The label of a group names the settings that vary, without those
     that follow from the algorithm if it varies."""
-    names = [name for name in logs[0].settings if name not in ("seed", "out", "overwrite", "report_to")]
+    settings = dict.fromkeys(name for log in logs for name in log.settings)  # in order, and each only once
+    names = [name for name in settings if name not in ("seed", "out", "overwrite", "report_to")]
     differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
     if "algorithm" in differ and all(
         log.settings[name] == x for log in logs for name, x in ALGORITHMS[log.settings["algorithm"]].items()

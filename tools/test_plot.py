@@ -27,7 +27,7 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
     assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
     own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
-    for other in dict(normalization="sum"), dict(beta=0.1):
+    for other in dict(normalization="sum"), dict(beta=0.1), dict(delay=8):
         assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
 
 
