@@ -89,7 +89,7 @@ def test_every_flag_is_there():
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
     # Flags of torchrun. "max" is what the pattern below finds in --max-restarts.
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}
-    known |= {"logprobs", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # flags of vLLM, Slurm and pytest
+    known |= {"logprobs", "host", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # flags of vLLM, Slurm and pytest
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
