@@ -87,9 +87,9 @@ def test_every_flag_is_there():
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     # Settings that the diffs of extending.md add to Config.
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
-    # Flags of torchrun. "max" is what the pattern below finds in --max-restarts.
+    # Flags of torchrun; "max" is what the pattern below finds in --max-restarts. Then those of vLLM, Slurm and pytest.
     known |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max"}
-    known |= {"logprobs", "host", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}  # flags of vLLM, Slurm and pytest
+    known |= {"logprobs", "host", "nodes", "ntasks", "gpus", "requeue", "dist", "help"}
     assert missing(r"--([a-z]\w+)", lambda page, name: name in known) == []
 
 
