@@ -166,7 +166,7 @@ def compare(args: argparse.Namespace) -> int:
         error = f"; cosines have an error of {max(errors):.2g}" if max(errors) else ""
         print(f"{title}{error}", *table(names, np.stack(norms), np.stack(matrices)), "", sep="\n")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
-    picture(names, titled).savefig(args.picture, dpi=160)
+    picture(names, titled).savefig(args.picture, dpi=160, bbox_inches="tight")
     print(args.picture)
     return 0
 
