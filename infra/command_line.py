@@ -90,7 +90,7 @@ def ready(config: Config, on_gpu: bool) -> Config:
     wrong = [*wrong_values(config)]
     if not wrong:
         config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
-        wrong = [*contradictions(config)]
+        wrong = [*wrong_values(config)] or [*contradictions(config)]  # a task's DEFAULTS may be wrong as well
     if wrong:
         raise UserError("\n".join(wrong))
     return config

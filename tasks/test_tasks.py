@@ -15,6 +15,7 @@ import torch
 import tasks
 from batch import Group
 from config import Config, UserError
+from infra.command_line import ready
 from rollout import Completion
 from tasks import Task, call_rewards, load_task, task_defaults, task_module, task_names
 from tasks._characters import EOS_ID, char_tokenizer
@@ -88,6 +89,9 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
     with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_module("other")
+    (tmp_path / "wrong.py").write_text("DEFAULTS = dict(steps=-1)")
+    with pytest.raises(UserError, match="--steps -1: must be int at least 0"):
+        ready(Config(task="wrong", model="any"), on_gpu=False)
 
 
 @pytest.fixture
