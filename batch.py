@@ -153,8 +153,7 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
     for one, its_work in zip(samples, work, strict=True):
-        # It goes to the rank in whose share of the work its middle lies, which is below total, so the rank is below
-        # world.
+        # It goes to the rank in whose share its middle lies. The middle is below total, so the rank is below world.
         middle = before + its_work / 2
         shares[int(world * middle / total)].append(one)
         before += its_work

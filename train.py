@@ -251,8 +251,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         report.stop_not_finite(step, loss, grad_norm)
-    # If no token is trained on, momentum and weight decay must not change the weights either. They do so if there are
-    # tokens, but all advantages are 0.
+    # Without a token to train on, momentum and weight decay must not move the weights. They do where all advantages
+    # are 0.
     if batch.mask.any():
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -336,10 +336,10 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     seeds.seed_everything(cfg.seed, 0)
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    changes |= dict(head=0, keep_set=False)  # what only training needs
-    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, **changes)()
+    unrecorded = dict(head=0, keep_set=False)  # only training reads them
+    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, **unrecorded, **changes)()
     add_rewards(run, sampled, steps_done=step)
-    greedy = ask_for_groups(run, rows, 1, step=0, head=0, temperature=0.0)()
+    greedy = ask_for_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
     judged = [group for group in greedy if group.right is not None]

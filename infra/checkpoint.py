@@ -74,7 +74,7 @@ def save(
                 if not (x.to_local() if isinstance(x, DTensor) else x).isfinite().all():
                     raise UserError(f"after step {step} {name} of the {part} is not finite: nothing was saved")
     with whole_folder(checkpoint_of(out, step)) as partial_folder:
-        # With its id, a checkpoint of another run is not mistaken for one of this run.
+        # The id of the run is there so that a checkpoint of another run is not taken for one of this run.
         about = {"run_id": config_json(out).get("run_id"), "step": step, "cursor": cursor, "state": state}
         ranks.on_first(write_state, partial_folder / "state.pt", about)
         for part, tensors in parts.items():
@@ -202,7 +202,7 @@ def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Create a temporary folder for the ranks to write into. At the end of the block, flush it to disk and rename it to
-    `folder`. If the block fails, `folder` stays as it was, and the next start of the run deletes the temporary one."""
+    `folder`, which must not exist yet. If the block fails, the next start of the run deletes the temporary folder."""
     partial_folder, first = folder.with_name(folder.name + ".partial"), ranks.rank() == 0
     if first:
         partial_folder.mkdir(parents=True)

@@ -158,7 +158,7 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
             made = do()
             if version(server, url) == held:
                 return made
-            # Perhaps by another rank of this run, because the server had restarted. Then the next try succeeds.
+            # Another rank of this run may have loaded them, after a restart of the server. Then the next try succeeds.
             raise Lost(f"--server {url}: other weights were loaded; a server can have one run only")
         except Lost as error:
             lost_since = lost_since or time.monotonic()

@@ -31,6 +31,7 @@ from batch import Batch, collate
 from config import ALGORITHMS, SETTINGS, Config
 from infra import faults, ranks
 from infra.command_line import parse, ready
+from infra.lora import trained_tensors
 
 ON_GPU = torch.cuda.is_available()
 SAME = 0.9995  # a cosine from here on is shown as 1.000
@@ -60,7 +61,7 @@ def batch_of(run: train.Run, config: Config, groups: list[Group], fixed: Batch) 
 
 def gradient(run: train.Run, batch: Batch, coordinates: torch.Tensor | None) -> tuple[torch.Tensor, float]:
     """Return what `update` gives to an optimizer, and its norm. The weights stay as they are."""
-    weights = [p for p in run.model.parameters() if p.requires_grad]
+    weights = [*trained_tensors(run.model).values()]
     own, seen = run.optimizer, [torch.zeros(sum(p.numel() for p in weights))]  # if it trains on nothing
     run.optimizer = torch.optim.SGD(weights, lr=0.0)
     run.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in weights])))
@@ -81,7 +82,7 @@ def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)
     train.score_fixed_policies(run, fixed)
-    size = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    size = sum(p.numel() for p in trained_tensors(run.model).values())
     kept = kept or AT_ONCE // len(variants)
     coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)) if kept < size else None
 
