@@ -200,3 +200,5 @@ def warnings(config: Config) -> Iterator[str]:
         yield "attn_implementation: flash-attn copies the cache for each token of a rollout; sdpa has the same kernels"
     if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
         yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"
+    if config.delay and config.beta and not (config.kl_importance and config.old_policy == "sampler"):
+        yield "delay: nothing corrects the KL term for it; --kl_importance with --old_policy sampler does"

@@ -69,10 +69,11 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     name, x = func.__name__, node_of(args[0])
     if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", "prompt"):
         return symbol(torch.tensor(out), "P")
-    if name in TO_PYTHON:
+    if name in TO_PYTHON or isinstance(out, torch.Size):
         file, line = lines_traced()[0]
         code = linecache.getline(file, line).strip()
-        untraced[f"not traced: {name} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
+        if not (name == "__get__" and code.startswith("if ")):  # a shape that only decides what is computed
+            untraced[f"not traced: {name.replace('__get__', 'shape')} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):  # that of topk has names for its parts
         node = apply(func, out[0], args, kwargs)
         return type(out)([symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out)])
@@ -120,6 +121,8 @@ def apply(func: Any, out: Any, args: tuple, kwargs: dict) -> Node:
         node = a[0] if is_certain(a[0]) and bool((out == args[0]).all()) else node
     elif name == "matmul" and a[0] == ("==", "prompt", "prompt"):
         node = reduce("Σ", a[1], G)
+    elif name == "matmul" and a[0] == "tensor" and bool((args[0] == args[0].bool()).all()):  # of 0 and 1
+        node = (("Σ", "some"), a[1])
     elif name in ("cat", "stack"):
         node = (name, *a[0])
     elif name.startswith("r") and name[1:] in SIGNS:  # as in 1 - x, which calls __rsub__ of x
@@ -237,8 +240,8 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
     op, *a = x
     if isinstance(op, tuple):
         kind, over = op
-        letter = chr(ord(index) + 1) if over in ("j", "all") else index
-        over = {"j": letter, "all": f"all_{letter}"}.get(over, over)
+        letter = chr(ord(index) + 1) if over in ("j", "all", "some") else index
+        over = {"j": letter, "all": f"all_{letter}", "some": f"some_{letter}"}.get(over, over)
         return f"{kind}_{over}({text(a[0], names, letter)})"
     if op in LEVELS and len(a) < 3:  # torch.sub has a third argument, alpha
         mine, sign = LEVELS[op], {"*": " · ", "^": "^", "neg": "-", "not": "not "}.get(op, f" {op} ")
