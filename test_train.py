@@ -9,6 +9,7 @@ import statistics
 import string
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from batch import minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, flat_gradient, metrics, run, samples
 from infra import faults
-from tasks import Task
+from tasks import Task, load_task
 from tasks._characters import EOS, EOS_ID, char_tokenizer
 from tasks.sorting import model as sorting_model
 
@@ -162,7 +163,8 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
 def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     world, settings, of_many = BY_RANKS[name]
     one = go("one", **settings)
-    run(sorting | settings | of_many, tmp_path / "many", world=world)
+    only_the_first = functools.partial(conftest.at, "infra.report.RunLog.open", 1, conftest.die, rank=1)
+    run(sorting | settings | of_many, tmp_path / "many", only_the_first, world=world)  # opens files and trackers
     assert_same_run(tmp_path / "many", one)
     steps = [line for line in metrics(one) if line["step"]]  # step 0 is the evaluation before the first step
     assert all(line["grad_norm"] > 0.01 for line in steps)
@@ -292,10 +294,12 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     # On this clock, drawing groups and waiting for a server take 3 s each, an update 5 s, and all else takes no time.
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws + waits) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
+    # As if the file of the task had these weights.
+    monkeypatch.setattr("infra.loading.load_task", lambda cfg: replace(load_task(cfg), weights=[0.5, 2.0]))
     of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05, tis_cap=9.0)
     out = go(
         steps=1, seed=1, prompts_per_step=16, num_generations=3, max_completion_length=16, micro_batch_size=4,
-        reward=paths("sometimes", "judged"), reward_weights=[0.5, 2.0], correct="judged", mask_truncated=mask_truncated,
+        reward=paths("sometimes", "judged"), correct="judged", mask_truncated=mask_truncated,
         num_iterations=2, minibatches=2, learning_rate=0.04, warmup_steps=2, top_entropy=0.5, entropy_coef=0.2,
         **of_loss,
     )  # fmt: skip
@@ -304,6 +308,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     lengths, rewards, advantages, truncated, rewards_by_name = ([row[name] for row in rows] for name in names)
     weighted = [[w * x for w, x in zip((0.5, 2.0), named.values()) if x is not None] for named in rewards_by_name]
     assert rewards == [sum(values) if values else None for values in weighted]
+    np.testing.assert_array_equal(advantage_calls[0].args[0].flatten(), np.float64(rewards))  # None becomes NaN
     trained_on = [r is not None and not (mask_truncated and cut) for r, cut in zip(rewards, truncated)]
     trained_lengths = [n if is_trained_on else 0 for n, is_trained_on in zip(lengths, trained_on)]
     assert [call.kwargs["lengths"].flatten().tolist() for call in advantage_calls] == [trained_lengths]

@@ -170,7 +170,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     stand_in.fault = fault
     monkeypatch.setattr(train, "update", updating)
-    monkeypatch.setattr(train, "pick_rows", lambda run, n, step: picked.append(step) or pick_rows(run, n, step))
+    monkeypatch.setattr(train, "pick_rows", lambda *of: picked.append((of[2], np.random.rand())) or pick_rows(*of))
     settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
     settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
@@ -178,7 +178,9 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
     gaps = [line["sampler_gap"] for line in whole]
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
-    assert [line["delay"] for line in whole] == [0, 1, 2] and picked == sorted(picked), "rows are those of a later step"
+    steps, firsts = [step for step, _ in picked], dict(picked[::-1])  # what the first call for each step has drawn
+    assert [line["delay"] for line in whole] == [0, 1, 2] and steps == sorted(steps), "rows are those of a later step"
+    assert firsts == {step: train.seeds.seed_everything(0, step) or np.random.rand() for step in firsts}
     assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
     seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice"
