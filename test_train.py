@@ -61,7 +61,8 @@ def judged(completions, completion_ids, log_metric, **columns):
     return [float(text[:1] < "f") if len(text) % 3 and len(text) > 3 else None for text in completions]
 
 
-def lucky(completions, **columns):
+def lucky(completions, log_metric, **columns):
+    log_metric("completions", len(completions))
     return [float(text[:1] in "abc") for text in completions]
 
 
@@ -658,7 +659,8 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
         assert len(set(of_greedy["prompts"])) == 7 and not trained_on & set(of_greedy["prompts"])
         assert {x["trainer_state"].global_step for x in (of_sampled, of_greedy)} == {figures["step"]}
         assert of_sampled["prompts"] == [prompt for prompt in of_greedy["prompts"] for _ in range(3)]
-        for name, values in {"accuracy": of_greedy["values"], "pass@1": of_sampled["values"]}.items():
+        of_both = {"accuracy": of_greedy["values"], "pass@1": of_sampled["values"], "logged/completions": [7 * 3, 7]}
+        for name, values in of_both.items():
             assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 

@@ -55,8 +55,8 @@ def test_a_value_may_begin_with_a_hyphen_or_a_space():
 
 ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
-    ("--steps 0 --seed 3 --lr_schedule cosine --eval_k 8", dict(out="runs/addition-evaluation-3", dtype="float32")),
-    ("--data d.jsonl --model m --reward a.py:f", dict(task="data", learning_rate=1e-6)),
+    ("--steps 0 --seed 3 --lr_schedule cosine --task gym:a:{} --model m", dict(out="runs/gym-a-evaluation-3")),
+    ("--data d.jsonl --model m --reward a.py:f --eval_k 8", dict(task="data", learning_rate=1e-6)),
     ("--num_generations 1 --baseline none --scale_rewards none --ratio sequence_token --top_entropy 0.5", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
