@@ -294,9 +294,9 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_fewer_rows_and_fresh_rep
 
 
 def test_a_stop_string_of_many_tokens_a_character_is_found_where_it_ends():
-    """Each token is a byte, and each emoji has four. The string ends in the last of its eight bytes, and in no other
-    token. Before it comes a part of another character."""
-    sampling = Sampling(99, [], stop=["🙂🙃"], to_text=lambda ids: bytes(ids).decode(errors="replace"))
+    """Each token is a byte, and each emoji has four. The string ends in the last of its twelve bytes, and in no other
+    token. Before it comes a part of another character. Another stop string is short."""
+    sampling = Sampling(99, [], stop=["~", "🙂🙂🙃"], to_text=lambda ids: bytes(ids).decode(errors="replace"))
     ids = list("é🙂🙂🙃🙂".encode()[1:])
     window = rollout_module.stop_window(sampling)
     ends = [t for t in range(len(ids)) if rollout_module.has_stop(ids[: t + 1][-window:], sampling)]
