@@ -108,7 +108,7 @@ def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
     fixed = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        fixed |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p"}
+        fixed |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}
     if here.data and there.held_out != here.held_out:  # other rows of --data would be trained on
         fixed |= {"eval_prompts", "eval_every"}
     return [name for name in vars(here) if name in fixed and getattr(there, name) != getattr(here, name)]

@@ -348,6 +348,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
     (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
     (evaluation, dict(steps=0, eval_top_p=0.9), f"{OTHER}--eval_top_p None there, 0.9 here$"),
+    (evaluation, dict(steps=0, metrics_by="answer"), f"{OTHER}--metrics_by None there, answer here$"),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
     (made, AN_INPUT | dict(overwrite=True), "--overwrite would rename .*, from which this run reads"),
     # Files that somebody has changed, copied or left there.

@@ -72,8 +72,9 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     if name in TO_PYTHON or isinstance(out, torch.Size):
         file, line = lines_traced()[0]
         code = linecache.getline(file, line).strip()
-        if not (name == "__get__" and code.startswith("if ")):  # a shape that only decides what is computed
-            untraced[f"not traced: {name.replace('__get__', 'shape')} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
+        what = "shape" if isinstance(out, torch.Size) else name
+        if what != "shape" or not code.startswith("if "):  # in a condition, it only decides what is computed
+            untraced[f"not traced: {what} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):  # that of topk has names for its parts
         node = apply(func, out[0], args, kwargs)
         return type(out)([symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out)])
