@@ -289,8 +289,8 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
 
 
 def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
-    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 300 s."""
-    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 3)
+    """Here, each look at the clock is 200 s after the last one, and a server may be lost for 300 s."""
+    clock, answers = itertools.count(1, 200), iter([(503, "starting")] * 4)
     stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
     patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
     monkeypatch.setattr(server, "time", patient)
