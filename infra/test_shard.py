@@ -66,7 +66,8 @@ def separate_backends() -> None:
 
 CASES = {  # number of ranks; settings; more settings for the sharded run, which change no result
     "two copies of two shards": (
-        4, dict(model="untied", reference="capped"),
+        4,
+        dict(model="untied", reference="capped"),
         dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True),
     ),
     "ranks without a completion": (3, dict(prompts_per_step=1, num_generations=2, minibatches=1), {}),
