@@ -45,7 +45,6 @@ from infra import checkpoint, lora, ranks
 from infra.decoding import decoding
 from rollout import Completion, Reply, Sampling, uniforms
 
-WITHOUT_PROXY = build_opener(ProxyHandler({}))
 REQUESTS = 256  # how many a rank sends to a server at once; the server queues what it cannot compute yet
 # vLLM takes what a request leaves out from the model's generation_config.json. Only Sampling.eos_ids end a turn.
 ALWAYS = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, ignore_eos=True)
@@ -113,7 +112,7 @@ def ask(server: Server, url: str, path: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
     try:
         request = Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
-        with WITHOUT_PROXY.open(request, timeout=server.timeout) as answer:
+        with build_opener(ProxyHandler({})).open(request, timeout=server.timeout) as answer:  # without a proxy
             text = answer.read()
             return json.loads(text) if text.startswith(b"{") else {}
     except HTTPError as error:

@@ -114,7 +114,7 @@ def test_weights_without_adapters_are_reported():
 def small(sorting, tmp_path_factory) -> dict:
     """Return the settings of a run with a reference, kept sets and several completions of each prompt. It saves a
     checkpoint after each step."""
-    base = save_model(tmp_path_factory.mktemp("base"), "llama", spread=2.0)
+    base = save_model(tmp_path_factory.mktemp("base"), "llama", spread=2.0, attention_dropout=0.5, resid_pdrop=0.5)
     # The model has an end token of its own, beside that of its configuration and tokenizer.
     GenerationConfig(eos_token_id=[EOS_ID, 5]).save_pretrained(base)
     return sorting | dict(
@@ -198,6 +198,7 @@ def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeyp
     loaded, reference, _ = load(open_model(small["model"].name, config), config, CPU)
     assert lora.adapted_layers(loaded) and not lora.adapted_layers(reference) and reference.dtype == torch.float32
     assert loaded.config.name_or_path == config.model, "saved adapters name the whole path"
+    assert loaded.config.attention_dropout == loaded.config.resid_pdrop == 0.0
     expected = lora.add_adapters(AutoModelForCausalLM.from_pretrained(config.model), rank=3, alpha=6, seed=1)
     assert all(map(torch.equal, *(lora.trained_tensors(model).values() for model in (loaded, expected))))
     assert {layer.lora_scale for layer in lora.adapted_layers(loaded).values()} == {6 / 3}

@@ -34,20 +34,20 @@ class StandIn(HTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
         self.url, self.asked, self.stale = f"http://127.0.0.1:{self.server_port}", [], "no tensor"
-        self.disobeyed, self.fault = {}, lambda server, path: None
+        self.disobeyed, self.versions, self.fault = {}, [], lambda server, path: None
         self.restart()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def restart(self) -> None:
-        self.version = "as started"
+        self.versions.append("as started")
         self.model = add_adapters(sorting_model(SimpleNamespace(seed=0))[0], rank=4, alpha=32)
         self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.clone())  # no longer that of the embedding
 
     def answer(self, path: str, body: dict) -> dict:
         if path == "/weight_info":
-            return {"weight_version": self.version}
+            return {"weight_version": self.versions[-1]}
         if path == "/update_weight_version":
-            self.version = body["new_version"]
+            self.versions.append(body["new_version"])
         if path == "/collective_rpc":
             folder = Path(body["kwargs"]["weights_path"])
             weights, self.folders = load_file(folder / "model.safetensors"), [*folder.parent.iterdir()]
@@ -105,6 +105,7 @@ def shorten_the_trial() -> None:
 def stand_in(monkeypatch):
     for name in ("TRIAL_PROMPTS", "TRIAL_TOKENS"):
         monkeypatch.setattr(server, name, 4)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # servers are asked without a proxy
     return StandIn()
 
 
@@ -276,20 +277,22 @@ def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
     starting = iter([(503, "starting")] * 3)
 
     def fault(one, path):
-        if len(one.asked) in (TRIAL + 14, TRIAL + 50) and one.version != "as started":
+        if len(one.asked) in (TRIAL + 14, TRIAL + 50) and one.versions[-1] != "as started":
             one.restart()
-        if len(one.asked) >= TRIAL + 14 and one.version == "as started":
+        if len(one.asked) >= TRIAL + 14 and one.versions[-1] == "as started":
             return next(starting, None)
 
     whole, usual = metrics(go("whole", steps=3, reply=AGAIN)), len(stand_in.asked)
     stand_in.asked, stand_in.fault = [], fault
     assert metrics(go(steps=3, reply=AGAIN)) == whole and all(line["sampler_gap"] < 1e-5 for line in whole)
     assert len(stand_in.asked) > usual + 12  # some were asked for again, with new replies
+    held = [version for version in stand_in.versions if version != "as started"]
+    assert len({*held}) == len(held), "with two ranks, one would not notice that the other has loaded the weights again"
 
 
 def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
-    """Here, each look at the clock is 400 s after the last one, and a server may be lost for 300 s."""
-    clock, answers = itertools.count(1, 400), iter([(503, "starting")] * 3)
+    """Here, each look at the clock is 200 s after the last one, and a server may be lost for 300 s."""
+    clock, answers = itertools.count(1, 200), iter([(503, "starting")] * 4)
     stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
     patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
     monkeypatch.setattr(server, "time", patient)
@@ -297,10 +300,13 @@ def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys
     assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
 
 
-@pytest.mark.parametrize("url, words", [("http://127.0.0.1:9", "refused"), (None, "400 no such thing")])
-def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, capsys, url, words):
-    stand_in.fault = lambda server, path: (400, "no such thing") if path == "/v1/completions" else None
-    go(code=2, server=[url or stand_in.url])
+UNUSABLE = [("http://127.0.0.1:9", 0, "refused"), (None, 0, "400 no such thing"), (None, 3, "timed out")]
+
+
+@pytest.mark.parametrize("url, seconds, words", UNUSABLE)
+def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, capsys, url, seconds, words):
+    stand_in.fault = lambda *of: time.sleep(seconds) or ((400, "no such thing") if of[1] == "/v1/completions" else None)
+    go(code=2, server=[url or stand_in.url], server_timeout=2)
     assert words in capsys.readouterr().err
 
 

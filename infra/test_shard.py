@@ -65,7 +65,11 @@ def separate_backends() -> None:
 
 
 CASES = {  # number of ranks; settings; more settings for the sharded run, which change no result
-    "two copies of two shards": (4, {}, dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True)),
+    "two copies of two shards": (
+        4,
+        dict(model="untied", reference="capped"),
+        dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True),
+    ),
     "ranks without a completion": (3, dict(prompts_per_step=1, num_generations=2, minibatches=1), {}),
     "capped, unequal counts of parts": (2, dict(model="capped", minibatches=1, num_generations=5, top_entropy=0.5), {}),
     "an own head, a refreshed reference": (3, dict(model="untied", ref_sync_every=1, eval_every=2, eval_prompts=5), {}),
