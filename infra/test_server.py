@@ -300,13 +300,17 @@ def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys
     assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
 
 
-UNUSABLE = [("http://127.0.0.1:9", 0, "refused"), (None, 0, "400 no such thing"), (None, 3, "timed out")]
+UNUSABLE = [("http://127.0.0.1:9", 600, "refused"), (None, 600, "400 no such thing"), (None, 1, "timed out")]
 
 
-@pytest.mark.parametrize("url, seconds, words", UNUSABLE)
-def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, capsys, url, seconds, words):
-    stand_in.fault = lambda *of: time.sleep(seconds) or ((400, "no such thing") if of[1] == "/v1/completions" else None)
-    go(code=2, server=[url or stand_in.url], server_timeout=2)
+@pytest.mark.parametrize("url, timeout, words", UNUSABLE)
+def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, capsys, url, timeout, words):
+    def fault(server, path):
+        time.sleep(3.0 if timeout == 1 else 0.0)
+        return (400, "no such thing") if path == "/v1/completions" else None
+
+    stand_in.fault = fault
+    go(code=2, server=[url or stand_in.url], server_timeout=timeout)
     assert words in capsys.readouterr().err
 
 
