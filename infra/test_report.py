@@ -32,15 +32,15 @@ def group(right: list[float], length: int, judged: bool = True) -> Group:
 
 def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_intervals():
     """Each of three prompts has 5 samples, of which 0, 1 and 5 are right. One of a fourth prompt was not judged, so it
-    is left out of pass@k. An interval is 1.96 standard errors to each side. Accuracy, rewards and lengths are those of
-    the greedy completions, which differ from the samples."""
-    greedy = [group([1], 1), group([0], 2), group([1], 5)]
+    is left out of pass@k, and its greedy completion has no reward. An interval is 1.96 standard errors to each side.
+    Accuracy, rewards and lengths are those of the greedy completions, which differ from the samples."""
+    greedy = [group([1], 1), group([0], 2), group([1], 5), group([math.nan], 4)]
     sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9), group([math.nan, 1, 1, 1, 1], 9)]
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
-    of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5], "reward": [0, -1, 0]}
-    of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1]}
+    of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5, 4], "reward": [0, -1, 0]}
+    of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
-    expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / 3**0.5 for name, x in of_prompts.items()}
+    expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / len(x) ** 0.5 for name, x in of_prompts.items()}
     metrics = report.of_evaluation(greedy, sampled, NAMES)
     assert metrics.pop("eval/turns") is metrics.pop("eval/turns_ci") is None
     assert metrics == pytest.approx(expected)
@@ -107,6 +107,7 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # a second rank has peaks twice as high
+    assert 0.1 < report.of_machine(30, 1.0, 2.0)["peak_memory_gb"] < 100, "without a GPU, that of the process"
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
     metrics = report.of_machine(30, 1.0, 2.0)
@@ -121,14 +122,21 @@ def test_every_line_that_is_written_is_json():
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "kl": 0.5, "columns": written}
 
 
-def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path):
-    """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": ')
+def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path, capsys):
+    """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line. The table at
+    the end has the first and the last evaluation."""
+    evaluated = [{"step": s, "eval/x": s, "eval/x_ci": s + 7, "eval/y": s or None} for s in range(4)]
+    (tmp_path / "metrics.jsonl").write_text(report.as_json(evaluated) + '{"step": ')
     # Here "inf" is a text, not a number, so the line must stay as it is.
     (tmp_path / "samples.jsonl").write_text(samples := '{"step": 1, "completion": "inf"}\n')
-    RunLog(Config(out=str(tmp_path), steps=2), decode=str, reward_names=NAMES).open(2)
+    (log := RunLog(Config(out=str(tmp_path), steps=2), decode=str, reward_names=NAMES)).open(2)
     assert (tmp_path / "samples.jsonl").read_text() == samples
     assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    report.finished(tmp_path)
+    table = "held out (± 95 %) step 0 step 2 x 0.000 ± 7.000 2.000 ± 9.000 y - ± - 2.000 ± - for a plot".split()
+    assert capsys.readouterr().out.split()[: len(table)] == table
+    # A run without a checkpoint starts from the beginning, and evaluates at step 0 again.
+    assert log.open(0) is None and run_folder.read_lines(tmp_path / "metrics.jsonl") == []
 
 
 def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def test_a_data_set_of_reasoning_gym():
     task = load_task(Config(task=EASY))
     asked = [row["prompt"][0]["content"] for row in task.train + task.eval]
     assert len(asked) == len(set(asked)) > 100 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
-    for row in task.eval[:20]:
+    for row in task.eval[:9] + task.train[-9:]:
         # The question is "State the final answer to ...: 4 + 3 =", for example.
         answer = eval(row["prompt"][0]["content"].partition(": ")[2].partition(" =")[0])
         right, wrong = f"<answer>{answer}</answer>", "<answer>99</answer>"

@@ -65,9 +65,11 @@ def test_rewards_for_text_and_for_messages():
     cases += [(gsm8k.right_number, *case) for case in OF_72] + [(tldr.near_20, *case) for case in LENGTHS]
     for answer in (72, 72.0, "72.00", "$72", "6*12 = <<6*12=72>>72\n#### 72"):
         for reward, text, value in cases:
-            for completion in (text, [{"role": "assistant", "content": text}]):
-                given = dict(answer=[answer], numbers=[[2, 3, 4]], target=[10])
-                assert reward([""], [completion], [[1]], **given) == [value], (reward, text)
+            for completion in (text, [{"role": "assistant", "content": turn} for turn in ("72", text)]):
+                # The same completion of another prompt, whose right answer is "0", comes first.
+                given = dict(answer=["0", answer], numbers=[[9], [2, 3, 4]], target=[0, 10])
+                values = [value if reward in (countdown.well_formed, tldr.near_20) else 0, value]
+                assert reward(["", ""], [completion] * 2, [[1]] * 2, **given) == values, (reward, text)
 
 
 # As a text, 1e22 is "1e+22". Numbers with an exponent are not read.

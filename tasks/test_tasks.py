@@ -29,7 +29,7 @@ DEFAULTS = dict(max_completion_length=20)
 def mine(prompts):
     pass
 def load(config):
-    return Task([{"prompt": "a"}, {"prompt": "c", "n": 1}], [{"prompt": "b"}], [mine], [1.0], correct="mine")
+    return Task(rows := [{"prompt": "a"}, {"prompt": "c", "n": 1}], rows[::-1], [mine], [1.0], correct="mine")
 """
 SHORT, SUM = "mine.py:short", "mine.py:exact_sum"
 OWN_REWARDS = """
@@ -46,7 +46,8 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
-    ("guess", {"data": None, "max_turns": 3}, 8879, 1121),  # a task that replies, so that its reward gets the turns
+    # A task that replies, so that its reward gets the turns. The user's reply function takes the place of its own.
+    ("guess", {"data": None, "max_turns": 3, "reply": SHORT}, 8879, 1121),
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
@@ -85,7 +86,7 @@ def test_one_new_file_is_a_task(tmp_path, monkeypatch):
     (tmp_path / "other.py").write_text("DEFAULTS = dict(temperature=1, step=1, delta=3, baseline='none', steps=1)")
     task = load_task(Config(task="mine", steps=7))
     rows = [{"prompt": "a", "n": None}, {"prompt": "c", "n": 1}]  # a reward gets every column for every completion
-    assert (task.train, task.eval, task.of_run["max_steps"]) == (rows, [{"prompt": "b"}], 7)
+    assert (task.train, task.eval, task.of_run["max_steps"]) == (rows, rows[::-1], 7)
     assert task_defaults("mine", "a model") == tasks.REAL_MODEL_DEFAULTS | {"max_completion_length": 20}
     with pytest.raises(UserError, match="a task cannot set baseline, delta, step, temperature;"):
         task_module("other")
@@ -113,6 +114,7 @@ def test_the_users_rows_replace_those_of_the_task(folder, name, settings, train,
     task = load_task(Config(**{"task": name, "data": "rows.jsonl"} | settings))
     assert (len(task.train), len(task.eval), task.notes) == (train, held_out, [])
     assert all("eval_data" not in settings or row["prompt"].startswith("held") for row in task.eval)
+    assert getattr(task.reply, "__name__", None) == ("short" if "reply" in settings else None)
 
 
 @pytest.mark.parametrize(("task", "rewards", "settings", "expected"), REWARDS)

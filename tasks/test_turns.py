@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from batch import Group
 from config import UserError
@@ -12,6 +13,8 @@ from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, encode_reply, replies_to, with_replies
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
+for tokenizer in (TOKENIZER, CHAT):  # put <eos> after every text, but must not put one into a reply
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS_ID)])
 CHAT.add_special_tokens({"additional_special_tokens": ["<in>", "<out>", "<user>", "<tool>", "<ai>"]})
 OUT, USER, TOOL = CHAT.convert_tokens_to_ids(["<out>", "<user>", "<tool>"])
 MARKS = {  # the kind of a chat template: how it writes a message, and how it asks for an answer
@@ -142,6 +145,7 @@ GAMES = [  # the guesses, if the range is 10 to 40 and the number is 30; the rep
 
 @pytest.mark.parametrize("guesses, replies, reward", GAMES)
 def test_a_game(guesses, replies, reward):
-    row, ids = {"prompt": "10-40:", "number": 30}, [[*TOKENIZER("".join(guesses)).input_ids, EOS_ID]]
+    row, ids = {"prompt": "10-40:", "number": 30}, TOKENIZER("".join(guesses)).input_ids
     assert [guess.reply(row, guesses[: n + 1]) for n in range(len(guesses))] == replies
-    assert guess.found(["10-40:"], [""], ids, turns=[guesses], number=[30]) == [reward]
+    # In the second completion, the last guess is cut off: its end token is missing.
+    assert guess.found([""] * 2, [""] * 2, [ids, ids[:-1]], turns=[guesses] * 2, number=[30] * 2) == [reward, 0.0]

@@ -58,9 +58,9 @@ def rows(name: str, *values: list[float], times: int = 1) -> list[list[str]]:
 
 
 def test_the_table_tells_differences_from_noise():
-    better = rows("reward", [0.50, 0.60, 0.70], [0.61, 0.70, 0.80])
-    assert better[0] == ["reward", "0", "0.600 ± 0.100", "", ""]
-    assert better[1] == ["", "1", "0.703 ± 0.095", "+0.103 (+0.089 to +0.118)", "**differs**"]
+    better = rows("reward", [-0.70, -0.60, -0.50], [-0.59, -0.50, -0.40])
+    assert better[0] == ["reward", "0", "-0.600 ± 0.100", "", ""]
+    assert better[1] == ["", "1", "-0.497 ± 0.095", "+0.103 (+0.089 to +0.118)", "**differs**"]
     assert rows("length", [10, 11, 12], [10, 12, 11])[1][3:] == ["+0.00 (-2.48 to +2.48)", "no clear difference"]
     assert rows("reward", [0.5, 0.6], [0.61, 0.70])[1][4] == "too few seeds"
     # A missing value makes the interval NaN, and then nothing differs.
@@ -80,9 +80,9 @@ def test_verdicts_are_corrected_for_their_number():
 
 def test_what_it_takes_to_reach_a_value():
     lines = [{"step": 0, "eval/accuracy": 0.9}]
-    lines += [
-        {"step": s, "reward": s / 10, "tokens": 100, "seconds_rollout": 1.0, "seconds_update": 0.5} for s in (1, 2, 3)
-    ]
+    rewards = {1: None, 2: 0.2, 3: 0.3}  # also what came before the first reward was spent
+    spent = dict(tokens=100, seconds_rollout=1.0, seconds_update=0.5)
+    lines += [{"step": s, "reward": reward} | spent for s, reward in rewards.items()]
     for name, value in (("", 2), ("-tokens", 200), ("-seconds", 3.0)):
         assert ablate.figure(lines, f"reward:reaches-0.2{name}") == value
         assert ablate.figure(lines[1:], f"reward:reaches-0.2{name}") == value, "also without an evaluation at step 0"

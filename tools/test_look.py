@@ -41,11 +41,11 @@ def sample(step: int, i: int, kind: str = "train") -> dict:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Write the files of a run of three steps, with an evaluation before step 1 and after the steps 2 and 3. The last
+    """Write the files of a run of three steps, with an evaluation before step 1 and after the steps 1 and 2. The last
     line of each file is cut off."""
     metrics = [{"step": step, "reward": step / 2, f"reward/{EVIL}": -step, "kl": None, "beta": 1} for step in range(4)]
     samples = [sample(step, i) for step in (1, 2, 3) for i in range(4)]
-    samples += [sample(step, i, "eval") for step in (0, 2, 3) for i in (0, 3)]
+    samples += [sample(step, i, "eval") for step in (0, 1, 2) for i in (0, 3)]
     for name, lines in {"metrics": metrics, "samples": sorted(samples, key=lambda line: line["step"])}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"to')
     return tmp_path
@@ -55,7 +55,7 @@ def test_a_page_leaves_out_steps_when_there_are_too_many_and_a_folder_without_an
     look.main([str(run)])
     whole = json.loads(re.search('json">([^<]*)</script>', (run / "look.html").read_text())[1])
     # Of the three evaluations, the page has only the first and the last, each with two completions.
-    assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 3, 3]
+    assert whole["title"] == run.name and [line["step"] for line in whole["held_out"]] == [0, 0, 2, 2]
     size = sum(len(json.dumps(line)) for line in whole["trained"]) / 1e6
     # The dictionary has limits in megabytes, and the steps that are then shown. The first limit has room for all steps,
     # and the second for two of the three. The others have less room than the last step needs, so only a part of it is
@@ -95,7 +95,7 @@ def test_a_browser_shows_all_text_and_executes_none_of_it(run):
     figures += [f"1 {middle} -2, length 10", f"-1 {middle} 1, length 11"]
     cards = [f"step 3, reward {figure}{''.join(texts)}why: {EVIL}" for figure, texts in zip(figures, TEXTS)]
     assert seen["#trained .card"] == cards
-    assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 3"] * 2
+    assert [card[:6] for card in seen["#held_out .card"]] == ["step 0", "step 2"] * 2
     # "kl" is always null and "beta" never changes, so they have no curve.
     assert seen["#curves > *"] == ["reward1.5 (0 to 1.5)", f"reward/{EVIL}-3 (-3 to 0)"]
     prompts = [text.split("step")[0] for text in seen["#trained > div"]]
