@@ -152,7 +152,7 @@ ADAPTERS, CHECKPOINTING = "--lora_rank 16 --gradient_checkpointing", "--gradient
 def test_budgets_take_what_the_straight_line_says(flags):
     """A micro-batch of whole rows may have a few tokens less than the budget. The tensors of the whole step, which are
     not on the line, are a few percent with so small a model. The figures have three digits."""
-    for _, room, line, peak in on_pretended_gpu(used, "tiny", 0.5, 32, 16, flags, shapes_only=True):
+    for _, room, line, peak in on_pretended_gpu(used, "tiny", 0.25, 32, 16, flags, shapes_only=True):
         assert line <= room and line * 0.9 <= peak <= line * 1.03
 
 
