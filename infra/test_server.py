@@ -54,6 +54,7 @@ class StandIn(HTTPServer):
             self.loaded = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
         if path == "/v1/load_lora_adapter":
             adapters = load_file(f"{body['lora_path']}/adapter_model.safetensors").items()
+            self.folders = [*Path(body["lora_path"]).parent.iterdir()]
             self.loaded = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in adapters}
         if path == "/reset_prefix_cache":  # until then, it answers as with the weights from before
             self.take(self.loaded)
@@ -137,7 +138,8 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
-    assert [path.parents[1] for path in stand_in.folders] == [tmp_path] * 2
+    # If the run is killed, its next start deletes what is called .partial.
+    assert [(path.parents[1], path.parent.suffix) for path in stand_in.folders] == [(tmp_path, ".partial")] * 2
     assert not [path for path in tmp_path.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
@@ -251,7 +253,9 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
         part.save_pretrained(tmp_path / "base")
     GenerationConfig(eos_token_id=[1, 5]).save_pretrained(tmp_path / "base")
     settings = dict(model=tmp_path / "base", lora_rank=4)
-    assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go(**settings)))
+    assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go("made", **settings)))
+    assert len(stand_in.folders) == 2, "the adapters from before are deleted once the server has the new ones"
+    go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3)  # has adapters without a rank
     assert all(one["model"] == "adapters" and one["stop_token_ids"] == [1, 5] for one in stand_in.asked)
     stand_in.restart()
     stand_in.stale = "lora_B"
