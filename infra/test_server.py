@@ -180,7 +180,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     monkeypatch.setattr(train, "update", updating)
     monkeypatch.setattr(train, "pick_rows", lambda *of: picked.append((of[2], np.random.rand())) or pick_rows(*of))
     settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
-    settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
+    settings["reward"] = ["test_train:letters", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
     assert len(meanwhile) == 3 and all(meanwhile), "nothing waits for the server before an update"
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
