@@ -63,9 +63,9 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     reply = Completion([6, 5], [0.0, 0.0], False, written=[False, False])
     advantages = [torch.tensor([0.0, 7.0, 7.0, 2.0]), 1.0]
     group = Group([3], completions=[turns, reply], rewards=torch.tensor([1.0, 0.0]), advantages=advantages)
-    batch = collate([group], mask_truncated=False, device=CPU)
-    assert batch.mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5]
-    assert batch.advantages.tolist() == [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
+    batch = collate([group, replace(group, rewards=[math.nan] * 2)], mask_truncated=False, device=CPU)
+    assert batch.mask.tolist() == [[0, 1, 0, 0, 1], [0] * 5, [0] * 5, [0] * 5]
+    assert batch.advantages.tolist() == 2 * [[0, 0.0, 7.0, 7.0, 2.0], [0, 1.0, 1.0, 0, 0]]
     # The mean reward weighted by these lengths is (2 · 1 + 1 · 0) / 3.
     played = replace(group, completions=[turns, Completion([5], [0.0], False)], reward_parts=group.rewards[:, None])
     set_advantages([played], [1.0], Config(scale_rewards="none", baseline="length", combine_rewards="sum"))

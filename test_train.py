@@ -489,17 +489,18 @@ def test_a_teacher_is_the_reference_and_the_reward_has_no_weight(go, sorting, tm
 
 def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     rows = [json.loads(line) for line in sorting["data"].read_text().splitlines()]
-    rows = [row | {"source": 5 if len(row["prompt"]) < 5 else "long"} for row in rows]
+    # In a mixture of data sets, some rows lack the column.
+    rows = [x if x["prompt"][1] < "c" else x | {"source": 5 if len(x["prompt"]) < 5 else "long"} for x in rows]
     (data := tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = dict(data=data, eval_data=data, prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
     (line,) = metrics(out := go(**own, reward=paths("sometimes", "judged"), correct="judged"))[1:]
-    for source in (5, "long"):
+    for source in (5, "long", None):
         own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
         given = [reward for reward in own_rewards if reward is not None]
         assert line[f"reward/source={source}"] == pytest.approx(statistics.fmean(given)) and given != own_rewards
-    n, n_long = line["eval/groups/source=5"], line["eval/groups/source=long"]
-    right = n * line["eval/accuracy/source=5"] + n_long * line["eval/accuracy/source=long"]
-    assert right == pytest.approx((n + n_long) * line["eval/accuracy"])
+    n = {source: line[f"eval/groups/source={source}"] for source in (5, "long", None)}
+    right = sum(n[source] * line[f"eval/accuracy/source={source}"] for source in n)
+    assert right == pytest.approx(sum(n.values()) * line["eval/accuracy"])
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
@@ -668,7 +669,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
 
 def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
-    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged", "drawn"))
+    held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged", "drawn"), max_completion_length=12)
     made = go("made", **held_out)
     assert torch.equal(trained(go("often", **held_out | dict(eval_every=1))), trained(made))
     # The evaluations before the first step and after the second one.
@@ -676,7 +677,7 @@ def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
     assert before != after
     evaluated = [None, made / "model", made / "checkpoint" / "000002"]
     for i, (model, figures) in enumerate(zip(evaluated, (before, after, after))):
-        out = go(f"{i}", **held_out, steps=0, **({"model": model} if model else {}))
+        out = go(f"{i}", **held_out, steps=0, **({"model": model, "task": "data"} if model else {}))
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
 

@@ -210,10 +210,14 @@ def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeyp
 # ---- What is refused ----
 
 
-def test_training_does_not_start_from_the_adapters_of_a_checkpoint(whole):
-    for rank in (0, 2):
-        with pytest.raises(UserError, match=f"^{whole}/checkpoint/000003: with adapters, .* only be evaluated"):
-            open_model(str(whole / "checkpoint/000003"), Config(lora_rank=rank, steps=1))
+def test_with_adapters_training_does_not_start_from_a_checkpoint(whole, tmp_path):
+    """Neither from the adapters of a run, nor with new adapters on the weights of another run."""
+    (of_weights := tmp_path / "checkpoint/000001").mkdir(parents=True)
+    (of_weights / "state.pt").touch()
+    (tmp_path / "config.json").write_text('{"settings": {"task": "sorting"}}')
+    for folder, rank in (whole / "checkpoint/000003", 0), (whole / "checkpoint/000003", 2), (of_weights, 2):
+        with pytest.raises(UserError, match=f"^{folder}: with adapters, .* only be evaluated"):
+            open_model(str(folder), Config(lora_rank=rank, steps=1))
     with pytest.raises(UserError, match="--lora_rank: give a --model"):
         # A task's own model is given as a pair: the model and its tokenizer, which is not needed here.
         open_model((tiny_model("llama"), None), Config(lora_rank=2, steps=1))

@@ -54,6 +54,7 @@ class StandIn(HTTPServer):
             self.loaded = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
         if path == "/v1/load_lora_adapter":
             adapters = load_file(f"{body['lora_path']}/adapter_model.safetensors").items()
+            self.folders = [*Path(body["lora_path"]).parent.iterdir()]
             self.loaded = {name.removeprefix("base_model.model.").removesuffix(".weight"): x for name, x in adapters}
         if path == "/reset_prefix_cache":  # until then, it answers as with the weights from before
             self.take(self.loaded)
@@ -120,7 +121,13 @@ def go(sorting, tmp_path, stand_in):
     return run_here
 
 
+ALONE = threading.Lock()
+
+
 def again(row: dict, turns: list[str]) -> str | None:
+    assert ALONE.acquire(blocking=False), "replies are the user's code, of which one call is made at a time"
+    time.sleep(0.02)  # longer than the answer to a request takes
+    ALONE.release()
     assert len("".join(turns)) < 12, "a turn has only what the model wrote in it, and turns share the limit of tokens"
     return "b>" if len(turns) == 1 else None
 
@@ -137,7 +144,8 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(line["seconds_handover"] > 0.0 and line["seconds_waited"] > 0.0 for line in lines)
     assert all(len(one["prompt"]) + one["max_tokens"] <= 7 + 12 for one in stand_in.asked), "turns share the limit"
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
-    assert [path.parents[1] for path in stand_in.folders] == [tmp_path] * 2
+    # If the run is killed, its next start deletes what is called .partial.
+    assert [(path.parents[1], path.parent.suffix) for path in stand_in.folders] == [(tmp_path, ".partial")] * 2
     assert not [path for path in tmp_path.iterdir() if "served" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
@@ -172,7 +180,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     monkeypatch.setattr(train, "update", updating)
     monkeypatch.setattr(train, "pick_rows", lambda *of: picked.append((of[2], np.random.rand())) or pick_rows(*of))
     settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
-    settings["reward"] = ["sorted_share", f"{__name__}:steps_done"]
+    settings["reward"] = ["test_train:letters", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
     assert len(meanwhile) == 3 and all(meanwhile), "nothing waits for the server before an update"
     assert paths.count("/collective_rpc") == 2 + 2, "in the trial twice, and once in each later step"
@@ -255,7 +263,9 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
         part.save_pretrained(tmp_path / "base")
     GenerationConfig(eos_token_id=[1, 5]).save_pretrained(tmp_path / "base")
     settings = dict(model=tmp_path / "base", lora_rank=4)
-    assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go(**settings)))
+    assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go("made", **settings)))
+    assert len(stand_in.folders) == 2, "the adapters from before are deleted once the server has the new ones"
+    go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3)  # has adapters without a rank
     assert all(one["model"] == "adapters" and one["stop_token_ids"] == [1, 5] for one in stand_in.asked)
     stand_in.restart()
     stand_in.stale = "lora_B"

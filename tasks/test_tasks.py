@@ -42,10 +42,10 @@ def needs_answer(answer, other=None, **columns):
 """
 COLUMNS = {"answer": "1", "numbers": [1], "target": 1}  # of the user's rows
 ROWS = [  # a task, settings, rows to train on, rows held out
-    ("addition", {}, 16, 4),
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
     ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
+    ("addition", {"data": None, "eval_data": "held.jsonl", "steps": 0, "metrics_by": "target"}, 8192, 3),
     # A task that replies, so that its reward gets the turns. The user's reply function takes the place of its own.
     ("guess", {"data": None, "max_turns": 3, "reply": SHORT}, 8879, 1121),
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
@@ -233,12 +233,13 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
 def test_rows_of_several_tasks(folder):
     """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
     wrong."""
-    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "letters": "ab"}]
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "2"}], "letters": "ab"}]
     Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
     assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
 
-    def exact_sum(answer, **columns):
+    def exact_sum(completions, answer, **columns):
+        assert completions == ["1", [{"role": "assistant", "content": "1"}]]
         return [None if x is None else 1.0 for x in answer]
 
     task.rewards = [exact_sum]
