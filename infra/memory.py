@@ -104,7 +104,7 @@ def largest_budget(compute: Callable[[int], None], n: int, length: int, most: in
     a power of two, so it seldom changes when the free memory changes a little."""
     held = torch.cuda.memory_allocated()
     # What no process uses, and what PyTorch has reserved but does not use.
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
+    free = min(ranks.gather([torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held]))
     # With --shard, leave more free: a rank that runs out of memory in an update cannot try again by itself.
     room = (0.7 if shard else 0.8) * free
 
