@@ -32,7 +32,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from uuid import uuid4
 
 import numpy as np
@@ -77,6 +77,7 @@ class Server:
     is_current: bool = False  # set to False at the end of a step (train.py), after whose updates the weights are old
     is_tried: bool = False  # whether the trial was passed; until then, a lost server ends the run at once
     seconds: Counter = field(default_factory=Counter)  # of this step, under the names handover and waited
+    opener: OpenerDirector = field(default_factory=lambda: build_opener(ProxyHandler({})))  # uses no proxy
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     replying: Lock = field(default_factory=Lock)  # one reply at a time, because they are the user's code
 
@@ -112,7 +113,7 @@ def ask(server: Server, url: str, path: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
     try:
         request = Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
-        with build_opener(ProxyHandler({})).open(request, timeout=server.timeout) as answer:  # without a proxy
+        with server.opener.open(request, timeout=server.timeout) as answer:
             text = answer.read()
             return json.loads(text) if text.startswith(b"{") else {}
     except HTTPError as error:
