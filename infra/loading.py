@@ -49,7 +49,7 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         reference=reference,
         optimizer=optimizer,
         sampling=sampling,
-        limits=limits_of(cfg, [model] if reference is None else [model, reference], longest_prompt),
+        limits=limits_of(cfg, [model] if reference in (None, model) else [model, reference], longest_prompt),
     )
     noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
     return fields, longest_prompt, noted
