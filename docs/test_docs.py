@@ -44,7 +44,6 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 # The diffs of these sections may change the same lines of train.py. So each section gets its own copy of train.py,
 # under the name given here. The fixture `fork`, below, makes these copies and applies the diffs.
 PROGRAMS = {
-    "optimizer": SECTIONS.pop("Another optimizer"),
     "kl_reward": SECTIONS.pop("The KL in the reward"),
     "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
     "turns": SECTIONS.pop("Several turns"),
@@ -200,7 +199,7 @@ TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """Copy the code, and add the files and diffs of docs/extending.md. The diffs of each section in PROGRAMS are
-    applied to copies of train.py and infra/loading.py that bear the section's name."""
+    applied to a copy of train.py that bears the section's name."""
     # Each diff applies to the code as it is, without the others. It changes one to three files.
     assert {len(patched(diff, HERE)) for diff in blocks(README + EXTENDING, "diff")} == {1, 2, 3}
     folder = tmp_path_factory.mktemp("copy") / "fork"
@@ -212,10 +211,8 @@ def fork(tmp_path_factory) -> Path:
     conftest.save_chat_model(folder / "chat", string.printable, TEMPLATE)
     edits = ""
     for name, text in PROGRAMS.items():
-        edits += text.replace("b/train.py", f"b/{name}.py").replace("b/infra/loading.py", f"b/infra/loading_{name}.py")
-        shutil.copy(folder / "infra/loading.py", folder / f"infra/loading_{name}.py")
-        program = (folder / "train.py").read_text().replace("infra.loading", f"infra.loading_{name}")
-        (folder / f"{name}.py").write_text(program)
+        edits += text.replace("b/train.py", f"b/{name}.py")
+        shutil.copy(folder / "train.py", folder / f"{name}.py")
     for diff in blocks(README + ADDITIONS + edits, "diff"):
         for name, text in patched(diff, folder).items():
             (folder / name).write_text(text)
@@ -257,8 +254,7 @@ def test_every_command_of_an_addition(fork):
     ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    for name in ("optimizer", "follows"):
-        lines += [(name, words) for words in commands(PROGRAMS[name], "python train.py")]
+    lines += [("follows", words) for words in commands(PROGRAMS["follows"], "python train.py")]
     for i, (module, words) in enumerate(lines):
         words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
@@ -276,11 +272,11 @@ def test_an_objective_of_a_fork_is_held_to_plain_numbers(fork):
 
 
 def test_two_optimizers_outlive_a_kill(fork):
-    few = "--steps 3 --prompts_per_step 4 --eval_every 0 --save_every 1".split()
-    whole = make(fork, "optimizer", few, "muon")
+    few = "--optimizer muon --steps 3 --prompts_per_step 4 --eval_every 0 --save_every 1".split()
+    whole = make(fork, "train", few, "muon")
     dies = partial(conftest.at, "train.training_step", 3, conftest.die)
-    make(fork, "optimizer", few, "muon-killed", dies, code=-signal.SIGKILL)
-    assert_same_files(make(fork, "optimizer", few, "muon-killed"), whole)
+    make(fork, "train", few, "muon-killed", dies, code=-signal.SIGKILL)
+    assert_same_files(make(fork, "train", few, "muon-killed"), whole)
 
 
 def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
