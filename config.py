@@ -139,7 +139,7 @@ class Config:
     tis_floor: float | None = setting(None, "lower bound of pi_old / pi_sampler", above=0)
     gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
     gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
-    off_policy_mask: float | None = setting(None, "drop completions with A < 0 and log(sampler/pi) > this", at_least=0)
+    off_policy_mask: float | None = setting(None, "drop completions with A < 0 and log(sampler/pi) > this", above=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     score_centering: int = setting(0, "subtract the expected score, from the sampler's K likeliest ids", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)

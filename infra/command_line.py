@@ -163,8 +163,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--ref_sync_every: with --reference or --lora_rank, the reference is not a copy of the policy"
     if (config.tis_floor or 0.0) > (config.tis_cap or math.inf):
         yield f"--tis_floor {config.tis_floor:g} --tis_cap {config.tis_cap:g}: the floor must not be above the cap"
-    if not (config.gate_low or 1.0) <= 1.0 <= (config.gate_high or 1.0):
-        yield "--gate_low, --gate_high: would drop nearly every completion, because pi_old / pi_sampler is about 1"
+    if (config.gate_low or 0.0) >= 1.0 or (config.gate_high or math.inf) <= 1.0:
+        yield "--gate_low, --gate_high: must be below and above 1, because pi_old / pi_sampler is about 1"
+    if (config.overlong_buffer or 0) > config.max_completion_length:
+        yield f"--overlong_buffer {config.overlong_buffer}: must be at most --max_completion_length"
     if config.minibatches > config.prompts_per_step * config.num_generations:
         yield f"--minibatches {config.minibatches}: a step has fewer completions"
     if config.steps == 0 and not config.eval_every:

@@ -205,7 +205,8 @@ class RunLog:
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], after_step: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
         defaults = vars(Config())
-        say(f"{rows[0]} prompts to train on, {rows[1]} held out")
+        used = min(rows[1], self.config.eval_prompts)
+        say(f"{rows[0]} prompts to train on, {rows[1]} held out, of which evaluations use the first {used}")
         say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
         say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
@@ -309,6 +310,10 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
     has_advantages = any(torch.as_tensor(A).any() for group in groups for A in group.advantages)
     if has_advantages and metrics["grad_norm"] == 0.0:
         yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
+    if metrics["reward"] is None:
+        yield "no completion of this step has a reward"
+    if config.dynamic_sampling and metrics["without_signal"] == 1.0 and metrics["reward_std"]:
+        yield "rewards differ, but no group has right and wrong answers, so none is trained on; see --dynamic_sampling"
     if metrics["truncated"] >= 0.9:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["delay"] and not config.reads_sampler:

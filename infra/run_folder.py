@@ -12,8 +12,8 @@ A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This i
 - It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
   checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the new run reads a file of the
   folder.
-- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. If a file
-  that it read has changed since, a line says so.
+- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. A line says
+  so if they would be others now, because the code, a file or a setting of evaluations has changed.
 - Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
@@ -44,6 +44,7 @@ import transformers
 from config import SETTINGS, Config, UserError, resolve
 from infra import faults, ranks
 
+EVALUATION = {"eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}  # what a result depends on, too
 REPLACE = ".replace"  # a file in a folder that --overwrite has not renamed yet
 
 # ---- What a command does with a folder ----
@@ -90,8 +91,11 @@ def claim(config: Config) -> Start:
     if config.steps > steps_made and has_model and not saved:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
-    if is_finished and [*before["digests"].values()] != [*digests(config).values()]:
-        faults.warn(f"a file that the run in {out} read has changed since: its results are those of before")
+    if is_finished:
+        is_as_before = all(getattr(there, name) == getattr(config, name) for name in EVALUATION)
+        made_by = [before["code"], *before["digests"].values()]
+        if not is_as_before or made_by != [digest_of_code(), *digests(config).values()]:
+            faults.warn(f"code, files or settings have changed since the run in {out}: its results are those of before")
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
     return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))
@@ -108,7 +112,7 @@ def other_settings(there: Config, here: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
     fixed = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
     if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
-        fixed |= {"steps", "eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}
+        fixed |= {"steps"} | EVALUATION
     if here.data and there.held_out != here.held_out:  # other rows of --data would be trained on
         fixed |= {"eval_prompts", "eval_every"}
     return [name for name in vars(here) if name in fixed and getattr(there, name) != getattr(here, name)]

@@ -387,10 +387,17 @@ def test_ranks_that_are_restarted_before_the_old_run_was_replaced_still_start_ov
     assert not run_folder.starts_over(config), "from here on, the new run goes on"
 
 
-def test_a_finished_run_says_that_a_file_it_has_read_was_changed(out, capsys):
+def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, monkeypatch):
+    """A file that it has read was changed, an evaluation would be another one, or the code was changed."""
     made(out, **AN_INPUT)
-    assert run_folder.claim(config_of(out, **AN_INPUT)).is_finished
-    assert "its results are those of before" in capsys.readouterr().err
+    (out / "model/weights").write_text("")
+    said = "its results are those of before"
+    assert run_folder.claim(config_of(out, **AN_INPUT)).is_finished and said in capsys.readouterr().err
+    made(out := out.with_name("other"))
+    assert run_folder.claim(config_of(out)).is_finished and not capsys.readouterr().err
+    assert run_folder.claim(config_of(out, eval_k=9)).is_finished and said in capsys.readouterr().err
+    monkeypatch.setattr(run_folder, "digest_of_code", lambda: "other")
+    assert run_folder.claim(config_of(out)).is_finished and said in capsys.readouterr().err
 
 
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----

@@ -62,7 +62,7 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
-    ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 1 --gate_high 1", {}),
+    ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 0.9 --gate_high 1.1", {}),
     ("--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #", {}),
     ("--algorithm gmpo --epsilon_low 1.5 --epsilon_high inf --normalization prompt --num_iterations 2", {}),
     ("--old_policy sampler --off_policy_mask 1 --sampler_coef 1 --top_p 0.9 --min_p 0.1", dict(keep_set=True)),
@@ -124,10 +124,13 @@ MISTAKES = [
         for x in TIS_MODES[2:]
     ],
     ("--old_policy sampler --gate_low 0.5 --delta 1.2", "--gate_low 0.5: ... sampler | --delta 1.2: ... 1"),
-    *[(f"--{x} --top_p 0.9 --keep_set no", "--keep_set false: ") for x in ("off_policy_mask 0", "old_policy sampler")],
     *[
-        (f"--{x} 1 --top_k 9 --keep_set no", "--keep_set false: ")
-        for x in ("tis_cap", "tis_floor", "gate_low", "gate_high", "sampler_coef")
+        (f"--{x} --top_p 0.9 --keep_set no", "--keep_set false: ")
+        for x in ("off_policy_mask 0.1", "old_policy sampler")
+    ],
+    *[
+        (f"--{x} --top_k 9 --keep_set no", "--keep_set false: ")
+        for x in ("tis_cap 1", "tis_floor 1", "gate_low 0.9", "gate_high 1.1", "sampler_coef 1")
     ],
     ("--algorithm maxrl --combine_rewards gdpo --normalization prompt --minibatches 2", "--scale_rewards | prompt: "),
     *[(f"--beta 1 --ref_sync_every 5 {other}", "--ref_sync_every: ") for other in ("--lora_rank 8", "--reference m")],
@@ -144,7 +147,7 @@ MISTAKES = [
         "--lora_alpha: | --shard_size: | --server_timeout: | --server_folder: ",
     ),
     ("--num_generations 1 --lr_schedule linear --steps 5 --warmup_steps 5", "--num_generations 1: | --lr_schedule: "),
-    *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1.1", "high 0.9", "low 1.5 --gate_high 1.2")],
+    *[(f"--gate_{x}", "--gate_low, --gate_high: ") for x in ("low 1", "high 1", "low 1.5 --gate_high 1.2")],
     ("--tis_floor 2 --tis_cap 1.5", "--tis_floor 2 --tis_cap 1.5: the floor must not be above the cap"),
     ("--prompts_per_step 2 --num_generations 3 --minibatches 7", "--minibatches 7: a step has fewer completions"),
     ("--server u --min_p 0.1 --report_to trackio", "--server: cannot record | trackio: the package is not installed"),
@@ -165,6 +168,7 @@ MISTAKES = [
         "with --ratio sequence | with several updates | with --delta | with --gate_low | with --off_policy_mask",
     ),
     ("--steps 0 --eval_every 0", "--steps 0 --eval_every 0: "),
+    ("--reward overlong --overlong_buffer 17 --max_completion_length 16", "--overlong_buffer 17: must be at most"),
     ("--eval_every 0 --eval_data d --eval_temperature 1 --eval_top_p 0.5", "--eval_data: | _temperature: | _top_p: "),
 ]
 # The text of a file, flags, a part of each line of the error message.

@@ -62,6 +62,10 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     (dict(reward_std=0.0, reward_weights=[0.0]), [1] * 4, ""),  # distillation
     (dict(length_correct=None, reward_std=0.0, first=4), [1] * 4, ""),  # by now, that is not unusual
     (dict(length_correct=None, length_incorrect=None, sampler_gap=None), [1] * 4, ""),  # nothing judged or trained on
+    (dict(reward=None), [1] * 4, "no completion of this step has a reward"),
+    (dict(without_signal=1.0, dynamic_sampling=1), [1] * 4, "no group has right and wrong answers"),
+    (dict(without_signal=1.0), [1] * 4, ""),
+    (dict(without_signal=1.0, reward_std=0.0, dynamic_sampling=1, first=4), [1] * 4, ""),
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
     (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
     (dict(delay=0.5, tis_cap=2.0, sampler_gap=0.2), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
@@ -76,7 +80,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     for made, A in zip(groups, advantages):
         made.advantages = [torch.tensor([-A, A]), 0.0]  # of each token, or of the completion
     settings = dict(prompts_per_step=4, samples_per_step=0, server=["a"], tis_cap=metrics.get("tis_cap"))
-    settings["reward_weights"] = metrics.get("reward_weights", [])
+    settings |= dict(reward_weights=metrics.get("reward_weights", []), dynamic_sampling=metrics.get("dynamic_sampling"))
     log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
     for step in range(metrics.get("first", 1), 5):

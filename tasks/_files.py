@@ -1,6 +1,7 @@
 """Read the rows of a task from users' files or from the hub. Left out: streaming."""
 
 import csv
+import glob
 import json
 import zlib
 from collections.abc import Callable
@@ -26,10 +27,12 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
         contents = json.loads(text if is_list else "[" + ",\n".join(lines) + "]")
     elif kind == "csv":
         with open(source, newline="", encoding="utf-8-sig") as file:
-            names, *lines = csv.reader(file)
+            names, *lines = csv.reader(file, strict=True)
+        if len({*names}) < len(names):
+            raise UserError(f"{source}: two of its columns have the same name: {', '.join(names)}")
         contents = [dict(zip(names, line, strict=True)) for line in lines if line]
     elif kind == "parquet":
-        contents = load_with_datasets(kind, "train", data_files=source)
+        contents = load_with_datasets(kind, "train", data_files=glob.escape(source))
     else:
         contents = load_with_datasets(source, "train")
     rows = [to_row(content) for content in contents]

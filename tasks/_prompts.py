@@ -26,6 +26,9 @@ def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
     encoded, eos_id, eos = tokenizer(prompts)["input_ids"], tokenizer.eos_token_id, tokenizer.eos_token
+    # A tokenizer may add a start token to a text that already begins with one.
+    start = [tokenizer.bos_token_id] * 2
+    encoded = [ids[1:] if ids[:2] == start else ids for ids in encoded]
     # Some tokenizers add the end token to every text. It is removed, because the model has to continue the prompt. An
     # end token that the user wrote is kept.
     added = [len(ids) > 1 and ids[-1] == eos_id and not text.endswith(eos) for text, ids in zip(prompts, encoded)]
@@ -64,7 +67,11 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
+    if any(isinstance(row["prompt"], str) and row["prompt"].startswith("[{") for row in task.train):
+        found.append("a prompt is a string that begins with [{; give the messages of a chat as JSON, not as text")
     chats = [row["prompt"] for row in task.train + task.eval if not isinstance(row["prompt"], str)]
+    if chats and "strftime_now" in tokenizer.chat_template:
+        found.append("the chat template shows the date, so prompts change overnight; see --chat_template_kwargs")
     one_of_each_kind = {tuple(message["role"] for message in chat): chat for chat in chats}.values()
     if roles := {role for chat in one_of_each_kind for role in left_out(tokenizer, chat)}:
         found.append(f"the model's chat template leaves out messages with the role {', '.join(sorted(roles))}")

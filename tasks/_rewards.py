@@ -24,6 +24,7 @@ from config import UserError
 runner = asyncio.Runner()  # one loop for all calls, so that an HTTP client keeps its connections
 thread = ThreadPoolExecutor(1)  # runs that loop, because in a notebook the main thread already runs another one
 LARGEST = 1e100  # stays finite even when it is weighted, squared and summed
+imported: dict[Path, bytes] = {}  # what was in each file when it was imported
 
 # ---- Find a function ----
 
@@ -53,6 +54,8 @@ def import_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     files = [path]
     for file in files:  # and the neighbours that are appended below
+        if imported.setdefault(file, file.read_bytes()) != file.read_bytes():  # a notebook makes several runs
+            raise UserError(f"{file} has changed since this process imported it: start the process again")
         for name in sorted(imported_by(file)):
             for neighbour in (path.parent / f"{name}.py", path.parent / name / "__init__.py"):
                 if neighbour.exists() and (other := origin_of(name)) != neighbour:
@@ -134,8 +137,12 @@ def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, 
         values = reward(**copies | accepted(reward, of_the_run))
         if inspect.iscoroutine(values):
             values = thread.submit(runner.run, values).result()
-        numbers = [math.nan if value is None else float(value) for value in values]
     expected = len(columns["prompts"])
+    try:
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except (OverflowError, TypeError, ValueError) as error:
+        error.add_note(f"reward function {reward.__name__}: these are no numbers: {values!r:.200}")
+        raise
     if isinstance(values, dict | set | str) or len(numbers) != expected or any(abs(x) > LARGEST for x in numbers):
         shown = f"{type(values).__name__} {numbers!r:.200}"
         raise UserError(f"reward function {reward.__name__}: {shown} is not a list of {expected} finite numbers")

@@ -102,6 +102,6 @@ def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if has_end else ids
-    if not ids:
+    if not reply or not ids:
         raise UserError("the reply has no tokens")
     return ids

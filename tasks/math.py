@@ -18,8 +18,11 @@ ASK = "\nThink step by step, and put your final answer in \\boxed{}."
 def to_row(row: dict) -> dict:
     """Make a row of this task. The problem is in the column `problem` or `prompt`, and the answer in `answer` or
     `solution`. A prompt that is a list of messages is used as it is, without ASK."""
-    problem, answer = row.get("problem", row.get("prompt")), row.get("answer", row.get("solution"))
-    prompt = [{"role": "user", "content": problem + ASK}] if isinstance(problem, str) else problem
+    prompt, answer = row.get("prompt"), row.get("answer", row.get("solution"))
+    if not isinstance(prompt, list):
+        prompt = row.get("problem", prompt)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt + ASK}]
     return {"prompt": prompt, "answer": answer}
 
 

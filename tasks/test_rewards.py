@@ -70,6 +70,13 @@ def test_numbers_and_none_are_rewards_and_all_else_is_an_error_that_names_the_fu
         assert repr(call(mine)) == repr(rewards)  # unlike ==, this compares types, and NaN equals NaN
 
 
+@pytest.mark.parametrize("returned", [None, [10**400, 0, 0], [[0, 1]] * 3, ["a"] * 3])
+def test_where_there_are_no_numbers_the_error_names_the_function(returned):
+    with pytest.raises((OverflowError, TypeError, ValueError)) as error:
+        call(lambda: returned)
+    assert error.value.__notes__[0].startswith("reward function <lambda>: ")
+
+
 def test_a_reward_gets_the_arguments_that_it_accepts():
     @functools.wraps(lambda completions: None)  # gives `count` this signature, so it gets only the completions
     def count(**given):
@@ -138,6 +145,9 @@ def test_a_name_that_would_get_another_module_is_refused(write, name, imports, r
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
         load_function(f"here/{name}.py:mine", {})
     assert "here" not in importlib.util.find_spec("minimal").origin, "this program still finds its own modules"
+    write("other/theirs.py", "N = 2\n")
+    with pytest.raises(UserError, match=r"theirs\.py has changed since this process imported it"):
+        load_function("other/rewards.py:mine", {})
 
 
 @pytest.mark.parametrize("name", ["nowhere.py:good", "nowhere.deep:good", "empty.py:good", "good"])

@@ -1,5 +1,7 @@
 """Rows from files and from the hub, and their prompts as token ids."""
 
+import csv
+import glob
 import json
 import random
 import sys
@@ -30,9 +32,11 @@ WRONG = [  # the second row of a file, and the error
 ]
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 CHAT = [{"role": "user", "content": "1+1"}]
-PLAIN, WITH_TEMPLATE, ENDING = (char_tokenizer("0123456789+=[]:") for _ in range(3))
+PLAIN, WITH_TEMPLATE, ENDING, STARTING = (char_tokenizer("0123456789+=[]:") for _ in range(4))
 WITH_TEMPLATE.chat_template = TEMPLATE
 ENDING.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS_ID)])
+STARTING.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", special_tokens=[("<eos>", EOS_ID)])
+STARTING.bos_token = "<eos>"
 ENCODED = [
     (WITH_TEMPLATE, "1+1=", "1+1="),
     (WITH_TEMPLATE, CHAT, "[1+1]:"),
@@ -60,6 +64,8 @@ FILES = {
     "a.csv": ('\ufeffprompt,answer\r\n\r\n"NA,\n",007\r\n', [{"prompt": "NA,\n", "answer": "007"}]),
     "commas.csv": ("prompt,answer\na,b,\nc,d,\n", "longer than argument 1"),
     "short.csv": ("prompt,answer\na\n", "shorter than argument 1"),
+    "quote.csv": ('prompt,answer\n"a,b\nc,d\n', "unexpected end of data"),
+    "twice.csv": ("prompt,answer,answer\na,b,c\n", "two of its columns have the same name"),
 }
 
 
@@ -67,7 +73,8 @@ FILES = {
 def test_values_in_files_stay_as_they_are(tmp_path, name):
     text, rows = FILES[name]
     (tmp_path / name).write_bytes(text.encode())
-    with pytest.raises(ValueError, match=rows) if isinstance(rows, str) else nullcontext():
+    errors = ValueError, csv.Error, UserError
+    with pytest.raises(errors, match=rows) if isinstance(rows, str) else nullcontext():
         assert read_rows(f"{tmp_path}/{name}") == rows
 
 
@@ -80,9 +87,9 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, row, message):
 
 
 # The first argument of load_dataset is the name of a data set on the hub, or the kind of a file.
-@pytest.mark.parametrize(("source", "kind"), [("them/theirs", None), ("rows.parquet", "parquet")])
+@pytest.mark.parametrize(("source", "kind"), [("them/theirs", None), ("rows[1].parquet", "parquet")])
 def test_everything_else_is_read_by_the_package_datasets(monkeypatch, source, kind):
-    found = {(kind, source) if kind else (source, None): ROWS}
+    found = {(kind, glob.escape(source)) if kind else (source, None): ROWS}
     library = SimpleNamespace(load_dataset=lambda name, subset, split, data_files: found[name, data_files])
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert read_rows(source) == READ
@@ -112,6 +119,12 @@ def test_a_string_is_not_changed_and_messages_go_through_the_template(tokenizer,
     rows = [{"prompt": each} for each in ("1", prompt, prompt, "2")]  # strings and messages in one data set
     encode_prompts(tokenizer, rows)
     assert [PLAIN.decode(row["prompt_ids"]) for row in rows] == ["1", text, text, "2"]
+
+
+def test_a_text_that_begins_with_a_start_token_gets_no_second_one():
+    rows = [{"prompt": "<eos>1"}, {"prompt": "1"}]
+    encode_prompts(STARTING, rows)
+    assert rows[0]["prompt_ids"] == rows[1]["prompt_ids"] == STARTING("1")["input_ids"]
 
 
 @pytest.mark.parametrize(("prompt", "message"), [("", "has no tokens"), ("1" * 8, "^1 prompts have more than 7")])
@@ -155,6 +168,7 @@ def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_eval
     *shown, last = notes(task, WITH_TEMPLATE, trains=True)
     assert shown == ["before", "2 of the 3 held-out prompts are trained on as well"] and "strings do not get" in last
     assert notes(task, WITH_TEMPLATE, trains=False) == ["before", last]
+    assert "begins with [{" in notes(task_of(str(CHAT)), PLAIN, trains=True)[0]
 
 
 def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
@@ -163,3 +177,5 @@ def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
     monkeypatch.setattr(WITH_TEMPLATE, "chat_template", TEMPLATE.replace("messages", "messages if m['role'] == 'user'"))
     (note,) = notes(task, WITH_TEMPLATE, trains=True)
     assert note == "the model's chat template leaves out messages with the role system, tool"
+    monkeypatch.setattr(WITH_TEMPLATE, "chat_template", TEMPLATE + "{# strftime_now #}")
+    assert "shows the date" in notes(task, WITH_TEMPLATE, trains=True)[0]

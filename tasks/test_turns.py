@@ -54,6 +54,9 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     assert CHAT.decode(encode_reply(CHAT, [message], ends)) == expected
     # If the model's turn has no end token, the reply begins with the one that the template puts there.
     assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
+    if kind == "chatml":
+        with pytest.raises(UserError, match="has no tokens"):
+            encode_reply(CHAT, [], ends)
 
 
 def replies_of(said: object, is_chat: bool, **how) -> Replies:

@@ -60,9 +60,13 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 
 def check_settings(run: Run, made: Config) -> None:
-    """Exit if the run in this folder was made with other settings. A run with fewer steps can be continued."""
-    too_long = ["steps"] if made.steps > run.config.steps else []
-    for name in run_folder.other_settings(made, run.config) + too_long:
+    """Exit if the run in this folder was made with other settings, or is evaluated otherwise. A run with fewer steps
+    can be continued, if its learning rates would be those of a run that is made at once."""
+    other = run_folder.other_settings(made, run.config)
+    other += [name for name in run_folder.EVALUATION if getattr(made, name) != getattr(run.config, name)]
+    if made.steps > run.config.steps or (made.steps < run.config.steps and made.lr_schedule != "constant"):
+        other.append("steps")
+    for name in other:
         # Only --dtype can be "auto". If it is, any dtype fits: the machine that made the run has chosen it.
         if (wanted := getattr(run.config, name)) != "auto":
             sys.exit(f"error: {run.folder} was made with --{name} {getattr(made, name)}, not {wanted}")

@@ -4,9 +4,9 @@
     python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
 Runs that differ only in their seed are drawn together: a line shows their mean, and a band reaches from the lowest to
-the highest value. The legend names the settings that differ. The picture is saved as PNG and SVG. If --out ends with
-the suffix of another format, only that one is saved. PNG and SVG contain a fingerprint of the logs and flags that they
-were made from.
+the highest value. The legend names the settings that differ, and the code and the files of the runs if these do. The
+picture is saved as PNG and SVG. If --out ends with the suffix of another format, only that one is saved. PNG and SVG
+contain a fingerprint of the logs and flags that they were made from.
 """
 
 import argparse
@@ -33,17 +33,20 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 STYLES = [{"color": COLOURS[i % 7], "linestyle": DASHES[i % 5], "linewidth": 1.3} for i in range(35)]
 PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm equal_rewards"
 METRICS = {"accuracy": "eval/accuracy", "length": "completion_length"}  # any other panel is a metric by its own name
-Log = namedtuple("Log", "settings lines")
+Log = namedtuple("Log", "settings lines made_by", defaults=[{}])  # the last has digests of the code and of files
 
 
 def read_log(folder: Path) -> Log:
-    settings = run_folder.read_json(folder / "config.json")["settings"]
-    return Log(settings, run_folder.read_lines(folder / "metrics.jsonl"))
+    about = run_folder.read_json(folder / "config.json")
+    made_by = {"code": about.get("code")} | about.get("digests", {})
+    return Log(about["settings"], run_folder.read_lines(folder / "metrics.jsonl"), made_by)
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     """Group the runs that differ only in their seed. The label of a group names the settings that vary, without those
     that follow from the algorithm if it varies."""
+    # Runs of other code, or from other files, are told apart as those with other settings are.
+    logs = [log._replace(settings=log.settings | log.made_by) for log in logs]
     settings = dict.fromkeys(name for log in logs for name in log.settings)  # in order, and each only once
     names = [name for name in settings if name not in ("seed", "out", "overwrite", "report_to")]
     differ = [name for name in names if len({str(log.settings.get(name)) for log in logs}) > 1]
@@ -119,7 +122,7 @@ def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
         sys.exit(f"error: no run has {', '.join(args.panels)}; the logs have {', '.join(sorted(has)) or 'no metrics'}")
     # The default x is left out, so that the fingerprints of older pictures are still right.
     how = [args.panels, args.smooth, args.columns, *([args.x] if args.x != "step" else [])]
-    shown = [[log._asdict() for log in logs], *how]
+    shown = [[{"settings": log.settings, "lines": log.lines} for log in logs], *how]
     fingerprint = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
     return draw_picture(by_settings(logs), panels, args.smooth, args.columns, args.x), fingerprint
 

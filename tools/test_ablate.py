@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from config import Config
 from infra import run_folder
 from infra.command_line import parse, ready
 from tools import ablate
@@ -20,6 +21,7 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
     (GRID, "0.0-1 was made with --learning_rate 0.001, not "),
     (f"{GRID} -- --learning-rate 1e-3 --steps 1", "made with --steps 2, not 1"),
+    (f"{GRID} -- --learning-rate 1e-3 --eval_k 3", "made with --eval_k 4, not 3"),
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
@@ -27,6 +29,12 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
     ("--vary beta=0 --tune learning_rate=1e-3,1e-4 --figures reward:reaches-0.9", "whose highest value is best"),
 ]
+
+
+def test_a_run_whose_learning_rates_would_be_others_is_not_continued():
+    made = Config(lr_schedule="cosine", steps=2)
+    with pytest.raises(SystemExit, match="made with --steps 2, not 3"):
+        ablate.check_settings(ablate.Run("out", [], replace(made, steps=3)), made)
 
 
 def test_intervals_and_p_values_agree_with_printed_tables():

@@ -11,7 +11,9 @@ from tools import plot
 def folder(path: Path, lines: list[dict], **settings) -> Path:
     """Write the logs of a run."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"settings": dict(algorithm="grpo", seed=0, beta=0.0) | settings}))
+    settings = dict(algorithm="grpo", seed=0, beta=0.0) | settings
+    about = dict(settings=settings, code="c", digests={"digest of r.py": "d"})
+    (path / "config.json").write_text(json.dumps(about))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -27,6 +29,8 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
     assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
     own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
+    read = {*groups["beta 0.0"][0].settings.items()}
+    assert {("code", "c"), ("digest of r.py", "d")} < read, "runs of other code or files are not seeds of the same run"
     for other in dict(normalization="sum"), dict(beta=0.1), dict(delay=8):
         assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
 
