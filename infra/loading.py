@@ -1,7 +1,9 @@
 """Everything that a run needs before its first step: the task, the model, the optimizer, and how completions are
 sampled. Mistakes that can be found before the weights are loaded are found first."""
 
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,4 +54,12 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         limits=limits_of(cfg, [model] if reference in (None, model) else [model, reference], longest_prompt),
     )
     noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
-    return fields, longest_prompt, noted
+    return fields, longest_prompt, [*noted, *trained_on_before(cfg)]
+
+
+def trained_on_before(cfg: Config) -> Iterator[str]:
+    """Yield a note if --model comes from a run that has trained on prompts of --data that are held out now."""
+    for folder in Path(cfg.model or "").absolute().parents[:2]:  # of RUN/model, or of RUN/checkpoint/000040
+        there = run_folder.settings_of(folder)
+        if there and there.steps and there.data and there.data == cfg.data and there.held_out < cfg.held_out:
+            yield f"the run in {folder} held out fewer prompts, so it has trained on some that are held out now"

@@ -30,7 +30,7 @@ from transformers.optimization import Adafactor
 from advantage import Group
 from config import Config, UserError, with_budgets
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
-from infra import checkpoint, ranks, run_folder
+from infra import checkpoint, loading, ranks, run_folder
 from infra.command_line import ready
 from infra.run_folder import checkpoint_of, saved_steps
 from rollout import Completion
@@ -398,6 +398,14 @@ def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, m
     assert run_folder.claim(config_of(out, eval_k=9)).is_finished and said in capsys.readouterr().err
     monkeypatch.setattr(run_folder, "digest_of_code", lambda: "other")
     assert run_folder.claim(config_of(out)).is_finished and said in capsys.readouterr().err
+
+
+def test_prompts_that_an_earlier_run_has_trained_on_are_not_held_out_in_silence(out):
+    made(out, data="d", eval_prompts=64, task="addition")
+    for name in "model", "checkpoint/000004":
+        for n, data, count in (65, "d", 1), (64, "d", 0), (65, "e", 0):
+            config = config_of(out, steps=0, model=f"{out}/{name}", data=data, eval_prompts=n, task="addition")
+            assert len([*loading.trained_on_before(config)]) == count
 
 
 # ---- Runs that are finished, resumed, started over or stopped, and two runs in one folder ----
