@@ -28,7 +28,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from weakref import WeakKeyDictionary
@@ -173,6 +173,15 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
         del module.forward
         if outer is not None:
             module.forward = outer
+
+
+def logits_in_fp32(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager:
+    """Let a rollout compute logits as training does: in fp32, without rounding them to the dtype of the weights. A
+    model that changes the logits after its head, for instance caps them, is left as it is, because training takes the
+    logits that such a model returns."""
+    head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
+    return in_fp32 if dtype != torch.float32 and returns_head_output(model, ids) else nullcontext()
 
 
 # ---- The hand-written backward pass: only one chunk of logits is in memory at any time ----

@@ -7,7 +7,7 @@ for each token.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from fast.output_head import forward_replaced, linear_in_fp32, returns_head_output
+from fast.output_head import forward_replaced, logits_in_fp32
 from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, rollout
@@ -32,15 +32,6 @@ def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", 
         is_graph = decode == "graph" and graph_decoding_works(model, dtype)
         with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
             yield
-
-
-def logits_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager:
-    """Compute logits as training does: in fp32, without rounding them to the dtype of the weights. A model that
-    changes the logits after its head, for instance caps them, is left as it is, because training takes the
-    logits that such a model returns."""
-    head, ids = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    in_fp32 = forward_replaced(head, lambda hidden: linear_in_fp32(hidden, head.weight, head.bias))
-    return in_fp32 if dtype != torch.float32 and returns_head_output(model, ids) else nullcontext()
 
 
 @contextmanager
