@@ -24,7 +24,7 @@ READ = [ROWS[0] | {"level": None}, {"prompt": ROWS[1]["prompt"], "n": None, "mor
 NO_ROW = ', row 2: needs a "prompt", a string or chat messages: '
 WRONG = [  # the second row of a file, and the error
     ('{"prompt": [], "more": "%s"}' % ("a" * 10_000), NO_ROW),  # the error shows only the beginning of a long row
-    ('{"prompt": [{"role": "user", "content": null}]}', NO_ROW),
+    ('{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": null}]}', NO_ROW),
     ('{"answer": "a"}', NO_ROW),
     ('{"prompt": "a", "prompt_ids": "1", "turns": 3}', ": rename prompt_ids, turns: this program has columns"),
 ]
@@ -57,9 +57,8 @@ def test_read_rows(tmp_path, start, newline):
 FILES = {
     "a.json": ('[{"prompt": "a", "answer": "2020-01-01"}]', [{"prompt": "a", "answer": "2020-01-01"}]),
     "lines.json": ('{"prompt": "a"}\n{"prompt": "b"}\n', [{"prompt": "a"}, {"prompt": "b"}]),
-    "a.csv": ('\ufeffprompt,answer\r\n\r\n"NA,\n",007\r\n', [{"prompt": "NA,\n", "answer": "007"}]),
+    "a.csv": ('\ufeffprompt,answer\r\n\r\n"NA,\r\n",007\r\n', [{"prompt": "NA,\r\n", "answer": "007"}]),
     "commas.csv": ("prompt,answer\na,b,\nc,d,\n", "longer than argument 1"),
-    "short.csv": ("prompt,answer\na\n", "shorter than argument 1"),
 }
 
 

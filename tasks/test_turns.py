@@ -63,7 +63,7 @@ def replies_of(said: object, is_chat: bool, **how) -> Replies:
         return said
 
     row = {"prompt": [{"role": "user", "content": "1"}] if is_chat else "1", "prompt_ids": [3], "answer": ["2"]}
-    return Replies(answer, row, CHAT if is_chat else TOKENIZER, [OUT, EOS_ID], **how)
+    return Replies(answer, row, CHAT if is_chat else TOKENIZER, [EOS_ID, OUT], **how)
 
 
 @pytest.mark.parametrize("said, wrong", [("", "has no tokens"), (USER_SAYS, "messages can reply only to a chat")])
