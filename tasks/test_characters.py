@@ -54,7 +54,7 @@ def test_rows_are_the_same_as_in_the_runs_in_results(module, digest):
     assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
     assert random.getstate() == state
     assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
-    assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
+    assert (task.eos_id, task.correct, task.graded) == (EOS_ID, task.reward_names[0], module is sorting)
 
 
 @pytest.mark.parametrize("module", [addition, chain])
