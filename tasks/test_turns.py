@@ -140,7 +140,6 @@ GAMES = [  # the guesses, if the range is 10 to 40 and the number is 30; the rep
     (["25"] * 5, ["h"] * 4 + [None], 0.0),
     (["25", "x"], ["h", None], 0.0),
     (["030"], [None], 0.0),
-    ([""], [None], 0.0),
 ]
 
 
