@@ -129,7 +129,7 @@ def again(row: dict, turns: list[str]) -> str | None:
     assert ALONE.acquire(blocking=False), "replies are the user's code, of which one call is made at a time"
     time.sleep(0.02)  # longer than the answer to a request takes
     ALONE.release()
-    assert len("".join(turns)) < 12, "a turn has only what the model wrote in it, and turns share the limit of tokens"
+    assert not turns[-1].startswith(f"{turns[0]}b>") and len("".join(turns)) < 12, "a turn is what the model wrote"
     return "b>" if len(turns) == 1 else None
 
 
