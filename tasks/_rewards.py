@@ -137,12 +137,12 @@ def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, 
         values = reward(**copies | accepted(reward, of_the_run))
         if inspect.iscoroutine(values):
             values = thread.submit(runner.run, values).result()
+        try:
+            numbers = [math.nan if value is None else float(value) for value in values]
+        except (OverflowError, TypeError, ValueError) as error:
+            error.add_note(f"reward function {reward.__name__}: these are no numbers: {values!r:.200}")
+            raise
     expected = len(columns["prompts"])
-    try:
-        numbers = [math.nan if value is None else float(value) for value in values]
-    except (OverflowError, TypeError, ValueError) as error:
-        error.add_note(f"reward function {reward.__name__}: these are no numbers: {values!r:.200}")
-        raise
     if isinstance(values, dict | set | str) or len(numbers) != expected or any(abs(x) > LARGEST for x in numbers):
         shown = f"{type(values).__name__} {numbers!r:.200}"
         raise UserError(f"reward function {reward.__name__}: {shown} is not a list of {expected} finite numbers")

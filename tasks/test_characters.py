@@ -20,7 +20,6 @@ REWARDS = [
     (addition.exact_sum, 132, 1.0, ["7+5+0=12,4+8+1=13.#132", "#133#132"], 0.0),  # in a file of the user, a number
     (addition.exact_sum, "132", 0.0, ["#132#133", "#0132", "132", ""], 0.0),  # the last "#" counts
     (chain.exact_result, "29", 1.0, ["+8=45*3=35-6=29"], 0.0),
-    (chain.exact_result, "29", 0.0, ["+8=45*3=35"], 0.0),  # not to the end
     (sorting.sorted_share, "abcc", 1.0, ["abcc"], 0.5),
     (sorting.sorted_share, "abcc", 0.75, ["accb"], 0.5),  # the mean of 1 (all four letters) and 0.5 (two in place)
     (sorting.sorted_share, "abcc", 0.5, ["abccabcc"], 0.5),  # four surplus letters
@@ -54,7 +53,7 @@ def test_rows_are_the_same_as_in_the_runs_in_results(module, digest):
     assert sha256(json.dumps([task.train, task.eval]).encode()).hexdigest()[:16] == digest
     assert random.getstate() == state
     assert not {row["prompt"] for row in task.train} & {row["prompt"] for row in task.eval}
-    assert task.eos_id == EOS_ID and task.correct == task.reward_names[0]
+    assert (task.eos_id, task.correct, task.graded) == (EOS_ID, task.reward_names[0], module is sorting)
 
 
 @pytest.mark.parametrize("module", [addition, chain])

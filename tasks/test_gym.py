@@ -6,7 +6,7 @@ from config import Config, UserError
 from tasks import load_task
 from tasks.gym import RUNS_ANSWERS
 
-EASY = 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 200}'
+EASY = 'gym:chain_sum:{"max_terms": 2, "max_digits": 1, "size": 100}'
 
 
 def rewards(task, row: dict, *texts: str) -> list[float]:
@@ -20,7 +20,7 @@ def test_a_data_set_of_reasoning_gym():
     pytest.importorskip("reasoning_gym")
     task = load_task(Config(task=EASY))
     asked = [row["prompt"][0]["content"] for row in task.train + task.eval]
-    assert len(asked) == len(set(asked)) > 100 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
+    assert 100 > len(asked) == len(set(asked)) > 50 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
     for row in task.eval[:9] + task.train[-9:]:
         # The question is "State the final answer to ...: 4 + 3 =", for example.
         answer = eval(row["prompt"][0]["content"].partition(": ")[2].partition(" =")[0])

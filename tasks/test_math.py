@@ -17,8 +17,6 @@ BOXES = [  # an answer, completions that are right, and wrong ones
     # If the right answer is the pair (1,2), math-verify calls the interval 1<x<2 wrong. If the right answer is the
     # interval, it calls the pair right. So its two arguments, the right answer and the completion, must not be swapped.
     ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(2,1)}", "\\boxed{1<x<2}"]),
-    ("1<x<2", ["\\boxed{(1,2)}"], ["\\boxed{(1,3)}"]),
-    ("3", ["\\boxed{2+1}"], ["\\boxed{2+2}"]),  # math-verify is lenient: a sum equals its value
 ]
 
 
@@ -42,11 +40,8 @@ def test_rows_of_a_file(tmp_path):
     """A prompt that is a text becomes a message that also asks for an answer in a box (ASK). A prompt that is a list of
     chat messages is left as it is."""
     chat = [{"role": "user", "content": "Is it 7?"}]
-    rows = [{"problem": f"{n} + 1?", "answer": n + 1, "level": 1} for n in range(20)]
-    rows += [
-        {"prompt": "2 + 2?", "solution": "It is \\boxed{4}."},
-        {"prompt": chat, "problem": "Is it?", "answer": "7"},
-    ]
+    rows = [{"problem": f"{n} + 1?", "prompt": "Add.", "answer": n + 1, "solution": "By adding."} for n in range(20)]
+    rows += [{"prompt": "2 + 2?", "solution": "It is \\boxed{4}."}, {"prompt": chat, "problem": "?", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = load_task(Config(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=4))
     made = {row["prompt"][0]["content"]: row["answer"] for row in task.train + task.eval}

@@ -13,7 +13,6 @@ from tasks import countdown, gsm8k, math, tldr
 
 EXPRESSIONS = [  # text, numbers, its value
     ("1 + 2 * 3", [1, 2, 3], 7),  # precedence
-    ("(1 + 2) * 3", [1, 2, 3], 9),
     ("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24),  # through a fraction
     ("(" * 99 + "7" + ")" * 99, [7], 7),
     ("1 + 2", [1, 2, 3], None),  # lacks a number
@@ -81,9 +80,9 @@ def test_an_answer_that_is_no_number_is_a_mistake_that_names_the_prompt(answer):
 
 def test_problems_of_countdown():
     """No two problems are the same, each solution earns every reward, and every run holds out the same problems."""
-    task, again = (countdown.load(Config(eval_prompts=64, seed=seed)) for seed in (0, 1))
+    task, again = (countdown.load(Config(eval_prompts=n, seed=n)) for n in (64, 32))
     rows = task.train + task.eval
-    assert (len(task.train), len(task.eval)) == (8192, 64) and rows == again.train + again.eval
+    assert (len(task.train), len(task.eval)) == (8192, 64) and rows[: 8192 + 32] == again.train + again.eval
     assert len({(*sorted(row["numbers"]), row["target"]) for row in rows}) == len(rows)
     numbers, target, solution = ([row[name] for row in rows] for name in ("numbers", "target", "solution"))
     assert {*map(len, numbers)} == {3, 4} and 10 <= min(target) <= max(target) <= 999

@@ -23,7 +23,6 @@ RETURNED = [  # what a reward function returns -> the rewards, or None if that i
     (torch.tensor([1.0, math.nan, -2.5]), [1.0, math.nan, -2.5]),
     ([1.0, 2.0], None),
     *[(x, None) for x in ("101", {1, 2, 3}, {0: 1.0, 1: 0.0, 2: 1.0})],  # in no order, or keys, or digits
-    (torch.tensor([0.0, -torch.inf, 0.0]), None),
     ([math.nan, 1.0, -1.01e100], None),
 ]
 MEDDLES = """
@@ -37,7 +36,7 @@ meddle()
 class Judge:
     def __call__(self, completions):
         meddle()
-        return [1.0] * len(completions)
+        return (meddle() or 1.0 for _ in completions)
 judge = Judge()
 bound = functools.partial(judge)
 async def awaited(completions):
@@ -45,13 +44,14 @@ async def awaited(completions):
 """
 # The name of a reward's file, and what it imports -> whether that is refused. BESIDE are the files beside it. Of these,
 # `config` and `tasks` have the names of modules of this program, and `theirs` that of a module beside another reward.
-BESIDE = "config.py", "tasks/__init__.py", "theirs.py", "statistics.py", "minimal.py", "datasets/rows.py", "indirect.py"
+BESIDE = "config.py tasks/__init__.py theirs.py statistics.py minimal.py datasets/rows.py indirect.py own/__init__.py"
+IMPORTS = {"indirect.py": "import theirs", "own/__init__.py": "from .config import N"}
 FILES = [
     ("mine", "import functools, config as settings", True),
     ("mine", "from tasks.math import to_row", True),
     ("mine", "from theirs import N", True),
     ("mine", "import indirect", True),  # this one imports `theirs`
-    ("mine", "import statistics, datasets, mine.config as config", False),  # the first is always Python's own
+    ("mine", "import statistics, datasets, own, mine.config as config", False),  # the first is always Python's own
     *[(name, "", False) for name in ("rewards", "config", "statistics")],  # it is loaded by its path
 ]
 
@@ -138,8 +138,8 @@ def test_a_name_that_would_get_another_module_is_refused(write, name, imports, r
     write("other/rewards.py", "def mine(prompts):\n    from theirs import N\n    return [N] * len(prompts)\n")
     reward, again = (load_function("other/rewards.py:mine", {}) for _ in range(2))
     assert call(reward) == [1.0] * 3 and reward.func is again.func, "all functions of a file share its module"
-    for beside in BESIDE:
-        write(f"here/{beside}", "import theirs" if beside == "indirect.py" else "")
+    for beside in BESIDE.split():
+        write(f"here/{beside}", IMPORTS.get(beside, ""))
     write(f"here/{name}.py", f"def mine():\n    {imports or 'pass'}\n")
     message = "^.*/here/(mine|indirect).py imports (config|tasks|theirs), and .*/here/.* has the name of .*: rename it$"
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
@@ -168,7 +168,3 @@ def test_what_a_reward_changes_in_pytorch_is_put_back(write, name):
     before = settings()
     reward = load_function(f"meddles.py:{name}", {})
     assert call(reward) == [1.0] * 3 and settings() == before and reward.__name__ == name
-
-
-def test_a_function_of_a_module():
-    assert load_function("statistics:fmean", {})([1, 2]) == 1.5

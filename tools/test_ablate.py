@@ -25,7 +25,6 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
-    ("--vary beta=0,0.1 --tune beta=0.2,0.3", "a run twice"),
     ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
     ("--vary beta=0 --tune learning_rate=1e-3,1e-4 --figures reward:reaches-0.9", "whose highest value is best"),
 ]

@@ -56,6 +56,7 @@ def test_norms_and_cosines_are_those_of_plain_loops(seen):
 ORDERS = [
     ("--baseline none --scale_rewards none", "mask_truncated", "false,true", "true,false"),  # no A depends on the mask
     ("--task addition --num_generations 2", "algorithm", "grpo,dapo", "dapo,grpo"),  # some groups have no signal
+    ("", "top_entropy", "1,0.3", "0.3,1"),
 ]
 
 
@@ -74,9 +75,10 @@ def test_a_variant_that_trains_on_nothing_has_no_gradient():
 
 
 def test_a_table_has_the_means_over_the_seeds():
-    of_seeds = np.array([[1.0, 2.0], [3.0, 6.0]]), np.array([[[1.0, x], [x, 1.0]] for x in (1.0, 0.9)])
+    of_seeds = np.array([[1.0, 2.0], [3.0, 6.0]]), np.array([[[1.0, x], [x, 1.0]] for x in (0.9, 0.8)])
     *_, second, directions = compare.table(["a", "b"], *of_seeds)
-    assert second.split() == ["b", "4", "0.950", "(0.900", "to", "1.000)"] and directions == "2 directions: a; b"
+    assert second.split() == ["b", "4", "0.850", "(0.800", "to", "0.900)"] and directions == "2 directions: a; b"
+    assert len(compare.classes(np.array([[1.0, -1.0], [-1.0, 1.0]]))) == 2, "opposite directions are not one"
 
 
 def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, monkeypatch):

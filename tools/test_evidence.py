@@ -49,6 +49,7 @@ def test_a_mismatch_is_reported_and_repaired(root):
     evidence.main(["--check"])
     assert page.read_text() == made
     page.write_text("![Reward](results/other.png)\n")
+    (root / "results" / "other.png").touch()
     reports("^README.md: no command on a page draws results/other.png$")
     (root / "docs" / "findings.md").write_text(FINDING.replace("--steps 100", "--steps 90"))
     reports(r"0\.2-1 was made with --steps 100, not 90")
@@ -62,6 +63,5 @@ def test_only_folders_of_runs_are_kept(root):
     config.write_text(config.read_text().replace("runs/", f"{root}/"))  # the absolute path of --out
     evidence.main(["--keep", str(runs)])
     assert contents(kept) == {name: text for name, text in before.items() if not name.startswith("0.2-1/")}
-    for name in ("missing", "docs"):
-        with pytest.raises(SystemExit, match=f"/{name} has no folders of runs"):
-            evidence.main(["--keep", str(root / name)])
+    with pytest.raises(SystemExit, match="/docs has no folders of runs"):
+        evidence.main(["--keep", str(root / "docs")])

@@ -65,7 +65,7 @@ def test_a_page_leaves_out_steps_when_there_are_too_many_and_a_folder_without_an
         assert sorted({line["step"] for line in part["trained"]}) == steps
         assert len(json.dumps(part["trained"])) <= megabytes * 1.1e6 or len(part["trained"]) == 1
         assert part["metrics"] == whole["metrics"] and part["held_out"] == whole["held_out"]
-    assert part["title"] == f"{run.name}; 1 of 12 completions"
+    assert part["title"] == f"{run.name}; 1 of 12 completions" and part["trained"] == whole["trained"][-1:]
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(25_001)))
     (run / "samples.jsonl").unlink()
     part = look.content(run, 1.0)

@@ -28,9 +28,14 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["beta 0.0 (3 seeds)", "beta 0.1 (3 seeds)"]
     (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
     assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
+    assert tuple(picture.axes[0].collections[0].get_facecolor()[0, :3]) == plot.matplotlib.colors.to_rgb(
+        line.get_color()
+    )
     own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
     read = {*groups["beta 0.0"][0].settings.items()}
     assert {("code", "c"), ("digest of r.py", "d")} < read, "runs of other code or files are not seeds of the same run"
+    labels = [[*plot.by_settings([plot.Log(x, []) for x in runs])] for runs in (own, own[1:])]
+    assert labels == [["algorithm grpo", "algorithm dapo"], ["dapo"]]
     for other in dict(normalization="sum"), dict(beta=0.1), dict(delay=8):
         assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
 
@@ -73,7 +78,7 @@ def test_curves_against_what_was_spent():
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path):
     lines = [{"step": s, "reward": s / 10, "eval/accuracy": 0.5, "kl": None, "reward/x": s} for s in range(9)]
     run, replaced, no_run = folder(tmp_path / "run", lines), folder(tmp_path / "run.replaced-1", lines), tmp_path
-    words = f"{run} {replaced} {no_run} --panels reward accuracy kl reward/x --columns 1 --out".split()
+    words = f"{run} {replaced} {no_run} --panels reward accuracy kl reward/x --columns 2 --out".split()
     for name in ("a", "b"):
         plot.main([*words, f"{tmp_path}/{name}.png"])
     drawn, again = ((tmp_path / f"{name}.svg").read_text() for name in ("a", "b"))
