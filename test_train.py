@@ -427,7 +427,7 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
     assert [line["reward"] for line in before] == [line["reward"] for line in now]
 
 
-@pytest.mark.parametrize(("K", "ids", "more"), [(3, 3, dict(top_k=9)), (99, 9, {})])
+@pytest.mark.parametrize(("K", "ids", "more"), [(3, 3, dict(top_k=9)), (99, 9, dict(top_k=99))])
 def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch, K, ids, more):
     """Also after a reply, which has none. A token that was not written has no head. Of 99 ids, the vocabulary has 9."""
     calls = watch(train, "policy_loss")
