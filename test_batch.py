@@ -31,10 +31,10 @@ TOGETHER = partial(Limits, hidden_size=1000)
 
 
 def test_collate():
-    """The first completion has kept sets: for each of its tokens, the ids from which it was sampled. The second one is
-    truncated, and the last one has no reward."""
-    long = Completion([7, 8, EOS], [-0.1, -0.2, -0.3], truncated=False, kept=[[7, 9], [8], [1, EOS]])
-    cut = Completion(np.array([9, 9], np.int32), np.float32([-0.4, -0.5]), truncated=True)
+    """The second completion is truncated. Only it has kept sets: for each of its tokens, the ids from which it was
+    sampled. The last one has no reward."""
+    long = Completion([7, 8, EOS], [-0.1, -0.2, -0.3], truncated=False)
+    cut = Completion(np.array([9, 9], np.int32), np.float32([-0.4, -0.5]), truncated=True, kept=[[7, 9], [8, 9, EOS]])
     short = Completion([EOS], [-0.6], truncated=False)
     unscored = Completion([5, EOS], [-0.7, -0.8], truncated=False)
     groups = [
@@ -49,7 +49,7 @@ def test_collate():
     assert batch.prompts.tolist() == [0, 0, 1, 1] and batch.prompt_lengths.tolist() == [2, 2, 3, 3]
     logp = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4, -0.5, 0], [0, 0, 0, -0.6, 0], [0, 0, 0, -0.7, -0.8]]
     torch.testing.assert_close(batch.sampler_logp, torch.tensor(logp))
-    assert batch.kept == [[None, None, [7, 9], [8], [1, EOS]], [None] * 5, [None] * 5, [None] * 5]
+    assert batch.kept == [[None] * 5, [None, None, [7, 9], [8, 9, EOS], None], [None] * 5, [None] * 5]
     assert collate([groups[0]] * 2, False, CPU).prompts.tolist() == [0, 0, 1, 1], "a prompt that was drawn twice"
     masked = collate(groups, mask_truncated=True, device=CPU)
     assert masked.mask.tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 0], [0] * 5]

@@ -318,6 +318,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored():
     assert not model.training
     # Checkpointing has an effect only in training mode, so it must not change a rollout.
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    norm = model.model.norm.eval()
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, eos_token_id=7, max_length=5,
         bad_words_ids=[[9]], min_new_tokens=9, num_beams=2, num_return_sequences=2,
@@ -329,7 +330,7 @@ def test_the_models_own_settings_change_nothing_and_are_restored():
     with pytest.raises(ZeroDivisionError):
         rollout(model, PROMPTS, streams(), SAMPLING)
     assert len(modes) >= 3 and not any(modes), "the model must sample in eval mode"
-    assert model.training and model.generation_config is own and own.to_dict() == settings
+    assert model.training and not norm.training and model.generation_config is own and own.to_dict() == settings
 
 
 def test_a_stream_is_determined_by_seed_step_prompt_and_sample():

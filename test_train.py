@@ -427,7 +427,7 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
     assert [line["reward"] for line in before] == [line["reward"] for line in now]
 
 
-@pytest.mark.parametrize(("K", "ids", "more"), [(3, 3, dict(top_k=9)), (99, 9, {})])
+@pytest.mark.parametrize(("K", "ids", "more"), [(3, 3, dict(top_k=9)), (99, 9, dict(top_k=99))])
 def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, watch, K, ids, more):
     """Also after a reply, which has none. A token that was not written has no head. Of 99 ids, the vocabulary has 9."""
     calls = watch(train, "policy_loss")
@@ -441,12 +441,13 @@ def test_on_policy_the_head_of_each_token_has_the_log_probs_of_the_sampler(go, w
 
 def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch, monkeypatch):
     """A checkpoint has the completions of the next steps. It does not have the rows of the task, but those that a fork
-    has changed: here, those of steps 1, 3 and 5."""
+    has changed: here, those of steps 3 and 5, and those of step 1, which are new."""
     pick_rows = train.pick_rows
 
     def pick_and_change(run, n, step):
         rows = pick_rows(run, n, step)
-        return [row | {"hint": "letters"} for row in rows] if step % 2 else rows
+        new = {"hint": "letters"} | ({"_index": None} if step == 1 else {})
+        return [row | new for row in rows] if step % 2 else rows
 
     monkeypatch.setattr(train, "pick_rows", pick_and_change)
     settings = dict(delay=2, dynamic_sampling=1, reward=paths("letters", "judged"), save_every=1, learning_rate=0.02)
