@@ -326,10 +326,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
     (begun, dict(beta=0.1), 0),  # it was killed before its first line
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
-    (no_step_made, dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=()), dict(steps=3), 0),
     (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing
-    (two_saved, dict(steps=9), 4),
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (extended_and_killed, dict(steps=9), 2),
     (extended_and_killed, {}, 2),
@@ -354,7 +352,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "l has a damaged line"),
-    (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
+    (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=("checkpoint/000004", "checkpoint/000004 copy", "checkpoint/²", "checkpoint/9")), {}, 4),
     (partial(with_file, unfinished, "checkpoint/000009", ""), dict(steps=9), 4),
 ]
