@@ -105,7 +105,7 @@ DIFFERS = {
     "micro_batch_tokens": (30, {}, "update"),
     "rollout_tokens": (60, {}, "rollout"),
     "dtype": ("bfloat16", {}, "rollout update sampler_gap weights"),
-    "rollout_dtype": ("bfloat16", {}, "rollout sampler_gap"),
+    "rollout_dtype": ("bfloat16", dict(shard=True), "rollout sampler_gap"),
     "decode": ("graph", {}, "rollout"),
     "attn_implementation": ("eager", {}, "rollout update"),
     "gradient_checkpointing": (True, {}, "update"),
