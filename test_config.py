@@ -85,6 +85,9 @@ PLAIN = dict(
     samples_per_step=-1, out="out",
 )  # fmt: skip
 
+# The reference has no chat template, and needs none.
+CHAT = dict(data="chat.jsonl", reward=["short"], beta=0.1, reference="plain")
+
 # Each setting is tested by two runs that differ in nothing else. Its entry has the value that only the second run gets,
 # the settings that both runs get, and the results that must differ between them, by the names that `run_in` gives them.
 # What follows a comma in a key is a remark, so that a setting can have two entries.
@@ -92,7 +95,7 @@ PLAIN = dict(
 # such as --model, --task, --data and --out, and settings for which another file compares a run with an equation or with
 # another run (test_train.py, test_lora.py, test_shard.py or test_checkpoint.py).
 DIFFERS = {
-    "chat_template_kwargs": ('{"mark": "f"}', dict(data="chat.jsonl", reward=["short"]), "completions"),
+    "chat_template_kwargs": ('{"mark": "f"}', CHAT, "completions"),
     "max_turns": (1, dict(reply=f"{__name__}:reply_with_c", stop=[">"], eval_every=1), "completions turns eval/turns"),
     "stop": (["a", "bc", ">"], dict(reply=f"{__name__}:reply_with_c", eval_every=1), "completions turns eval/turns"),
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
@@ -102,7 +105,7 @@ DIFFERS = {
     "micro_batch_tokens": (30, {}, "update"),
     "rollout_tokens": (60, {}, "rollout"),
     "dtype": ("bfloat16", {}, "rollout update sampler_gap weights"),
-    "rollout_dtype": ("bfloat16", {}, "rollout sampler_gap"),
+    "rollout_dtype": ("bfloat16", dict(shard=True), "rollout sampler_gap"),
     "decode": ("graph", {}, "rollout"),
     "attn_implementation": ("eager", {}, "rollout update"),
     "gradient_checkpointing": (True, {}, "update"),
@@ -118,6 +121,7 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
     """Return a function that makes a run with these settings and returns its results. It makes no run twice."""
     folder, made = tmp_path_factory.mktemp("given"), {}
     save_chat_model(folder / "model", "abcdef>", TEMPLATE)
+    save_chat_model(folder / "plain", "abcdef>", template=None)
     words = ["cab>", "fed>", "abe>", "daf>", "beef>", "ace>", "fab>", "dec>"]
     chats = [[{"role": "user", "content": word}] for word in words]
     for name, prompts in {"rows": words, "one": words[:1], "chat": chats}.items():
@@ -133,7 +137,7 @@ def outcome(tmp_path_factory) -> Callable[..., dict]:
 
 def run_in(here: Path, folder: Path, settings: dict) -> dict:
     """Make a run in the folder `here`, with the model and the data from `folder`, and return its results by name."""
-    settings |= {name: str(folder / settings[name]) for name in ("model", "data")}
+    settings |= {name: str(folder / settings[name]) for name in ("model", "data", "reference") if name in settings}
     settings["reward"] = [f"{__name__}:{name}" for name in settings["reward"]]
     work: dict[str, list[str]] = {"rollout": [], "update": []}
 

@@ -189,8 +189,8 @@ def test_the_error_names_what_in_a_checkpoint_does_not_fit_the_model(tmp_path):
     models, optimizer = a_model()
     optimizer.state[models["model"].bias]["ema"] = torch.zeros(2)
     checkpoint.save(tmp_path, 7, models | {"critic": nn.Linear(1, 1)}, optimizer, 5, {})
-    models["model"] = nn.Linear(4, 2)
-    named = "bias [1] of the critic; state.bias.ema [2] of the optimizer; state.weight.exp_avg [2, 3] of the optimizer"
+    models["model"] = nn.Linear(1, 2)
+    named = "bias [1] of the critic; state.bias.ema [2] of the optimizer; state.weight.exp_avg [2, 1] of the optimizer"
     with pytest.raises(UserError, match=re.escape(f"000007 does not fit the model or code: {named}")):
         checkpoint.load(tmp_path, 7, models, torch.optim.AdamW(models["model"].parameters()))
 
@@ -326,18 +326,13 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
     (begun, dict(beta=0.1), 0),  # it was killed before its first line
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
-    (no_step_made, dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=()), dict(steps=3), 0),
     (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing
-    (partial(made, left=("checkpoint/000002",)), {}, 2),  # the newest one was deleted
-    (two_saved, dict(steps=9), 4),
-    (made, {}, "finished"),
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
     (extended_and_killed, dict(steps=9), 2),
     (extended_and_killed, {}, 2),
     (partial(made, left=("model",)), dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (unfinished, dict(steps=3), "--steps 3: the run in .* has already made 4"),
-    (unfinished, dict(steps=5), 4),
     (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no checkpoint"),
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
     (partial(made, left=("model",), steps_made=-1), dict(beta=0.5), OTHER),  # the log is empty
@@ -347,9 +342,8 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
     (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
-    (evaluation, dict(steps=0, eval_temperature=0.5), f"{OTHER}--eval_temperature None there, 0.5 here$"),
-    (evaluation, dict(steps=0, eval_top_p=0.9), f"{OTHER}--eval_top_p None there, 0.9 here$"),
-    (evaluation, dict(steps=0, metrics_by="answer"), f"{OTHER}--metrics_by None there, answer here$"),
+    (evaluation, dict(steps=0, eval_top_p=0.9, metrics_by="answer"), f"{OTHER}--metrics_by .*; --eval_top_p None "),
+    (evaluation, dict(eval_temperature=0.5), f"{OTHER}--steps 0 there, 4 here; .*--eval_temperature None "),
     (partial(made, steps_made=2, left=()), dict(steps=0), f"{OTHER}--steps 4 there, 0 here"),
     (made, AN_INPUT | dict(overwrite=True), "--overwrite would rename .*, from which this run reads"),
     # Files that somebody has changed, copied or left there.
@@ -357,7 +351,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(with_file, two_saved, "metrics.jsonl", '{"step": 2}\n'), {}, "lacks the line of step 4"),
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}'), dict(steps=9), 4),  # without its newline
     (partial(with_file, unfinished, "metrics.jsonl", '{"step": 4}\n\0\n'), dict(steps=9), "l has a damaged line"),
-    (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(steps=9, overwrite=True), 0),
+    (partial(with_file, unfinished, "metrics.jsonl", "?\n"), dict(beta=0.1, overwrite=True), 0),
     (partial(made, left=("checkpoint/000004", "checkpoint/000004 copy", "checkpoint/²", "checkpoint/9")), {}, 4),
     (partial(with_file, unfinished, "checkpoint/000009", ""), dict(steps=9), 4),
 ]
@@ -396,6 +390,8 @@ def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, m
     made(out := out.with_name("other"))
     assert run_folder.claim(config_of(out)).is_finished and not capsys.readouterr().err
     assert run_folder.claim(config_of(out, eval_k=9)).is_finished and said in capsys.readouterr().err
+    # The code has gained this switch since.
+    (file := out / "config.json").write_text(re.sub('"normalization": .*', "", file.read_text()))
     monkeypatch.setattr(run_folder, "digest_of_code", lambda: "other")
     assert run_folder.claim(config_of(out)).is_finished and said in capsys.readouterr().err
 

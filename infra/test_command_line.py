@@ -49,7 +49,7 @@ def test_a_value_may_begin_with_a_hyphen_or_a_space():
     assert read("--entropy_coef -1e-3 --stop -- --- -x - --seed 3") == Config(
         entropy_coef=-1e-3, stop=["--", "---", "-x", "-"], seed=3
     )
-    assert read("--stop=--end --shard") == Config(stop=["--end"], shard=True) and read("--stop=--").stop == ["--"]
+    assert read("--stop=--a=b --shard") == Config(stop=["--a=b"], shard=True) and read("--stop=--").stop == ["--"]
     assert parse(["--stop", " -", "a=b c", "-"], on_gpu=False) == Config(stop=[" -", "a=b c", "-"])
 
 
@@ -99,7 +99,7 @@ def test_settings_from_a_file_and_from_a_run(tmp_path):
     assert read(f"--config {tmp_path}/mine.json") == typed
     config = ready(typed, on_gpu=False)
     run_folder.begin(config, typed, run_folder.claim(config))
-    for more in ("", "--algorithm gspo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
+    for more in ("", "--algorithm grpo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
     assert read(f"--config {file} --out {out} --overwrite") == typed
     (out / "metrics.jsonl").write_text('{"step": 1}\n')

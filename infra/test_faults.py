@@ -173,7 +173,8 @@ def unlike_the_others(how: str) -> None:
 
 @pytest.mark.parametrize("how", UNLIKE)
 def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, how):
-    shown = run(small, tmp_path / "out", partial(unlike_the_others, how), code=2, world=2)
+    world = 3 if how == "--eval_k" else 2
+    shown = run(small, tmp_path / "out", partial(unlike_the_others, how), code=2, world=world)
     (error,) = errors(shown)
     assert error.startswith(f"error: rank 1 differs from rank 0 in {how}"), shown
     assert run_folder.saved_steps(tmp_path / "out") == ([1] if "step 2" in how else [])
@@ -248,9 +249,11 @@ def test_a_rank_waits_hours_for_the_others(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
+    torchrun |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
     monkeypatch.setattr(os, "environ", os.environ | torchrun)
     ranks.start()
     assert min(given["timeout"], store.timeout) >= timedelta(hours=1)
+    assert given["store"] is store, "of two machines, each counts its own restarts"
 
 
 UNUSABLE = [  # what a launcher has set besides RANK and MASTER_PORT -> the error

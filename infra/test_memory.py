@@ -242,9 +242,10 @@ def test_a_trial_computes_full_rows_and_then_twice_as_many_and_leaves_only_the_b
 
 def test_what_is_given_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    cfg = replace(Config(), max_completion_length=5, rollout_tokens=100, micro_batch_size=3)
-    run = SimpleNamespace(config=cfg, model=conftest.tiny_model())
-    assert memory.choose_budgets(run, 8, pytest.fail) == "" and run.config is cfg
+    for given in (dict(micro_batch_size=3), dict(steps=0)):  # an evaluation has no micro-batch
+        cfg = replace(Config(), max_completion_length=5, rollout_tokens=100, **given)
+        run = SimpleNamespace(config=cfg, model=conftest.tiny_model())
+        assert memory.choose_budgets(run, 8, pytest.fail) == "" and run.config is cfg
 
 
 @needs_pretended_gpu

@@ -55,7 +55,6 @@ STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0
 STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, tokens_per_second=1234.4, grad_norm=0.1)
 STEP["sampler_gap"] = 0.1
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
-    ({}, [0, 0, 1, 1], ""),
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
     (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step, all rewards are equal; look at some with "),
@@ -103,10 +102,12 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     step = report.of_groups([made], NAMES)
     assert (step["turns"], step["reply_length"], step["length_correct"], step["tokens"]) == (1.5, 1.0, 3.0, 4)
     # An evaluation counts only the turns and tokens of the first completion of each group, which is the greedy one.
-    assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.of_evaluation([made], [made], NAMES).items()
+    nan = group([math.nan], 9)
+    assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.of_evaluation([made], [nan], NAMES).items()
     (without_replies := group([1.0, 0.0], 3)).reward_parts[0, 1] = math.nan  # the other function gives it a reward
-    plain = report.of_groups([without_replies], NAMES)
-    assert plain["turns"] is plain["reply_length"] is None and plain["without_reward"] == 0
+    plain = report.of_groups([without_replies, nan], NAMES)
+    assert plain["turns"] is plain["reply_length"] is None and plain["without_reward"] == 1
+    assert (plain["length_incorrect"], plain["equal_rewards"]) == (3.0, 0.5), "what is not judged is not wrong"
 
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
@@ -157,4 +158,6 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
     assert progress.count("unfinished") == 2, "after every 16 tokens, and there were 32"
     assert line.startswith("step 1/2  reward 0.500  without_signal 0.250  truncated 0.100  ")
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
-    assert tracked == [(1, STEP.keys() - {"step", "entropy"})], "a metric without a value is not sent to the tracker"
+    log.step({"step": 2, "eval/x": 1.0}, [], [])
+    # A metric without a value is not sent to the tracker.
+    assert tracked == [(1, STEP.keys() - {"step", "entropy"}), (2, {"eval/x"})]

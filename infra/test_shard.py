@@ -164,12 +164,12 @@ def test_a_mistake_is_reported_once(small, models, tmp_path, monkeypatch, world,
     assert shown.count("error: ") == 1 and line in shown
 
 
-@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}])  # the user's own settings stay
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2", "LOCAL_RANK": "1"}])
 def test_settings_of_pytorch_on_a_gpu(given, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert ranks.start() == torch.device("cuda", 0)
+    assert ranks.start() == torch.device("cuda", int(given.get("LOCAL_RANK", 0)))
     assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert ranks.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
