@@ -27,7 +27,7 @@ def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
     encoded, eos_id, eos = tokenizer(prompts)["input_ids"], tokenizer.eos_token_id, tokenizer.eos_token
     # A tokenizer may add a start token to a text that already begins with one.
-    start = [tokenizer.bos_token_id] * 2
+    start = [getattr(tokenizer, "bos_token_id", None)] * 2
     encoded = [ids[1:] if ids[:2] == start else ids for ids in encoded]
     # Some tokenizers add the end token to every text. It is removed, because the model has to continue the prompt. An
     # end token that the user wrote is kept.
