@@ -107,6 +107,8 @@ def stand_in(monkeypatch):
     for name in ("TRIAL_PROMPTS", "TRIAL_TOKENS"):
         monkeypatch.setattr(server, name, 4)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # servers are asked without a proxy
+    soon = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / 20)})
+    monkeypatch.setattr(server, "time", soon)
     return StandIn()
 
 
@@ -163,12 +165,12 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     """Each step hands its weights over once, even if dynamic sampling needs further rounds after the updates. What is
     sampled has the random numbers of the step that trains on it, and what rewards log is reported in that step. A run
     that was stopped and continued gives the same numbers."""
-    update, pick_rows, meanwhile, paths, picked = train.update, train.pick_rows, [], [], []
+    update, pick_rows, meanwhile, paths, picked, is_slow = train.update, train.pick_rows, [], [], [], []
 
     def fault(stand_in, path):
         paths.append(path)
-        if path == "/v1/completions" and len(stand_in.asked) % 12 == 0:
-            time.sleep(0.3)  # in each round of twelve requests, so that an update begins before the last of them
+        if path == "/v1/completions" and len(stand_in.asked) % 12 == 0 and is_slow[-1]:
+            time.sleep(0.3)  # so that an update begins before the last of these twelve requests
 
     def updating(run, batch, step):
         before, end = len(stand_in.asked), time.monotonic() + 30
@@ -179,8 +181,14 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     stand_in.fault = fault
     monkeypatch.setattr(train, "update", updating)
-    monkeypatch.setattr(train, "pick_rows", lambda *of: picked.append((of[2], np.random.rand())) or pick_rows(*of))
-    settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=2)
+
+    def picking(run, n, step):
+        picked.append((step, np.random.rand()))
+        is_slow.append(len(run.state["queue"]) == 2)  # the queue is full, so these are sampled during the updates
+        return pick_rows(run, n, step)
+
+    monkeypatch.setattr(train, "pick_rows", picking)
+    settings = dict(delay=2, eval_every=0, save_every=1, dynamic_sampling=1, max_completion_length=6)
     settings["reward"] = ["test_train:letters", f"{__name__}:steps_done"]
     whole = metrics(go("whole", steps=3, **settings))
     assert len(meanwhile) == 3 and all(meanwhile), "nothing waits for the server before an update"
