@@ -57,11 +57,13 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("", dict(task="addition", algorithm="grpo", out="runs/addition-grpo-0", num_generations=8, learning_rate=2e-4)),
     ("--steps 0 --seed 3 --lr_schedule cosine --task gym:a:{} --model m", dict(out="runs/gym-a-evaluation-3")),
     ("--data d.jsonl --model m --reward a.py:f --eval_k 8", dict(task="data", learning_rate=1e-6)),
+    ("--reward exact_sum tasks/_rewards.py:overlong --overlong_buffer 9", {}),
     ("--num_generations 1 --baseline none --scale_rewards none --ratio sequence_token --top_entropy 0.5", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
+    ("--algorithm rloo --score_centering 5 --sampler_coef 1 --num_iterations 2 --minibatches 2", {}),
     ("--objective cispo --epsilon_high 1 --tis_mode sequence_mask --tis_floor 0.5 --gate_low 0.9 --gate_high 1.1", {}),
     ("--algorithm vespo --num_iterations 2 --tis_cap 2 --old_policy policy --stop </answer> #", {}),
     ("--algorithm gmpo --epsilon_low 1.5 --epsilon_high inf --normalization prompt --num_iterations 2", {}),
