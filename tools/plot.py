@@ -88,10 +88,18 @@ def draw_panel(axes: matplotlib.axes.Axes, groups: dict[str, list[Log]], panel: 
     axes.grid(alpha=0.3, linewidth=0.5)
 
 
+def seeds(logs: list[Log]) -> str:
+    """Say how many seeds there are, and how many of their runs have fewer steps: later, the line is a mean without
+    them."""
+    steps = [log.lines[-1]["step"] if log.lines else 0 for log in logs]
+    shorter = sum(n < max(steps) for n in steps)
+    return f"{len(logs)} seeds" + (f", {shorter} shorter" if shorter else "")
+
+
 def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, columns: int, x: str) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    legend = [label if len(logs) == 1 else f"{label} ({len(logs)} seeds)" for label, logs in groups.items()]
+    legend = [label if len(logs) == 1 else f"{label} ({seeds(logs)})" for label, logs in groups.items()]
     figure = Figure(figsize=(2.4 * columns, 1.9 * rows + 0.15 * (len(legend) + 2)), layout="constrained")
     for i, panel in enumerate(panels):
         draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width, x)

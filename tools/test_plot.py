@@ -26,6 +26,7 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     assert len({*map(str, plot.STYLES)}) == 35, "no two lines look alike"
     (legend,) = (picture := plot.draw_picture(groups, ["length"], 1, 1, "step")).legends
     assert [text.get_text() for text in legend.get_texts()] == ["beta 0.0 (3 seeds)", "beta 0.1 (3 seeds)"]
+    assert plot.seeds([plot.Log({}, [{"step": n}] * 2) for n in (4, 9, 8, 9)]) == "4 seeds, 2 shorter"
     (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
     assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
     assert tuple(picture.axes[0].collections[0].get_facecolor()[0, :3]) == plot.matplotlib.colors.to_rgb(
