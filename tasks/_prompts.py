@@ -65,11 +65,12 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
     in_both = sum(json.dumps(row["prompt"]) in trained_on for row in task.eval)
     if in_both and trains:
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
-    if tokenizer.chat_template is not None and any(isinstance(row["prompt"], str) for row in task.train):
+    prompts = [row["prompt"] for row in task.train + task.eval]
+    texts, chats = ([x for x in prompts if isinstance(x, str) == is_text] for is_text in (True, False))
+    if texts and tokenizer.chat_template is not None:
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
-    if any(isinstance(row["prompt"], str) and row["prompt"].startswith("[{") for row in task.train):
+    if any(text.startswith("[{") for text in texts):
         found.append("a prompt is a string that begins with [{; give the messages of a chat as JSON, not as text")
-    chats = [row["prompt"] for row in task.train + task.eval if not isinstance(row["prompt"], str)]
     if chats and "strftime_now" in tokenizer.chat_template:
         found.append("the chat template shows the date, so prompts change overnight; see --chat_template_kwargs")
     one_of_each_kind = {tuple(message["role"] for message in chat): chat for chat in chats}.values()

@@ -42,6 +42,7 @@ ENCODED = [
     (WITH_TEMPLATE, CHAT, "[1+1]:"),
     (ENDING, "1+1=", "1+1="),  # this tokenizer puts <eos> after every text
     (PLAIN, "1+1=<eos>", "1+1=<eos>"),  # the user wrote this <eos>
+    (ENDING, "", "<eos>"),  # a prompt needs a token
 ]
 
 
@@ -167,6 +168,7 @@ def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_eval
     assert shown == ["before", "2 of the 3 held-out prompts are trained on as well"] and "strings do not get" in last
     assert notes(task, WITH_TEMPLATE, trains=False) == ["before", last]
     assert "begins with [{" in notes(task_of(str(CHAT)), PLAIN, trains=True)[0]
+    assert notes(task_of(CHAT, held_out=["2"]), WITH_TEMPLATE, trains=False) == [last], "also in what is evaluated only"
 
 
 def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
