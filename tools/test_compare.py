@@ -112,7 +112,8 @@ def test_random_entries_give_the_cosines_within_their_error():
 
 
 WRONG = ["reference=a,b --beta 1", "overlong_buffer=4,8 --reward overlong", "dynamic_sampling=0,3", "top_p=0.9,1"]
-WRONG = [*((f"--vary {words}", f"--vary {words.partition('=')[0]}: ") for words in [*WRONG, "kl-estimator=k2,k3"])]
+WRONG += ["kl-estimator=k2,k3", "beta=0,1 --vary delta=2,3"]
+WRONG = [*((f"--vary {words}", f"--vary {words.partition('=')[0]}: ") for words in WRONG)]
 
 
 @pytest.mark.parametrize(("words", "message"), [*WRONG, ("--nope 3", "--nope"), ("--vary delta=0.5", "--delta 0.5: ")])
