@@ -92,9 +92,8 @@ def claim(config: Config) -> Start:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
     if is_finished:
-        is_as_before = all(getattr(there, name) == getattr(config, name) for name in EVALUATION)
         made_by = [before["code"], *before["digests"].values()]
-        if not is_as_before or made_by != [digest_of_code(), *digests(config).values()]:
+        if differing(EVALUATION, there, config) or made_by != [digest_of_code(), *digests(config).values()]:
             faults.warn(f"code, files or settings have changed since the run in {out}: its results are those of before")
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
     is_same_machine = before["hardware"] == provenance()["hardware"]
@@ -115,7 +114,12 @@ def other_settings(there: Config, here: Config) -> list[str]:
         fixed |= {"steps"} | EVALUATION
     if here.data and there.held_out != here.held_out:  # other rows of --data would be trained on
         fixed |= {"eval_prompts", "eval_every"}
-    return [name for name in vars(here) if name in fixed and getattr(there, name) != getattr(here, name)]
+    return differing(fixed, there, here)
+
+
+def differing(names: set[str], there: Config, here: Config) -> list[str]:
+    """Return those of these settings that differ, in the order of --help."""
+    return [name for name in vars(here) if name in names and getattr(there, name) != getattr(here, name)]
 
 
 # ---- What is in a folder ----
