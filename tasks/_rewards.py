@@ -54,9 +54,10 @@ def import_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     files = [path]
     for file in files:  # and the neighbours that are appended below
-        if imported.setdefault(file, file.read_bytes()) != file.read_bytes():  # a notebook makes several runs
+        names, content = imported_by(file), file.read_bytes()  # a file with a syntax error is not imported
+        if imported.setdefault(file, content) != content:  # a notebook makes several runs
             raise UserError(f"{file} has changed since this process imported it: start the process again")
-        for name in sorted(imported_by(file)):
+        for name in sorted(names):
             for neighbour in (path.parent / f"{name}.py", path.parent / name / "__init__.py"):
                 if neighbour.exists() and (other := origin_of(name)) != neighbour:
                     raise UserError(f"{file} imports {name}, and {neighbour} has the name of {other}: rename it")

@@ -150,6 +150,14 @@ def test_a_name_that_would_get_another_module_is_refused(write, name, imports, r
         load_function("other/rewards.py:mine", {})
 
 
+def test_a_file_with_a_syntax_error_can_be_corrected_in_the_same_process(write):
+    write("new.py", "def good(:")
+    with pytest.raises(SyntaxError):
+        load_function("new.py:good", {})
+    write("new.py", "def good(): pass")
+    assert load_function("new.py:good", {}).__name__ == "good"
+
+
 @pytest.mark.parametrize("name", ["nowhere.py:good", "nowhere.deep:good", "empty.py:good", "good"])
 def test_what_is_no_function_is_named(write, name):
     write("empty.py", "")
