@@ -66,7 +66,8 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
     if in_both and trains:
         found.append(f"{in_both} of the {len(task.eval)} held-out prompts are trained on as well")
     prompts = [row["prompt"] for row in task.train + task.eval]
-    texts, chats = ([x for x in prompts if isinstance(x, str) == is_text] for is_text in (True, False))
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and tokenizer.chat_template is not None:
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
     if any(text.startswith("[{") for text in texts):
