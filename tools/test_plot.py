@@ -29,9 +29,8 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
     assert plot.seeds([plot.Log({}, [{"step": n}] * 2) for n in (4, 9, 8, 9)]) == "4 seeds, 2 shorter"
     (line,) = picture.axes[0].lines  # the runs with beta 0.0 have no such metric
     assert line.get_color() == legend.get_lines()[1].get_color() and line.get_ydata().tolist() == [3.0]
-    assert tuple(picture.axes[0].collections[0].get_facecolor()[0, :3]) == plot.matplotlib.colors.to_rgb(
-        line.get_color()
-    )
+    (band,) = picture.axes[0].collections
+    assert tuple(band.get_facecolor()[0, :3]) == plot.matplotlib.colors.to_rgb(line.get_color())
     own = [plot.ALGORITHMS[name] | dict(algorithm=name, beta=0.0) for name in ("grpo", "dapo")]
     read = {*groups["beta 0.0"][0].settings.items()}
     assert {("code", "c"), ("digest of r.py", "d")} < read, "runs of other code or files are not seeds of the same run"
