@@ -45,6 +45,7 @@ class Group:
     right: Tensor | None = None  # (G,), 1 or 0, NaN where that was not judged; None if it was judged nowhere
     has_signal: bool = True
     extras: list[dict] | None = None  # for each completion, what reward functions passed to `log_extra`
+    logged: list[tuple[str, float]] = field(default_factory=list)  # to `log_metric`; the first group of a round has all
     # Set by `set_advantages`, unless dynamic sampling replaced the group: (G,), or a list of G tensors with one value
     # for each token.
     advantages: Tensor | list[Tensor] | None = None

@@ -57,7 +57,7 @@ class Run:
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
-    logged: list[tuple[str, float]] = field(default_factory=list)  # by this rank in this step; the means are reported
+    logged: list[tuple[str, float]] = field(default_factory=list)  # by `log`, on this rank in this step
 
     def log(self, name: str, value: float) -> None:
         self.logged.append((name, float(value)))
@@ -99,10 +99,9 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
         seeds.seed_everything(cfg.seed, step + cfg.delay)
         rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
         run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
-    groups, drawn, logged = queue.pop(0)
+    groups, drawn = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
-    run.logged += logged if ranks.rank() == 0 else []  # only on one rank, because the end of the step gathers again
     return groups, drawn
 
 
@@ -117,18 +116,16 @@ def finish_sampling(run: Run, step: int) -> None:
 
 def draw_groups(
     run: Run, step: int, now: int, sampled: list[Group] | None = None
-) -> tuple[list[Group], list[Group], list[tuple[str, float]]]:
+) -> tuple[list[Group], list[Group]]:
     """During the step `now`, sample what `step` will train on. All random numbers are those of `step`, so runs with
-    different delays have the same ones. Return the groups to train on, all that were sampled, and what has been logged
-    meanwhile, which is reported with `step`.
+    different delays have the same ones. Return the groups to train on, and all that were sampled.
 
     With dynamic sampling (DAPO), groups without a signal are replaced, in at most cfg.dynamic_sampling further rounds.
     All ranks have all rewards, so they decide alike. `sampled` are the groups of the first round, if a server has
     sampled them already."""
-    cfg = run.config
-    logged_before, run.logged = run.logged, []
-    seeds.seed_everything(cfg.seed, step)
-    groups, drawn = [], []
+    cfg, groups, drawn = run.config, [], []
+    if sampled is None:
+        seeds.seed_everything(cfg.seed, step)
     for _ in range(1 + cfg.dynamic_sampling):
         if sampled is None:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
@@ -143,9 +140,8 @@ def draw_groups(
         group.step = now
         if group.index is not None and group.row is run.task.train[group.index]:
             group.row = {}  # the index is enough, and a checkpoint stays small
-    logged, run.logged = ranks.gather(run.logged), logged_before
     # If no group has a signal, this step has nothing to learn from, but it must have groups.
-    return groups or drawn[: cfg.prompts_per_step], drawn, logged
+    return groups or drawn[: cfg.prompts_per_step], drawn
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[dict]:
@@ -194,7 +190,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
         results, logged = call_rewards(run.task, own_groups, run.tokenizer, steps_done)
-    run.logged += logged
+    groups[0].logged = ranks.gather(logged)
     for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
@@ -332,7 +328,7 @@ def learning_rate(cfg: Config, step: int, highest: float) -> float:
 def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
-    cfg, run.logged = run.config, []
+    cfg = run.config
     seeds.seed_everything(cfg.seed, 0)
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
@@ -344,7 +340,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
     judged = [group for group in greedy if group.right is not None]
     metrics |= report.by_column(judged, cfg.metrics_by, "eval/accuracy", lambda group: group.right)
-    return metrics | report.of_logged(ranks.gather(run.logged), "eval/logged/"), sampled
+    return metrics | report.of_logged([*sampled, *greedy], [], "eval/logged/"), sampled
 
 
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import Field, replace
+from functools import cache
 from pathlib import Path
 
 from transformers.hf_argparser import string_to_bool
@@ -51,6 +52,7 @@ def for_argparse(words: list[str]) -> Iterator[str]:
             yield f" {word}"
 
 
+@cache  # a grid of runs parses hundreds of command lines
 def flags() -> argparse.ArgumentParser:
     """Return a parser with a flag for each setting, for the words of `for_argparse`. Its result has no entry for a flag
     that is not given."""
