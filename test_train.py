@@ -457,7 +457,7 @@ def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch, monkeypa
     loads = watch(train.checkpoint, "load")
     conftest.assert_same_files(go("out", steps=4, **settings), whole)
     queue = loads[0].result[1]["queue"]
-    assert [{bool(group.row) for group in drawn} for _, drawn, _ in queue] == [{True}, {False}], "of steps 5 and 6"
+    assert [{bool(group.row) for group in drawn} for _, drawn in queue] == [{True}, {False}], "of steps 5 and 6"
     assert {line["step"] for line in samples(whole) if "hint" in line["columns"]} == {1, 3}
 
 

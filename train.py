@@ -26,7 +26,7 @@ from config import Config, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.loading import load_run
-from infra.server import Server, ask_servers, wait_for
+from infra.server import Server, ask_servers
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
@@ -52,7 +52,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
-    server: Server | None = None  # where completions are sampled; made by the first rollout with --server
+    server: Server | None = None  # where completions are sampled, with --server
     pending: Callable[[], list[Group]] | None = None  # waits for the groups that a server samples during the updates
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
@@ -110,7 +110,7 @@ def finish_sampling(run: Run, step: int) -> None:
     if run.pending is not None:
         run.state["queue"].append(draw_groups(run, step + run.config.delay, now=step, sampled=run.pending()))
         run.pending = None
-    if run.server is not None:
+    if run.server:
         run.server.is_current = False
 
 
@@ -168,7 +168,7 @@ def ask_for_groups(
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in own_samples], cfg.max_completion_length)
     prompts = [row["prompt_ids"] for row in own_rows]
     if cfg.server:
-        future = ask_servers(run, prompts, uniform, sampling, replies)
+        wait_for_servers = ask_servers(run, prompts, uniform, sampling, replies)
     else:
         prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
@@ -177,7 +177,7 @@ def ask_for_groups(
         run.sampling.tokens_at_once = sampling.tokens_at_once
 
     def wait_for_groups() -> list[Group]:
-        own = with_replies(wait_for(run.server, future) if cfg.server else sampled, replies)
+        own = with_replies(wait_for_servers() if cfg.server else sampled, replies)
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
         of_prompts = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
         return [Group(row["prompt_ids"], row, of, index=row.get("_index")) for row, of in zip(rows, of_prompts)]

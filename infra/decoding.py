@@ -1,8 +1,8 @@
 """Prepare a model for decoding, and restore it afterwards.
 
 While it decodes, its weights are in the dtype of the computation, sharded weights are gathered, and logits are in fp32.
-With --decode graph, a token is computed by replaying one CUDA graph. Otherwise Python launches about a thousand kernels
-for each token.
+With --decode graph, a token is computed by replaying one CUDA graph, if a trial before the first step shows that the
+model can. Otherwise Python launches about a thousand kernels for each token.
 """
 
 import warnings
@@ -29,8 +29,7 @@ warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
-        is_graph = decode == "graph" and graph_decoding_works(model, dtype)
-        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if is_graph else nullcontext():
+        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if decode == "graph" else nullcontext():
             yield
 
 
@@ -108,21 +107,20 @@ def make_static(layers: list[CacheLayerMixin], length: int) -> None:
 
 
 def graph_decoding_works(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether the model gives the same log-probs with `GraphForward` as without. Each model is tried once."""
-    if not hasattr(model, "graph_decoding_works"):
-        # Pick three greedy tokens after each of two prompts of different length. The end token is -1, which is no id,
-        # so no completion ends early.
-        sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
-        try:
-            plain = sample()
-            with forward_replaced(model, GraphForward(model.forward, 3)):
-                graph = sample()
-            if any((a.ids != b.ids).any() for a, b in zip(graph, plain)):
-                raise ValueError("it samples other tokens")
-            if max(abs(a.logp - b.logp).max() for a, b in zip(graph, plain)) > torch.finfo(dtype).eps ** 0.5:
-                raise ValueError("log-probs differ")
-            model.graph_decoding_works = True
-        except Exception as error:
-            faults.warn(f"no CUDA graph, tokens are slower: {type(model).__name__}: {error}".splitlines()[0])
-            model.graph_decoding_works = False
-    return model.graph_decoding_works
+    """Return whether the model gives the same log-probs with `GraphForward` as without."""
+    # Pick three greedy tokens after each of two prompts of different length. The end token is -1, which is no id, so no
+    # completion ends early.
+    sampling = Sampling(3, eos_ids=[-1], temperature=0.0)
+    try:
+        made = []
+        for decode in ("plain", "graph"):
+            with decoding(model, dtype, decode, 3):
+                made.append(rollout(model, [[0], [0, 1, 2]], None, sampling))
+        if any((a.ids != b.ids).any() for a, b in zip(*made)):
+            raise ValueError("it samples other tokens")
+        if max(abs(a.logp - b.logp).max() for a, b in zip(*made)) > torch.finfo(dtype).eps ** 0.5:
+            raise ValueError("log-probs differ")
+        return True
+    except Exception as error:
+        faults.warn(f"no CUDA graph, tokens are slower: {type(model).__name__}: {error}".splitlines()[0])
+        return False

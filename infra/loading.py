@@ -2,6 +2,7 @@
 sampled. Mistakes that can be found before the weights are loaded are found first."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 
 from config import Config
 from infra import command_line, faults, lora, ranks, run_folder
+from infra.decoding import graph_decoding_works
 from infra.model import limits_of, load, open_model
+from infra.server import Server
 from rollout import Sampling
 from tasks import load_task, task_module
 from tasks._prompts import check_prompts, notes
@@ -28,6 +31,8 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
     model, reference, eos_ids = load(opened, cfg, device)
     adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
+    if cfg.server or (cfg.decode == "graph" and not graph_decoding_works(model, getattr(torch, cfg.sampler_dtype))):
+        cfg = replace(cfg, decode="plain")
     sampling = Sampling(
         max_completion_length=cfg.max_completion_length,
         eos_ids=eos_ids,
@@ -51,6 +56,7 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         reference=reference,
         optimizer=optimizer,
         sampling=sampling,
+        server=Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(model))) if cfg.server else None,
         limits=limits_of(cfg, [model] if reference in (None, model) else [model, reference], longest_prompt),
     )
     noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -86,15 +87,12 @@ class Server:
         return {f"seconds_{name}": self.seconds.pop(name, 0.0) for name in ("handover", "waited")}
 
 
-def ask_servers(run: Any, *how: Any) -> Future[list[Completion]]:
+def ask_servers(run: Any, *how: Any) -> Callable[[], list[Completion]]:
     """Let the servers sample with the weights of the model. They get these first, if theirs are older. The arguments
-    are those of `served`. All ranks must call this."""
-    cfg = run.config
-    if run.server is None:
-        run.server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(run.model)))
+    are those of `served`. Return a function that waits for the completions. All ranks must call both."""
     if not run.server.is_current:
         hand_over(run, run.server)
-    return run.server.background.submit(served, run.server, *how)
+    return partial(wait_for, run.server, run.server.background.submit(served, run.server, *how))
 
 
 def wait_for(server: Server, future: Future[list[Completion]]) -> list[Completion]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import VOCAB, as_lists, tiny_model
-from infra import decoding, pretend_gpu
+import train
+from conftest import VOCAB, as_lists, flags, tiny_model
+from infra import decoding, loading, pretend_gpu
 from infra.model import reads_together
 from infra.pretend_gpu import gpu, needs_pretended_gpu, on_pretended_gpu
 from rollout import Completion, Sampling, rollout, uniforms
@@ -72,8 +73,8 @@ def test_steps_of_fixed_shapes_sample_the_same(monkeypatch, kind, capsys):
     assert len({len(completion.ids) for completion in plain}) > 3, "some rows must end before others"
     # With so low a limit, plain steps would read the prompts in pieces. Steps of fixed shapes must read them whole.
     monkeypatch.setattr("rollout.PROMPT_TOKENS", 4)
+    assert decoding.graph_decoding_works(model_of(kind), dtype) and not capsys.readouterr().err
     assert_same(all_sampled(model_of(kind), "graph", dtype), plain, dtype)
-    assert "CUDA graph" not in capsys.readouterr().err
 
 
 def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
@@ -102,7 +103,6 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
     attention = model.model.layers[0].self_attn
     attention.register_forward_pre_hook(lambda _, args, given: seen.append(given["attention_mask"]), with_kwargs=True)
     with decoding.decoding(model, torch.float32, "graph", 20):
-        seen.clear()  # `decoding` has already called the model, to find out whether graphs are possible
         rollout(model, [[3, 4, 5]], None, Sampling(20, NO_ENDS, temperature=0.0))
     # The first call reads the prompt, so its mask is left out. At first there is room for 3 + 2 tokens. A full cache is
     # doubled, but the prompt and its completion never need more than 3 + 20.
@@ -112,7 +112,7 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
 def waits(decode: str, cut: dict) -> Counter[str]:
     """Count how often the host waits for the GPU in 16 tokens."""
     model, found = model_of("qwen2", "cuda"), []
-    for length in (16, 16, 32):  # the first rollout also finds out what the model can do
+    for length in (16, 16, 32):  # the first rollout also finds out whether the model changes its logits
         gpu.waits.clear()
         sampling, streams = Sampling(length, NO_ENDS, **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
         with decoding.decoding(model, torch.float32, decode, length):
@@ -138,12 +138,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_without_graphs_is_reported_once_and_decoded_plainly(kind, capsys):
-    model, sampling = model_of(kind), SAMPLINGS[-1]
-    once, again, plain = (as_lists(sampled(model, sampling, decode)) for decode in ("graph", "graph", "plain"))
-    assert once == again == plain
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no CUDA graph" in line]
-    assert REFUSED[kind] in line
+def test_a_model_without_graphs_is_reported_and_left_as_it_was(kind, capsys):
+    model = model_of(kind)
+    plain = as_lists(sampled(model, SAMPLINGS[-1], "plain"))
+    assert not decoding.graph_decoding_works(model, torch.float32)
+    assert "no CUDA graph" in (line := capsys.readouterr().err) and REFUSED[kind] in line
+    assert as_lists(sampled(model, SAMPLINGS[-1], "plain")) == plain
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_run_decodes_plainly_where_the_trial_fails(sorting, tmp_path, monkeypatch, works):
+    made = []
+    monkeypatch.setattr(loading, "graph_decoding_works", lambda model, dtype: made.append(dtype) or works)
+    monkeypatch.setattr(decoding, "GraphForward", lambda forward, _: made.append("graph") or forward)
+    settings = sorting | dict(decode="graph", steps=1, rollout_dtype="bfloat16")
+    assert train.main(flags(settings, tmp_path / "out")) == 0 and made[0] == torch.bfloat16
+    assert ("graph" in made) == works
 
 
 def test_a_model_for_which_the_host_waits_is_not_captured(monkeypatch, capsys):
@@ -157,7 +167,7 @@ def test_a_model_for_which_the_host_waits_is_not_captured(monkeypatch, capsys):
             raise RuntimeError("called a synchronizing CUDA operation")
 
     model.model.register_forward_pre_hook(wait)
-    sampled(model, SAMPLINGS[-1], "graph")
+    assert not decoding.graph_decoding_works(model, torch.float32)
     assert "no CUDA graph, tokens are slower: Qwen2ForCausalLM: called a sync" in capsys.readouterr().err
     assert modes == [0, 2, 0]
 

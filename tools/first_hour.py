@@ -73,7 +73,7 @@ def measure(
         sync_debug_mode(0)
         found["budgets"] = noted[-1]  # what was measured and chosen
         found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
-    if config.decode == "plain":  # a graph switches the warnings off
+    if run.config.decode == "plain":  # a graph switches the warnings off
         found["waits_per_token"] = len(waits) / longest
     found["ms_per_decode_step"] = 1000 * metrics["seconds_rollout"] / longest
     for part in ("rollout", "update"):
