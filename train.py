@@ -88,17 +88,16 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
 def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     """Take this step's groups from the queue, where they have waited for cfg.delay steps, and sample those of step +
-    cfg.delay. With a server and a delay, these are only requested here: the server samples them during the updates,
-    and `finish_sampling` waits for them."""
+    cfg.delay. With a server and a delay, their first round is only requested here: the server samples during the
+    updates, and `finish_sampling` waits for it."""
     cfg = run.config
     during_updates = bool(cfg.server and cfg.delay)
     queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
     while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
-        queue.append(draw_groups(run, step + len(queue), now=step))
+        later = step + len(queue)
+        queue.append(draw_groups(run, later, first_round(run, later), now=step))
     if during_updates:
-        seeds.seed_everything(cfg.seed, step + cfg.delay)
-        rows = pick_rows(run, cfg.prompts_per_step, step + cfg.delay)
-        run.pending = ask_for_groups(run, rows, cfg.num_generations, step + cfg.delay)
+        run.pending = first_round(run, step + cfg.delay)
     groups, drawn = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
@@ -107,35 +106,38 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
 
 def finish_sampling(run: Run, step: int) -> None:
     """Wait for what a server has sampled during the updates. From here on, its weights are old."""
-    if run.pending is not None:
-        run.state["queue"].append(draw_groups(run, step + run.config.delay, now=step, sampled=run.pending()))
+    if run.pending:
+        run.state["queue"].append(draw_groups(run, step + run.config.delay, run.pending, now=step))
         run.pending = None
     if run.server:
         run.server.is_current = False
 
 
-def draw_groups(
-    run: Run, step: int, now: int, sampled: list[Group] | None = None
-) -> tuple[list[Group], list[Group]]:
-    """During the step `now`, sample what `step` will train on. All random numbers are those of `step`, so runs with
-    different delays have the same ones. Return the groups to train on, and all that were sampled.
+def first_round(run: Run, step: int) -> Callable[[], list[Group]]:
+    """Start to sample the groups of a step. Return a function that waits for them. All random numbers are those of the
+    step that will train on them, so runs with different delays have the same ones."""
+    seeds.seed_everything(run.config.seed, step)
+    rows = pick_rows(run, run.config.prompts_per_step, step)
+    return ask_for_groups(run, rows, run.config.num_generations, step)
+
+
+def draw_groups(run: Run, step: int, wait: Callable[[], list[Group]], now: int) -> tuple[list[Group], list[Group]]:
+    """During the step `now`, sample what `step` will train on. `wait` waits for the groups of the first round. Return
+    the groups to train on, and all that were sampled.
 
     With dynamic sampling (DAPO), groups without a signal are replaced, in at most cfg.dynamic_sampling further rounds.
-    All ranks have all rewards, so they decide alike. `sampled` are the groups of the first round, if a server has
-    sampled them already."""
+    All ranks have all rewards, so they decide alike."""
     cfg, groups, drawn = run.config, [], []
-    if sampled is None:
-        seeds.seed_everything(cfg.seed, step)
-    for _ in range(1 + cfg.dynamic_sampling):
-        if sampled is None:
+    for number in range(1 + cfg.dynamic_sampling):
+        if number > 0:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-            sampled = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))()
+            wait = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+        sampled = wait()
         add_rewards(run, sampled, steps_done=step - 1)
         drawn += sampled
         groups += [group for group in sampled if group.has_signal or not cfg.dynamic_sampling]
         if len(groups) == cfg.prompts_per_step:  # there may be fewer after the last round
             break
-        sampled = None
     for group in drawn:
         group.step = now
         if group.index is not None and group.row is run.task.train[group.index]:

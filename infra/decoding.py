@@ -28,9 +28,9 @@ warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
-    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype):
-        with forward_replaced(model, GraphForward(model.forward, max_tokens)) if decode == "graph" else nullcontext():
-            yield
+    as_graph = forward_replaced(model, GraphForward(model.forward, max_tokens)) if decode == "graph" else nullcontext()
+    with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype), as_graph:
+        yield
 
 
 @contextmanager

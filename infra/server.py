@@ -250,17 +250,19 @@ def hand_over(run: Any, server: Server) -> None:
     start = time.perf_counter()
     with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
         if server.is_tried:
-            server.folder = ranks.on_first(put, server, run.model, lora.trained_tensors(run.model))
+            server.folder = ranks.on_first(put, server, run.model)
         else:
             server.folder = ranks.on_first(trial, server, run)
     server.is_tried = server.is_current = True
     server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(server: Server, model: nn.Module, weights: dict[str, Tensor]) -> Path:
-    """Write the weights, without flushing them to disk, and let every server load them. Return their folder."""
+def put(server: Server, model: nn.Module, weights: dict[str, Tensor] | None = None) -> Path:
+    """Write these weights, or else the model's own, and let every server load them. Return their folder, which is not
+    flushed to disk."""
     before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
     write = lora.save_adapters if server.has_adapters else checkpoint.write_model
+    weights = weights or lora.trained_tensors(model)
     write(server.folder, model, {name: x.detach() for name, x in weights.items()})
     at_once(lambda url: with_our_weights(server, url, lambda: None), server.urls)
     if before is not None:
