@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from config import SMALLER, UserError
 from fast.growing_cache import make_room
@@ -44,6 +44,8 @@ Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the r
 CHECK_EVERY = {"cuda": 8, "cpu": 1}  # after how many tokens to check which rows have ended; a GPU waits for each check
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
+# The argument with the cache. Before transformers 5.24, it has the second name, and in models like Mamba the third.
+CACHE_NAMES = "cache", "past_key_values", "cache_params"
 PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
 MOST_KEPT_IDS = 2**31  # the limit of ids, 8 GB, in all kept sets of the completions that are sampled at once
 
@@ -198,10 +200,9 @@ def _token_loop(
     truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
 
     # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples.
-    past = kwargs.get("past_key_values")
     # --decode graph sets `forward` on the model object to a function that cannot read prompts in pieces
     # (infra/decoding.py). Otherwise `forward` belongs to the model's class, and is not in vars(model).
-    is_graph = "forward" in vars(model)
+    is_graph, past = "forward" in vars(model), cache_of(kwargs)
     if past is not None and not is_graph and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
@@ -212,7 +213,7 @@ def _token_loop(
     head_ids = torch.zeros(N, L, K, dtype=torch.int32, device=rows.device)
     head_logps = torch.zeros(N, L, K + 1, device=rows.device)
     _select_rows(kwargs, rows)
-    make_room(kwargs.get("past_key_values"), max_tokens=input_ids.shape[1] + L)
+    make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + L)
 
     check_every = CHECK_EVERY[rows.device.type]
     may_end = cache(partial(may_end_stop, sampling=sampling))  # decodes each token of the vocabulary once
@@ -377,12 +378,16 @@ def _cut(p: Tensor, sampling: Sampling) -> Tensor:
     return p
 
 
+def cache_of(kwargs: dict) -> Cache | None:
+    """Return the cache among the arguments of a model."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
 def _select_rows(kwargs: dict, rows: Tensor) -> None:
     """Replace the batch by these rows of it, in the cache, the mask and the positions. A row that is given several
     times is repeated."""
-    for name in ("past_key_values", "cache_params"):  # models like Mamba use the second name
-        if kwargs.get(name) is not None:
-            kwargs[name].reorder_cache(rows)
+    if (cache := cache_of(kwargs)) is not None:
+        cache.reorder_cache(rows)
     for name in PER_ROW:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]

@@ -9,16 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from fast.output_head import forward_replaced, logits_in_fp32
 from infra import faults
 from infra.shard import unsharded
-from rollout import Sampling, rollout
+from rollout import Sampling, cache_of, rollout
 
 FIRST_ROOM = 256  # the first cache of fixed length has room for this many tokens after the prompt
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # PyTorch without CUDA has none
@@ -61,8 +62,8 @@ class GraphForward:
         self.forward, self.max_tokens = forward, max_tokens
         update_wrapper(self, forward)  # because `generate` looks at the signature
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, attention_mask=None, **more):
-        layers, call = past_key_values.layers, partial(self.forward, past_key_values=past_key_values, **more)
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any = None, **more: Any) -> Any:
+        layers, call = cache_of(more).layers, partial(self.forward, **more)
         if not isinstance(layers[0], StaticLayer):  # this call reads the prompts into a new cache
             self.seen_keys = self.graph = self.out = None  # frees the memory that earlier prompts took
             self.length = input_ids.shape[1]  # how many tokens each row has, with its prompt and padding
@@ -110,15 +111,15 @@ def graph_decoding_works(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Return whether the model gives the same log-probs with `GraphForward` as without."""
     # Pick three greedy tokens after each of two prompts of different length. The end token is -1, which is no id, so no
     # completion ends early.
-    sampling = Sampling(3, eos_ids=[-1], temperature=0.0)
+    sample = partial(rollout, model, [[0], [0, 1, 2]], None, Sampling(3, eos_ids=[-1], temperature=0.0))
     try:
-        made = []
-        for decode in ("plain", "graph"):
-            with decoding(model, dtype, decode, 3):
-                made.append(rollout(model, [[0], [0, 1, 2]], None, sampling))
-        if any((a.ids != b.ids).any() for a, b in zip(*made)):
+        with decoding(model, dtype):  # once, because all ranks must gather sharded weights, even one that fails below
+            plain = sample()
+            with forward_replaced(model, GraphForward(model.forward, 3)):
+                graph = sample()
+        if any((a.ids != b.ids).any() for a, b in zip(graph, plain)):
             raise ValueError("it samples other tokens")
-        if max(abs(a.logp - b.logp).max() for a, b in zip(*made)) > torch.finfo(dtype).eps ** 0.5:
+        if max(abs(a.logp - b.logp).max() for a, b in zip(graph, plain)) > torch.finfo(dtype).eps ** 0.5:
             raise ValueError("log-probs differ")
         return True
     except Exception as error:

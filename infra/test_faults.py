@@ -101,6 +101,12 @@ FAULTS = [
 ]
 
 
+def test_a_rank_whose_trial_of_graphs_fails_goes_on_without_them(small, tmp_path):
+    fails = partial(at, "infra.decoding.rollout", 1, exception, rank=1)
+    shown = run(small | dict(shard=True, decode="graph", steps=1), tmp_path / "out", fails, world=2)
+    assert re.findall("note: (.*graph).*: what went wrong", shown) == ["rank 1: no CUDA graph"]
+
+
 @pytest.mark.parametrize("fault, function, n, rank, world, code, message", FAULTS)
 def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, function, n, rank, world, code, message):
     # A mistake also reaches the other ranks, which end without a message.
