@@ -256,7 +256,7 @@ def test_every_command_of_an_addition(fork):
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
     lines += [("follows", words) for words in commands(PROGRAMS["follows"], "python train.py")]
     for i, (module, words) in enumerate(lines):
-        words += "--steps 2 --prompts_per_step 4 --eval_every 0".split()
+        words += "--steps 2 --prompts_per_step 4 --max_completion_length 16 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
     assert len(lines) == 10
