@@ -233,10 +233,8 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     defaults = dict(task=task, out=out) | task_defaults | ALGORITHMS[config.algorithm]
     config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
-    if config.dtype == "auto":
-        config = replace(config, dtype="bfloat16" if on_gpu else "float32")
-    if config.decode == "auto":
-        config = replace(config, decode="graph" if on_gpu else "plain")
+    auto = dict(dtype="bfloat16", decode="graph") if on_gpu else dict(dtype="float32", decode="plain")
+    config = replace(config, **{name: x for name, x in auto.items() if getattr(config, name) == "auto"})
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
 
 
