@@ -144,9 +144,7 @@ class Config:
     score_centering: int = setting(0, "subtract the expected score, from the sampler's K likeliest ids", at_least=0)
     top_entropy: float = setting(1.0, "train only this share of tokens, those of highest entropy", above=0, at_most=1)
     entropy_coef: float = setting(0.0, "weight of an entropy bonus")
-    overlong_buffer: int | None = setting(
-        None, "tokens of the reward overlong; default: a fifth of the limit", at_least=1
-    )
+    overlong_buffer: int | None = setting(None, "tokens of the reward overlong; default: limit / 5", at_least=1)
     mask_truncated: bool = setting(False, "do not train on completions that the length limit cut off")
     dynamic_sampling: int | None = setting(None, "limit of extra rounds that replace groups without signal", at_least=0)
 
