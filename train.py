@@ -391,7 +391,8 @@ def train(typed: Config) -> int:
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
-            return log.stopped(stop, step)
+            report.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
+            return 128 + stop  # the exit code of a process that this signal ends
     if cfg.steps:
         checkpoint.save_model(out / "model", run.model, run.tokenizer)
     return report.finished(out)

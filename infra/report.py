@@ -271,11 +271,6 @@ class RunLog:
         if tokens % 16 == 0 and sys.stdout.isatty():
             say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
 
-    def stopped(self, signal_number: int, step: int) -> int:
-        """Report that a signal has stopped the run, and return its exit code."""
-        say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
-        return 128 + signal_number
-
 
 def say(line: str, end: str = "\n") -> None:
     with suppress(OSError, ValueError):  # stdout may be closed, a closed pipe, or on a full disk
