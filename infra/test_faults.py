@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -274,3 +275,22 @@ def test_a_rank_that_cannot_find_the_first_machine_fails_at_once(monkeypatch, en
     monkeypatch.setattr(os, "environ", {"RANK": "1", "MASTER_PORT": "29500"} | env)
     with pytest.raises(error):
         ranks.start()
+
+
+ADDRESSES = [  # own address, MASTER_ADDR, number of machines, what else is set -> whether it fails
+    ("127.0.1.1", "10.0.0.1", "2", {}, True),
+    ("127.0.1.1", "10.0.0.1", "2", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+    ("127.0.1.1", "10.0.0.1", "1", {}, False),
+    ("127.0.1.1", "127.0.0.1", "2", {}, False),
+    ("127.0.1.1", "node-0", "2", {}, True),  # on node-0 itself
+    ("10.0.0.2", "10.0.0.1", "2", {}, False),
+]
+
+
+@pytest.mark.parametrize("own, master, machines, env, fails", ADDRESSES)
+def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, own, master, machines, env, fails):
+    """Gloo listens at the address of the host's name, which only the machine itself may be able to reach."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: own)
+    monkeypatch.setattr(os, "environ", {"GROUP_WORLD_SIZE": machines, "MASTER_ADDR": master} | env)
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME") if fails else nullcontext():
+        ranks.check_own_address()
