@@ -12,7 +12,7 @@ import pytest
 from transformers import dynamic_module_utils
 
 import train
-from conftest import lines, metrics, replace, run, samples, save_chat_model
+from conftest import flags, lines, metrics, replace, run, samples, save_chat_model
 from infra import ranks
 
 REWARDS = """
@@ -69,8 +69,12 @@ MODELS = {
     "pad_is_eos": partial(edit, "tokenizer_config.json", pad_token="<eos>"),
 }
 
-GOOD = "--model {0}/model --data {0}/rows.jsonl --reward {0}/wish.py:good"
-GOOD += " --max_completion_length 5 --steps 1 --eval_every 0"
+
+def settings_of(files: Path, **changes) -> dict:
+    good = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/wish.py:good", samples_per_step=-1)
+    return good | dict(prompts_per_step=3, num_generations=2, max_completion_length=5, steps=1, eval_every=0) | changes
+
+
 BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
     ("--model {0}/of_another", "{0}/of_another: its files lack 15 weights of this model: "),
@@ -90,9 +94,9 @@ def stderr_of_run(files, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def start(words: str, code: int) -> str:
-        flags = f"{GOOD} {words} --out {tmp_path}/out".replace("{0}", str(files))
+        given = [*flags(settings_of(files), tmp_path / "out"), *words.replace("{0}", str(files)).split()]
         handler = signal.getsignal(signal.SIGINT)
-        assert train.main(flags.split()) == code and signal.getsignal(signal.SIGINT) is handler
+        assert train.main(given) == code and signal.getsignal(signal.SIGINT) is handler
         shown = capsys.readouterr()
         assert "step 1/" not in shown.out
         return shown.err.replace(str(files), "{0}")
@@ -112,11 +116,6 @@ def test_bad_input_is_one_line_but_python_shows_errors_in_user_code(files, stder
     left = {path.name for path in (tmp_path / "out").glob("*")} - {".lock"}
     assert bool(left) == of_the_user, "the files of the run are created before the first reward is called"
     assert not (files / "executed").exists()
-
-
-def settings_of(files: Path, **changes) -> dict:
-    good = dict(model=files / "model", data=files / "rows.jsonl", reward=f"{files}/wish.py:good", samples_per_step=-1)
-    return good | dict(prompts_per_step=3, num_generations=2, max_completion_length=5, steps=1, eval_every=0) | changes
 
 
 def with_rank_logged(next_groups):
