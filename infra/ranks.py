@@ -157,11 +157,10 @@ def sum_gradients(model: torch.nn.Module) -> None:
     buckets, before = defaultdict(list), 0  # `before` counts the bytes of all earlier gradients
     for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if not isinstance(p.grad, DTensor):  # sharded gradients are already summed in the backward pass
+        # Sharded gradients are already summed in the backward pass.
+        if dist.is_initialized() and not isinstance(p.grad, DTensor):
             buckets[before // BUCKET_BYTES].append(p.grad)
             before += p.grad.nbytes
-    if not dist.is_initialized():
-        return
     for bucket in buckets.values():
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         sum_(flat)
