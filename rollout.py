@@ -386,8 +386,8 @@ def cache_of(kwargs: dict) -> Cache | None:
 def _select_rows(kwargs: dict, rows: Tensor) -> None:
     """Replace the batch by these rows of it, in the cache, the mask and the positions. A row that is given several
     times is repeated."""
-    if (cache := cache_of(kwargs)) is not None:
-        cache.reorder_cache(rows)
+    if (past := cache_of(kwargs)) is not None:
+        past.reorder_cache(rows)
     for name in PER_ROW:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]
