@@ -1,6 +1,8 @@
 """Decoding steps that can be CUDA graphs sample the same tokens as plain steps, on a CPU and on a pretended GPU."""
 
 from collections import Counter
+from functools import update_wrapper
+from itertools import count
 
 import pytest
 import torch
@@ -144,6 +146,23 @@ def test_a_model_without_graphs_is_reported_and_left_as_it_was(kind, capsys):
     assert not decoding.graph_decoding_works(model, torch.float32)
     assert "no CUDA graph" in (line := capsys.readouterr().err) and REFUSED[kind] in line
     assert as_lists(sampled(model, SAMPLINGS[-1], "plain")) == plain
+
+
+@pytest.mark.parametrize("row, factor, words", [(0, 1.1, "log-probs differ"), (1, -1.0, "it samples other tokens")])
+def test_a_graph_that_computes_one_token_otherwise_is_not_used(monkeypatch, capsys, row, factor, words):
+    def wrong_at_the_last_token(forward, _):
+        calls = count(1)
+
+        def call(**inputs):
+            out = forward(**inputs)
+            out.logits[row] *= factor if next(calls) == 3 else 1.0
+            return out
+
+        return update_wrapper(call, forward)
+
+    monkeypatch.setattr(decoding, "GraphForward", wrong_at_the_last_token)
+    assert not decoding.graph_decoding_works(model_of("qwen2"), torch.float32)
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("works", [True, False])
