@@ -1,8 +1,11 @@
 """The losses and their gradients, compared with the papers' equations in plain Python.
 
-The test of a preset quotes the objective J from its paper. It computes the term of J for every token, and the
-derivative of that term with respect to log π_θ(o_it), with nothing but `math`; the derivatives were worked out by hand.
-The loss is −J.
+The test of a preset quotes the objective J from its paper, and computes it with nothing but plain numbers. The loss
+is −J.
+
+No formula is needed for the gradient. Add 1e-30 i to one log-prob, and the imaginary part of the loss is 1e-30 times
+the derivative. This is exact, because it is not a difference of two losses. The real part of a number is the number
+without its gradient, sg in the papers.
 
     ρ_it = π_θ/π_old of a token      S(ρ, A) = min(ρ A, clip(ρ, 1−ε_low, 1+ε_high) A)      Δ = log π_ref − log π_θ
 
@@ -66,32 +69,38 @@ def b(request):
     return draw(request.param)
 
 
-def clipped(x, low=0.2, high=0.2):
-    """Return S(ρ, A) = min(ρ A, clip(ρ, 1−low, 1+high) A) and its derivative with respect to log ρ. The derivative is
-    ρ A, or 0 where ρ is clipped. x has the numbers of one token, among them ρ as x.ratio and A as x.A."""
-    free, bound = x.ratio * x.A, min(max(x.ratio, 1 - low), 1 + high) * x.A
-    return (bound, 0.0) if bound < free else (free, free)
+def sg(x):
+    return x.real
 
 
-def minus_sum(b, J, A, weights, ratio="token"):
-    """Return −Σ_i w_i Σ_t J_it and its gradient. J is a function that gets the numbers x of one token. It returns the
-    token's term J_it and the derivative of this term with respect to log ρ. With ratio="sequence", the ratio of all
-    tokens is GSPO's s_i, the exponential of the mean of log ρ over the completion. Then every log-prob of a completion
-    changes all of its terms."""
+def least(*numbers):
+    return min(numbers, key=sg)
+
+
+def most(*numbers):
+    return max(numbers, key=sg)
+
+
+def surrogate(c, ratio="token", epsilon_low=0.2, epsilon_high=0.2):
+    """Return Σ_t S(ρ_t, A) of a completion. With ratio="sequence", the ratio of all tokens is GSPO's s, the exponential
+    of the mean of log ρ over the completion. Then every log-prob of a completion changes all of its terms."""
+    log_ratios = [sum(c.log_rho) / len(c.log_rho)] * len(c.log_rho) if ratio == "sequence" else c.log_rho
+    ratios = [cmath.exp(x) for x in log_ratios]
+    return sum(least(rho * c.A, least(most(rho, 1 - epsilon_low), 1 + epsilon_high) * c.A) for rho in ratios)
+
+
+def minus_sum(b, J, A, weights):
+    """Return −Σ_i w_i Σ_t J_it and its gradient. J is a function that gets a completion c and returns Σ_t J_it."""
     loss, grad = 0.0, torch.zeros_like(b.logp)
     for i, length in enumerate(LENGTHS):
-        s = math.exp(fmean((b.logp - b.old)[i, :length].tolist()))
         for t in range(length):
-            # x.logp, x.old, x.ref, x.sampler and x.mask are the numbers of this token.
-            x = SimpleNamespace(i=i, t=t, A=A[i], **{k: v[i, t].item() for k, v in vars(b).items()})
-            x.ratio = s if ratio == "sequence" else math.exp(x.logp - x.old)
-            value, derivative = J(x)
-            loss = loss - weights[i] * value
-            grad[i, t] = -weights[i] * derivative
-        if ratio == "sequence":
-            # So far, grad[i, t] is the derivative of term t with respect to log s_i. Each log-prob affects log s_i, and
-            # so all of these terms: the derivative of log s_i with respect to each log-prob is 1/length.
-            grad[i, :length] = grad[i].sum() / length
+            # c.A is a number. c.logp, c.old, c.ref, c.sampler and c.log_rho have a number for each token.
+            c = SimpleNamespace(A=A[i], **{name: x[i, :length].tolist() for name, x in vars(b).items()})
+            c.logp[t] += 1e-30j
+            c.log_rho = [x - y for x, y in zip(c.logp, c.old)]
+            term = -weights[i] * J(c)
+            grad[i, t] = term.imag / 1e-30
+        loss += term.real
     return loss, grad
 
 
@@ -116,13 +125,12 @@ def close(ours, theirs, tolerance=1e-10):
 def check(b, A, normalization, J=None, advantage_settings=None, **switches):
     """Compare advantages, loss and gradient with those of the paper. A is the paper's
     advantage of each completion. group_advantages must compute the same when it is called with `advantage_settings`.
-    J is a function as in `minus_sum`, by default the one for S(ρ, A)."""
+    J is a function as in `minus_sum`, by default `surrogate`."""
     settings = (advantage_settings or {}) | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
     close(group_advantages(torch.tensor(GROUPS, dtype=F64), **settings).flatten(), A)
     weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
-    J = J or partial(clipped, low=switches.get("epsilon_low", 0.2), high=switches.get("epsilon_high", 0.2))
     loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
-    close((loss, grad), minus_sum(b, J, A, WEIGHTS[normalization], switches.get("ratio", "token")))
+    close((loss, grad), minus_sum(b, J or partial(surrogate, **switches), A, WEIGHTS[normalization]))
     if switches.get("objective", "clip") in ("clip", "dppo"):
         assert stats["clip_low"][0] > 0 and stats["clip_high"][0] > 0, "the data must reach both bounds"
 
@@ -130,9 +138,9 @@ def check(b, A, normalization, J=None, advantage_settings=None, **switches):
 def test_grpo(b):
     """GRPO, arXiv 2402.03300: J = 1/G Σ_i 1/|o_i| Σ_t [S(ρ_it, A_i) − β (e^Δ − Δ − 1)], A = (r − mean r)/std r."""
 
-    def J(x):
-        (surrogate, slope), delta = clipped(x), x.ref - x.logp
-        return surrogate - 0.04 * (math.exp(delta) - delta - 1), slope - 0.04 * (1 - math.exp(delta))
+    def J(c):
+        deltas = [y - x for x, y in zip(c.logp, c.ref)]
+        return surrogate(c) - 0.04 * sum(cmath.exp(x) - x - 1 for x in deltas)
 
     check(b, OVER_STD, "sequence", J, ref_logp=b.ref, beta=0.04)
 
@@ -166,9 +174,8 @@ def test_luspo(b):
 def test_cispo():
     """CISPO, arXiv 2506.13585: J = 1/Σ_i|o_i| Σ_i Σ_t sg(min(ρ_it, cap)) A_i log π_θ, A = (r − mean r)/std r."""
 
-    def J(x):
-        coefficient = min(x.ratio, 5.0)  # sg stops the gradient, so this is a constant
-        return coefficient * x.A * x.logp, coefficient * x.A
+    def J(c):
+        return sum(sg(least(cmath.exp(x), 5.0)) * c.A * logp for x, logp in zip(c.log_rho, c.logp))
 
     b = draw(0, spread=2.0)  # policies far enough apart for a cap of 5
     # For CISPO, epsilon_high is the cap itself and not its distance from 1.
@@ -180,7 +187,7 @@ def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
     advantage_settings = {"scale": "none", "baseline": "leave_one_out"}
-    check(b, A, "sum", lambda x: (x.A * x.logp, x.A), advantage_settings=advantage_settings, objective="reinforce")
+    check(b, A, "sum", lambda c: c.A * sum(c.logp), advantage_settings=advantage_settings, objective="reinforce")
 
 
 def over_tokens(values):
@@ -215,30 +222,22 @@ def test_opo(b):
 
 def test_gmpo(b):
     """GMPO, arXiv 2507.20673: J = 1/G Σ_i {Π_t min[ρ^sgn(A), clip(ρ^sgn(A), e^−ε, e^ε)]^sgn(A)}^(1/|o_i|) A_i."""
-    low, high = 0.3, 0.4
-    # In logs, the factor of a token is min(log ρ, high) if A > 0. If A < 0, the exponent sgn(A) turns the min into a
-    # max.
-    s = []  # for each completion, the factor of A_i
-    for i, length in enumerate(LENGTHS):
-        log_ratios = (b.logp - b.old)[i, :length].tolist()
-        s.append(math.exp(fmean(min(x, high) if OVER_STD[i] > 0 else max(x, -low) for x in log_ratios)))
 
-    def J(x):
-        # The weights 1/(N |o_i|) of a completion add up to 1/N, so each of its tokens has the value s_i A_i. The
-        # derivative of s_i A_i / N with respect to log ρ_it is s_i A_i / (N |o_i|), or 0 where log ρ_it is clipped.
-        is_clipped = x.ratio > math.exp(high) if x.A > 0 else x.ratio < math.exp(-low)
-        return s[x.i] * x.A, 0.0 if is_clipped else s[x.i] * x.A
+    def J(c):
+        # In logs, the factor of a token is min(log ρ, ε) if A > 0. If A < 0, the exponent sgn(A) turns the min into a
+        # max, and ε into −ε. The weights 1/(N |o_i|) of a completion add up to 1/N, so each token has the whole value.
+        logs = [least(x, 0.4) if c.A > 0 else most(x, -0.3) for x in c.log_rho]
+        return len(logs) * cmath.exp(sum(logs) / len(logs)) * c.A
 
-    check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=low, epsilon_high=high)
+    check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=0.3, epsilon_high=0.4)
 
 
 def test_sapo(b):
     """SAPO, arXiv 2511.20347: J = 1/G Σ_i 1/|o_i| Σ_t (4/τ) σ(τ (ρ_it − 1)) A_i, τ 1 where A > 0, 1.05 elsewhere."""
 
-    def J(x):
-        tau = 1.0 if x.A > 0 else 1.05
-        gate = 1 / (1 + math.exp(-tau * (x.ratio - 1)))
-        return 4 / tau * gate * x.A, 4 * gate * (1 - gate) * x.ratio * x.A
+    def J(c):
+        tau = 1.0 if c.A > 0 else 1.05
+        return sum(4 / tau / (1 + cmath.exp(-tau * (cmath.exp(x) - 1))) * c.A for x in c.log_rho)
 
     check(b, OVER_STD, "sequence", J, objective="sapo")
 
@@ -247,10 +246,10 @@ def test_dppo(b):
     """DPPO-TV, arXiv 2602.04879: J = 1/Σ_i|o_i| Σ_i Σ_t M_it sg(ρ_it) A_i log π_θ, where M_it is 0 for a token whose
     probability has changed by more than δ in the direction of A_i."""
 
-    def J(x):
-        change = math.exp(x.logp) - math.exp(x.old)
-        dropped = change > 0.05 if x.A > 0 else change < -0.03
-        return (0.0, 0.0) if dropped else (x.ratio * x.A * x.logp, x.ratio * x.A)
+    def J(c):
+        changes = [math.exp(sg(x)) - math.exp(y) for x, y in zip(c.logp, c.old)]
+        kept = [x <= 0.05 if c.A > 0 else x >= -0.03 for x in changes]
+        return sum(sg(cmath.exp(x)) * c.A * logp for x, logp, is_kept in zip(c.log_rho, c.logp, kept) if is_kept)
 
     check(b, OVER_STD, "global", J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
 
@@ -261,16 +260,12 @@ def test_vespo(b):
     e^20]. Some of these data are beyond these limits."""
     b.old[2, 0] = b.logp[2, 0] - 30  # the log-ratio of this token is 30
     b.old[4, :2] = b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # and of these it is −30 and 19
-    phi = []
-    for i, length in enumerate(LENGTHS):
-        logs = [min(max(x, -20.0), 20.0) for x in (b.logp - b.old)[i, :length].tolist()]
-        w = math.exp(min(max(sum(logs), math.log(1e-8)), 20.0))
-        k, decay = (2, 3) if OVER_STD[i] >= 0 else (3, 2)
-        phi.append(w**k * math.exp(decay * (1 - w)))
-    assert phi[4] > 0.05  # completion 4 has log-ratios −30, which counts as −20, and 19
 
-    def J(x):
-        return phi[x.i] * x.A * x.logp, phi[x.i] * x.A
+    def J(c):
+        log_w = sum(min(max(sg(x), -20.0), 20.0) for x in c.log_rho)
+        w = math.exp(min(max(log_w, math.log(1e-8)), 20.0))
+        k, decay = (2, 3) if c.A >= 0 else (3, 2)
+        return w**k * math.exp(decay * (1 - w)) * c.A * sum(c.logp)
 
     check(b, OVER_STD, "global", J, objective="vespo")
 
@@ -346,21 +341,8 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
 
 # ---- Every switch with every other, in any split of the step ----
 
-# `completion_by_hand` states all equations of policy_loss a second time, with nothing but numbers. It needs no formula
-# for the gradient. Add 1e-30 i to one log-prob, and the imaginary part of the loss is 1e-30 times the derivative. This
-# is exact, because it is not a difference of two losses. The real part of a number is the number without its gradient.
-
-
-def sg(x):
-    return x.real
-
-
-def least(*numbers):
-    return min(numbers, key=sg)
-
-
-def most(*numbers):
-    return max(numbers, key=sg)
+# `completion_by_hand` states all equations of policy_loss a second time, with nothing but numbers. The gradient is that
+# of an imaginary step, as above.
 
 
 def completion_by_hand(c, s):
