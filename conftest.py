@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -321,7 +322,26 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---- Updates of the weights, and what a run writes ----
+# ---- Calls, updates of the weights, and what a run writes ----
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that replaces the function `name` of `owner` by one that records its calls. The record of each
+    call has its arguments, its keyword arguments and its result."""
+
+    def watched(owner: object, name: str) -> list[SimpleNamespace]:
+        calls, function = [], getattr(owner, name)
+
+        @functools.wraps(function)
+        def calling(*args, **kwargs):
+            calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=function(*args, **kwargs)))
+            return calls[-1].result
+
+        monkeypatch.setattr(owner, name, calling)
+        return calls
+
+    return watched
 
 
 @pytest.fixture

@@ -109,13 +109,11 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window
-def test_the_cache_is_what_concatenation_gives(kind, monkeypatch):
+def test_the_cache_is_what_concatenation_gives(kind, monkeypatch, watch):
     """The growing cache gives the same completions, bit for bit, as the cache of transformers, which concatenates."""
     model = build(kind, sliding_window=5)
     sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
-    grown, move = [], GrowingLayer._move
-    # `_move` returns nothing, so what the lambda returns is not used.
-    monkeypatch.setattr(GrowingLayer, "_move", lambda *args: (grown.append(1), move(*args)))
+    grown = watch(GrowingLayer, "_move")
     in_place = rollout(model, PROMPTS, streams(length=150), sampling)
     assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
     # Without make_room, the cache remains that of transformers.

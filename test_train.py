@@ -98,25 +98,6 @@ def go(sorting, tmp_path, monkeypatch):
     return run_here
 
 
-@pytest.fixture
-def watch(monkeypatch):
-    """Return a function that replaces the function `name` of `owner` by one that records its calls. The record of each
-    call has its arguments, its keyword arguments and its result."""
-
-    def watched(owner: object, name: str) -> list[SimpleNamespace]:
-        calls, function = [], getattr(owner, name)
-
-        @functools.wraps(function)
-        def calling(*args, **kwargs):
-            calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=function(*args, **kwargs)))
-            return calls[-1].result
-
-        monkeypatch.setattr(owner, name, calling)
-        return calls
-
-    return watched
-
-
 def flat(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
 

@@ -234,9 +234,10 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go, stand_in, capsys):
     assert "are off by" in capsys.readouterr().err
 
 
-def test_greedy_completions_and_their_replies_are_those_of_generate(go, stand_in, sorting, tmp_path, monkeypatch):
-    seen, of_evaluation = [], report.of_evaluation
-    monkeypatch.setattr(report, "of_evaluation", lambda *of: seen.append(of[0]) or of_evaluation(*of))
+def test_greedy_completions_and_their_replies_are_those_of_generate(
+    go, stand_in, sorting, tmp_path, monkeypatch, watch
+):
+    evaluations = watch(report, "of_evaluation")
     monkeypatch.setattr(server, "TRIAL_TOKENS", 100)  # enough to tell the temperature from 1
     cut = dict(top_k=5, top_p=0.9, min_p=0.1, stop=["~"])
     settings = cut | dict(keep_set=False, temperature=0.25, steps=0, eval_every=1, eval_k=1, reply=AGAIN)
@@ -244,7 +245,8 @@ def test_greedy_completions_and_their_replies_are_those_of_generate(go, stand_in
     (served,), (own,) = metrics(go(**settings)), metrics(tmp_path / "own")
     names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
-    replies, of_served = ([one.replies for group in greedy for one in group.completions] for greedy in seen)
+    greedy = (call.args[0] for call in evaluations)
+    replies, of_served = ([one.replies for group in groups for one in group.completions] for groups in greedy)
     assert replies == of_served and ["b>"] in replies
     assert all(one == one | cut for one in stand_in.asked[TRIAL + 96 :])
 

@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,7 +195,7 @@ class SentBytes(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
+def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch, watch):
     """Check the table in docs/distributed.md: weights are gathered once for a rollout and twice for a micro-batch, and
     gradients are summed once. This process is one of four ranks with two copies of the model. The others are fake."""
     whole, cpu = tiny_model("qwen2 tied", torch.float32, vocab_size=62), torch.device("cpu")
@@ -206,8 +205,7 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     # out[:] = [own] * 4
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [own] * 4))
     monkeypatch.setattr(shard, "set_model_state_dict", lambda *args, **settings: None)
-    new_groups = Mock(wraps=dist.new_subgroups_by_enumeration)
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new_groups)
+    new_groups = watch(dist, "new_subgroups_by_enumeration")
     try:
         with torch.device("meta"):
             empty = type(whole)(whole.config)
@@ -225,7 +223,7 @@ def test_weights_are_sent_in_bf16_and_gradients_in_fp32(monkeypatch):
     gather, reduce, all_reduce = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
     # `make_mesh` makes two kinds of groups: ranks that share a copy of the model, and ranks that have the same shard.
     # Both must have this program's time limit, because the default of NCCL is too short.
-    assert [call.kwargs["timeout"] for call in new_groups.call_args_list] == [ranks.TIMEOUT] * 2
+    assert [call.kwargs["timeout"] for call in new_groups] == [ranks.TIMEOUT] * 2
     assert rollout.bytes == {gather: 2 * P}
     # Weights in bf16 have 2 bytes and are gathered twice. Gradients in fp32 have 4 bytes. They are summed over the two
     # shards of a copy, and then each rank's half is summed over the two copies.

@@ -14,27 +14,14 @@ from tools import compare
 FLAGS = "--task sorting --prompts_per_step 3 --num_generations 4".split()
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Record the completions and the model of each comparison."""
-    runs, next_groups = [], train.next_groups
-
-    def recording(run, step):
-        groups, drawn = next_groups(run, step)
-        runs.append((run.model, groups))
-        return groups, drawn
-
-    monkeypatch.setattr(train, "next_groups", recording)
-    return runs
-
-
-def test_norms_and_cosines_are_those_of_plain_loops(seen):
+def test_norms_and_cosines_are_those_of_plain_loops(watch):
     """At the policy that sampled, the gradient is that of −Σ w A log π. It is not clipped by --max_grad_norm."""
+    drawn = watch(train, "next_groups")
     variants = compare.variants_of([*FLAGS, "--max_grad_norm", "1e-3"], "normalization=sequence,global,sum")
     ((norms, matrix, error),) = compare.measure(variants, updates=0, kept=None)
-    ((model, groups),) = seen
-    rows = []
-    for group in groups:
+    (call,) = drawn
+    model, rows = call.args[0].model, []
+    for group in call.result[0]:
         r = group.rewards.double()
         A = (r - r.mean()) / (r.std() + 1e-4)
         rows += [(group.prompt_ids, one.ids.tolist(), a) for one, a in zip(group.completions, A.tolist())]
@@ -81,11 +68,10 @@ def test_a_table_has_the_means_over_the_seeds():
     assert len(compare.classes(np.array([[1.0, -1.0], [-1.0, 1.0]]))) == 2, "opposite directions are not one"
 
 
-def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, monkeypatch):
+def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, watch):
     """Completions of one length would make `sequence` and `global` one direction. The picture shows the means over the
     seeds that the table has, each at the place of its two names."""
-    seen, picture = [], compare.picture
-    monkeypatch.setattr(compare, "picture", lambda *given: seen.append(picture(*given)) or seen[0])
+    pictures = watch(compare, "picture")
     words = "--seeds 1,2 --updates 4 --learning_rate 5e-3".split()
     assert compare.main([*FLAGS, *words, "--picture", str(tmp_path / "compare.png")]) == 0
     shown = capsys.readouterr().out
@@ -95,7 +81,7 @@ def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, m
     assert {"grpo", "gspo", "sapo", "gmpo", "gdpo"} in classes and {"dr_grpo", "rloo"} in classes
     assert {"dapo", "cispo", "luspo", "dppo", "vespo"} in classes and int(second.split()[0]) > 7
     assert re.search(r"\((.*) to (?!\1)", shown) and (tmp_path / "compare.png").stat().st_size > 0, "seeds differ"
-    left, right, _ = seen[0].axes  # the last one is the colour bar
+    left, right, _ = pictures[0].result.axes  # the last one is the colour bar
     names = [[label.get_text() for label in labels] for labels in (right.get_xticklabels(), left.get_yticklabels())]
     row = right.images[0].get_array()[names[1].index("grpo")]
     there = {name: f"{x:.3f}" for name, x in zip(names[0], row)}
