@@ -472,13 +472,6 @@ def switches_of(settings):
     return {name: config[name] for name in policy_loss.__kwdefaults__ if name in config}
 
 
-def head_of(part, settings):
-    """Return the arguments of policy_loss that center the scores, or none."""
-    if not settings.get("score_centering"):
-        return {}
-    return dict(head_logp=part.head.clone().requires_grad_(), sampler_head_logp=part.sampler_head)
-
-
 def step_by_hand(settings):
     """Return the loss of `mixed`, its gradient with respect to logp and to the two of `head`, and each statistic as
     [sum, count]."""
@@ -510,7 +503,9 @@ def step_in_parts(**settings):
     for rows, width, one_each in PARTS:
         part = SimpleNamespace(**{name: x[rows, :width] for name, x in vars(b).items()})
         args = part.logp, part.old, part.A[:, 0] if one_each else part.A, part.weight, part.mask
-        more = dict(ref_logp=part.ref, sampler_logp=part.sampler) | head_of(part, settings)
+        more = dict(ref_logp=part.ref, sampler_logp=part.sampler)
+        if settings.get("score_centering"):
+            more |= dict(head_logp=part.head.clone().requires_grad_(), sampler_head_logp=part.sampler_head)
         part_loss, grad[rows, :width, 0], stats = run(*args, **more, **switches)
         if "head_logp" in more:
             grad[rows, :width, 1:] = more["head_logp"].grad
