@@ -260,6 +260,7 @@ def test_vespo(b):
     e^20]. Some of these data are beyond these limits."""
     b.old[2, 0] = b.logp[2, 0] - 30  # the log-ratio of this token is 30
     b.old[4, :2] = b.logp[4, :2] - torch.tensor([-30.0, 19.0])  # and of these it is −30 and 19
+    b.old[3, :2] = b.logp[3, :2] - torch.tensor([30.0, -19.5])
 
     def J(c):
         log_w = sum(min(max(sg(x), -20.0), 20.0) for x in c.log_rho)
