@@ -131,14 +131,14 @@ def rollout(
         # If memory runs out, the lines below this block run. The tensors of the failed attempt are free by then, which
         # they would not be in an `except` block.
         with suppress(torch.OutOfMemoryError):
-            token_loop = partial(
-                _token_loop,
+            completions += _generate(
+                model,
+                prompts[start:stop],
                 uniform=None if uniform is None else torch.as_tensor(uniform[start:stop], device=model.device),
                 replies=None if replies is None else [replies[i] for i in range(start, stop)],
                 sampling=sampling,
                 progress=progress,
             )
-            completions += _generate(model, prompts[start:stop], token_loop, sampling.max_completion_length)
             continue
         half = (stop - start) // 2
         if half == 0:
@@ -149,23 +149,22 @@ def rollout(
     return completions
 
 
-def _generate(model: PreTrainedModel, prompts: list[list[int]], token_loop: Callable, limit: int) -> list[Completion]:
-    """Call `generate`, with `token_loop` in place of its own loop, which would make up to `limit` tokens."""
-    distinct = list(dict.fromkeys(map(tuple, prompts)))
-    place = {prompt: i for i, prompt in enumerate(distinct)}
-    rows = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device)
+def _generate(model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, **how: object) -> list[Completion]:
+    """Call `generate`, with `_token_loop` in place of its own loop over tokens."""
+    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # each with its place
+    rows = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
     width = max(map(len, distinct))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=model.device)
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
-    config = GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True)
+    config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
 
     saved_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
     # What `config` leaves unset, `generate` takes from the model's own configuration. So give the model an empty one.
     model.generation_config = GenerationConfig()
     model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
     try:
-        own_loop = partial(token_loop, rows=rows)
+        own_loop = partial(_token_loop, rows=rows, sampling=sampling, **how)
         return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=own_loop)
     finally:
         model.generation_config = saved_config
@@ -215,7 +214,6 @@ def _token_loop(
     _select_rows(kwargs, rows)
     make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + L)
 
-    check_every = CHECK_EVERY[rows.device.type]
     may_end = cache(partial(may_end_stop, sampling=sampling))  # decodes each token of the vocabulary once
     live = torch.arange(N, device=rows.device)  # the completion of each row of the batch; ended ones leave it later
     done = torch.zeros(N, dtype=torch.bool, device=rows.device)
@@ -257,7 +255,7 @@ def _token_loop(
                 ended[b] = False
 
         done = done | ended
-        if t % check_every == 0:
+        if t % CHECK_EVERY[rows.device.type] == 0:
             count = int(done.sum())
             if progress is not None:
                 progress(t + 1, len(live) - count)
