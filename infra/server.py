@@ -249,21 +249,18 @@ def hand_over(run: Any, server: Server) -> None:
     """Give the weights of the model to all servers, in the dtype of the rollout. All ranks must call this."""
     start = time.perf_counter()
     with decoding(run.model, getattr(torch, run.config.sampler_dtype)):
-        if server.is_tried:
-            server.folder = ranks.on_first(put, server, run.model)
-        else:
-            server.folder = ranks.on_first(trial, server, run)
+        server.folder = ranks.on_first(put if server.is_tried else trial, server, run)
     server.is_tried = server.is_current = True
     server.seconds["handover"] += time.perf_counter() - start
 
 
-def put(server: Server, model: nn.Module, weights: dict[str, Tensor] | None = None) -> Path:
+def put(server: Server, run: Any, weights: dict[str, Tensor] | None = None) -> Path:
     """Write these weights, or else the model's own, and let every server load them. Return their folder, which is not
     flushed to disk."""
     before, server.folder = server.folder, Path(tempfile.mkdtemp(dir=server.holder.name))
     write = lora.save_adapters if server.has_adapters else checkpoint.write_model
-    weights = weights or lora.trained_tensors(model)
-    write(server.folder, model, {name: x.detach() for name, x in weights.items()})
+    weights = weights or lora.trained_tensors(run.model)
+    write(server.folder, run.model, {name: x.detach() for name, x in weights.items()})
     at_once(lambda url: with_our_weights(server, url, lambda: None), server.urls)
     if before is not None:
         shutil.rmtree(before)
@@ -292,7 +289,7 @@ def trial(server: Server, run: Any) -> Path:
     noisy = {name: with_its_noise[x] for name, x in true.items()}
     parts = {name: next(part for part in PARTS if re.search(PARTS[part], name)) for name in true}
     for new, old in ((noisy, true), (true, noisy)):
-        put(server, model, new)
+        put(server, run, new)
         completions = served(server, prompts, uniform, sampling)
         for k, url in enumerate(server.urls):
             pairs = list(zip(prompts, completions))[k::n]
