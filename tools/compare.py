@@ -140,13 +140,12 @@ def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of this tool, and those of train.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=0, help="compare again after this many by the first variant")
-    presets = f"algorithm={','.join(ALGORITHMS)}"
     parser.add_argument("--vary", action="append", metavar="SETTING=VALUE,VALUE", help="default: every preset")
     parser.add_argument("--seeds", default="0", help="default: %(default)s")
     parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
     parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
     args, flags = parser.parse_known_args(words)
-    args.vary, *others = args.vary or [presets]
+    args.vary, *others = args.vary or [f"algorithm={','.join(ALGORITHMS)}"]
     name, _, _ = args.vary.partition("=")
     if others or name not in SETTINGS or SETTINGS[name].metadata["heading"] != "The objective" or name in SHARED:
         parser.error(f"--vary {name}: must be one setting of the objective, and none of {', '.join(SHARED)}")
