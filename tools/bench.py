@@ -119,21 +119,16 @@ def read_clock() -> float:
 
 def plan_step(run: train.Run, args: argparse.Namespace) -> Tensor:
     """Give the run planned prompts. Let its micro-batches have at most as many tokens as TRL's largest one, which is
-    args.rows rows of the maximum length. Return the planned completions (N, L)."""
+    args.rows rows of the maximum length. Return the planned completions (N, L). Their lengths are log-normal with a
+    median of L / 4, and cut off at L."""
     cfg, tokenizer, rng = run.config, run.tokenizer, np.random.default_rng(0)
     # These words stay one token each when they are joined.
     words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{3,}|[0-9]", word))
     prompts = ["".join(rng.choice(words, args.prompt_tokens)).replace("Ġ", " ") for _ in range(cfg.prompts_per_step)]
     run.task = replace(run.task, train=[{"prompt": prompt} for prompt in prompts])
-    encode_prompts(run.tokenizer, run.task.train)
-    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + cfg.max_completion_length))
-    return plan_tokens(run, rng)
-
-
-def plan_tokens(run: train.Run, rng: np.random.Generator) -> Tensor:
-    """Return planned completions (N, L). Their lengths are log-normal with a median of L / 4, and cut off at L."""
-    cfg, tokenizer = run.config, run.tokenizer
+    encode_prompts(tokenizer, run.task.train)
     n, limit = cfg.prompts_per_step * cfg.num_generations, cfg.max_completion_length
+    run.limits = replace(run.limits, rows=None, tokens=args.rows * (args.prompt_tokens + limit))
     ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
     tokens = ordinary[rng.integers(len(ordinary), size=(n, limit))]
     lengths = rng.lognormal(np.log(limit / 4), 0.8, (n, 1)).astype(int).clip(min=1)
