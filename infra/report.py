@@ -150,8 +150,8 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     completions, and pass@k comes from the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    judged = [group.right for group in sampled if group.right is not None and not group.right.isnan().any()]
-    counts = [int(right.sum()) for right in judged]  # of right answers
+    # Of right answers, in each group whose samples all have a value.
+    counts = [int(group.right.sum()) for group in sampled if group.right is not None and group.right.isfinite().all()]
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, count, k) for count in counts] for k in ks},
