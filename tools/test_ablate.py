@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
+from conftest import ROOT
 from infra import run_folder
 from infra.command_line import parse, ready
 from tools import ablate
@@ -131,24 +132,6 @@ def test_a_grid_has_every_combination_and_each_run_has_its_own_folder():
     assert len(folders) == 5 * 2 * 2 and all(folder.parent == args.out for folder in folders)
 
 
-def test_only_unfinished_runs_are_made(tmp_path, monkeypatch, capsys):
-    words = f"--vary beta=0.0 --seeds 1 --out {tmp_path} --figures completion_length".split()
-    words += "-- --task sorting --steps 2 --prompts_per_step 2 --num_generations 2 --eval_prompts 2".split()
-    ablate.main(words)
-    log = tmp_path / "0.0-1" / "metrics.jsonl"
-    done, table = capsys.readouterr().out.split("\n", 1)
-    whole = log.read_text().splitlines()
-    assert done.startswith("done") and f"| 0.0 | {json.loads(whole[-1])['completion_length']:.2f} ± " in table
-    assert table.rstrip().endswith(" | | |"), "one variant is not compared"
-    monkeypatch.setattr(ablate, "run_one", None)  # starting a run would raise a TypeError
-    ablate.main(words)
-    assert capsys.readouterr().out == table
-    log.write_text("\n".join(whole[:-1]) + '\n{"step": 2, ')  # it was killed while writing
-    for more in ([], ["--steps", "3"]):  # a run with fewer steps can be continued
-        with pytest.raises(TypeError):
-            ablate.main([*words, *more])
-
-
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """Make a folder with two finished runs. Starting a run would raise a TypeError."""
@@ -161,6 +144,18 @@ def out(tmp_path, monkeypatch):
         run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config))
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 2, "reward": 0.5}\n')
     return tmp_path
+
+
+def test_only_unfinished_runs_are_made(out, capsys):
+    words = f"--vary beta=0.1 --seeds 1 --out {out} --figures reward -- --learning_rate 1e-3 --steps 2".split()
+    ablate.main(words)
+    assert capsys.readouterr().out.endswith("\n| reward | 0.1 | 0.500 ± nan | | |\n"), "one variant is not compared"
+    log = out / "0.1-1" / "metrics.jsonl"
+    whole = log.read_text()
+    for text, more in (whole, "--steps=3"), (whole[:-9], "--steps=2"):  # continued, and killed while writing
+        log.write_text(text)
+        with pytest.raises(TypeError):
+            ablate.main([*words, more])
 
 
 @pytest.mark.parametrize("words, message", WRONG)
@@ -188,9 +183,13 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
     assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 
-def test_a_failed_run_is_reported_and_the_others_continue(tmp_path, monkeypatch, capsys):
-    # In place of Python, each run calls the command `false`, which fails.
-    monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(SystemExit, match=r"0\.0-1 is not finished"):
-        ablate.main(f"--vary beta=0.0 --seeds 1,2 --out {tmp_path}/out".split())
-    assert capsys.readouterr().out == "".join(f"failed: see {tmp_path}/out/0.0-{seed}.log\n" for seed in (1, 2))
+def test_a_run_is_a_command_and_if_it_fails_the_others_continue(tmp_path, monkeypatch, capsys):
+    # In place of Python, each run calls `false`, which fails, and then `echo`, which prints its arguments.
+    words = f"--vary beta=0.0 --seeds 1,2 --out {tmp_path} -- --steps 3"
+    for command, ends in {"false": "failed: see {}.log\n", "echo": "done: {}\n"}.items():
+        monkeypatch.setattr(sys, "executable", command)
+        with pytest.raises(SystemExit, match=r"0\.0-1 is not finished"):
+            ablate.main(words.split())
+        assert capsys.readouterr().out == "".join(ends.format(tmp_path / f"0.0-{seed}") for seed in (1, 2))
+    echoed = f"{ROOT}/train.py --steps 3 --beta=0.0 --seed=2 --out {tmp_path}/0.0-2\n"
+    assert (tmp_path / "0.0-2.log").read_text() == echoed
