@@ -3,7 +3,7 @@
 import json
 import re
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,10 +21,13 @@ STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROO
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Start runs in processes that have imported everything, and undo what the benchmark wraps in this process."""
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", partial(ProcessPoolExecutor, mp_context=PROCESSES))
+    """Make the runs of a test in one process, which imports TRL only once, and undo what the benchmark wraps in this
+    process."""
     for owner, name in ((train, "uniforms"), (rollout, "sample")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that monkeypatch restores it after the test
+    with ProcessPoolExecutor(1, PROCESSES) as pool:
+        monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda **_: nullcontext(pool))
+        yield
 
 
 @pytest.fixture
