@@ -254,12 +254,12 @@ def test_every_command_of_an_addition(fork):
     ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    lines += [("follows", words) for words in commands(PROGRAMS["follows"], "python train.py")]
-    for i, (module, words) in enumerate(lines):
-        words += "--steps 2 --prompts_per_step 4 --max_completion_length 16 --eval_every 0".split()
+    distillation, _ = commands(PROGRAMS["follows"], "python train.py")  # the test of the reference runs the other one
+    for i, (module, words) in enumerate([*lines, ("follows", distillation)]):
+        words += "--steps 1 --prompts_per_step 4 --max_completion_length 16 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
         assert (prompts == {"12+34="}) == ("prompts.jsonl" in words), "prompts.jsonl has only this prompt"
-    assert len(lines) == 10
+    assert len(lines) == 8
 
 
 def its_own_tests() -> None:
@@ -272,9 +272,9 @@ def test_an_objective_of_a_fork_is_held_to_plain_numbers(fork):
 
 
 def test_two_optimizers_outlive_a_kill(fork):
-    few = "--optimizer muon --steps 3 --prompts_per_step 4 --eval_every 0 --save_every 1".split()
+    few = "--optimizer muon --steps 2 --prompts_per_step 4 --eval_every 0 --save_every 1".split()
     whole = make(fork, "train", few, "muon")
-    dies = partial(conftest.at, "train.training_step", 3, conftest.die)
+    dies = partial(conftest.at, "train.training_step", 2, conftest.die)
     make(fork, "train", few, "muon-killed", dies, code=-signal.SIGKILL)
     assert_same_files(make(fork, "train", few, "muon-killed"), whole)
 
@@ -471,8 +471,9 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
 
 def test_a_reference_that_follows_the_policy(fork):
     """After step 1, the reference is 0.1 of the policy and 0.9 of the policy at its start."""
+    _, control = commands(PROGRAMS["follows"], "python train.py")
     words = "--beta 0.1 --ref_sync_every 1 --steps 1 --prompts_per_step 4 --eval_every 0 --learning_rate 1e-2".split()
-    out = make(fork, "follows", words, "follows")
+    out = make(fork, "follows", [*control, *words], "follows")
     (line,) = metrics(out)
     assert 0.0 < line["probability"] < 1.0
     start, end = (load_file(folder / "model.safetensors") for folder in (fork / "models/addition", out / "model"))
