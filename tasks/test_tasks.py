@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,9 +162,8 @@ def test_what_is_right():
     assert Task([], [], [max, min], [1.0, 1.0]).right(parts) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_steps"), [("1+1=", 100), ([{"role": "user", "content": "1+1"}], 1)])
-def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, max_steps):
-    """Two steps are done."""
+def test_call_rewards_calls_each_reward_once_with_everything_it_needs():
+    """Two steps are done. The first prompt is a text, and the second a chat."""
     calls, events = [], []
 
     @contextmanager
@@ -190,14 +188,15 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
         yield from [trainer_state.max_steps] * 3
         events.append("values")
 
-    rows = [{"prompt": prompt, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n in (1, 2)]
-    task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=max_steps), time_limit=time_limit)
+    prompts = ["1+1=", [{"role": "user", "content": "1+1"}]]
+    rows = [{"prompt": x, "n": n, "completion": [n, None], "more": {"deep": [0.5]}} for n, x in enumerate(prompts, 1)]
+    task = Task(rows, [], [first, second], [1.0, 1.0], of_run=dict(max_steps=100), time_limit=time_limit)
     rows[0] |= {"prompt_ids": [1], "_index": 0}  # these are not for rewards
     groups = [group_of(rows[0], "a", "b"), group_of(rows[1], "c")]
     groups[1].completions[0].truncated = True
     judged, logged = call_rewards(task, groups, TOKENIZER, 2)
-    texts = ["a", "b", "c"] if prompt == "1+1=" else [[{"role": "assistant", "content": text}] for text in "abc"]
-    values = [[step, max_steps] for step in (2.0, math.nan, 3.0)]
+    texts = ["a", "b", [{"role": "assistant", "content": "c"}]]
+    values = [[step, 100] for step in (2.0, math.nan, 3.0)]
     extras = [dict(text=text, n=n, kind=str(int)) for text, n in zip(texts, (1, 1, 2))]
     found = [(parts.tolist(), each) for parts, each in judged]
     np.testing.assert_equal(found, [(values[:2], extras[:2]), (values[2:], extras[2:])])
@@ -205,7 +204,7 @@ def test_call_rewards_calls_each_reward_once_with_everything_it_needs(prompt, ma
     assert logged == [("i", 0.0), ("i", 1.0), ("i", 2.0), ("n", 1.0)]
     assert events == ["reward function first", "awaited", "end", "reward function second", "values", "end"]
     expected = {name: [rows[i][name] for i in (0, 0, 1)] for name in ("n", "completion", "more")}
-    expected |= {"prompts": [prompt] * 3, "completions": texts}
+    expected |= {"prompts": [prompts[i] for i in (0, 0, 1)], "completions": texts}
     ids = [[*TOKENIZER(text).input_ids, EOS_ID] for text in "abc"]
     assert calls == [expected | {"truncated": [False, False, True], "completion_ids": ids}]
     assert call_rewards(task, [], TOKENIZER, 2) == ([], []) and len(calls) == 1, "without groups no reward is called"
@@ -224,21 +223,3 @@ def test_the_reward_overlong_is_that_of_dapo_for_every_task():
     groups = [group_of({"prompt": "1+1=", "answer": "2"}, "11", "1111")]  # with their end tokens, 3 and 5 tokens
     ((parts, _),), _ = call_rewards(task, groups, TOKENIZER, 0)
     assert parts[:, 1].tolist() == [-0.5, -1.0] and task.of_run["max_steps"] == 1, "a reward may divide by it"
-
-
-def test_rows_of_several_tasks(folder):
-    """A reward gets the columns of all rows, and gives None for rows that are not its own. That does not make them
-    wrong."""
-    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "2"}], "letters": "ab"}]
-    Path("mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = load_task(Config(task="addition", data="mixed.jsonl", eval_every=0))
-    assert [(row["answer"], row["letters"]) for row in task.train] == [("1", None), (None, "ab")]
-
-    def exact_sum(completions, answer, **columns):
-        assert completions == ["1", [{"role": "assistant", "content": "1"}]]
-        return [None if x is None else 1.0 for x in answer]
-
-    task.rewards = [exact_sum]
-    judged, _ = call_rewards(task, [group_of(row, "1") for row in task.train], TOKENIZER, 0)
-    rights = [task.right(parts) for parts, _ in judged]
-    assert rights[0].tolist() == [1.0] and rights[1] is None
