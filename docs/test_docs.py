@@ -147,7 +147,8 @@ def test_imports_run_one_way():
     assert [name for name in imports if re.match(r"loss$|advantage$|fast\.", name) and imports[name]] == []
 
 
-def test_every_table_is_that_of_the_logs_and_every_picture_is_there():
+def test_every_table_is_that_of_the_logs_and_every_picture_is_there(monkeypatch):
+    monkeypatch.setattr(evidence.plot, "draw_picture", lambda *_: None)  # only fingerprints are compared
     evidence.main(["--check"])
 
 
