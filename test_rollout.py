@@ -32,9 +32,9 @@ TOLERANCE = rounding(torch.float32)
 close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def streams(samples=SAMPLES, length=12):
+def streams(length=12):
     """Return the random numbers of these samples in step 3 of a run with seed 0."""
-    return uniforms(0, 3, samples, length)
+    return uniforms(0, 3, SAMPLES, length)
 
 
 @torch.no_grad()
@@ -51,24 +51,6 @@ def assert_scored_as_sampled(model, prompts: list[list[int]], completions: list[
         close(torch.as_tensor(completion.logp), logp[0, start:].float())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_sampled_distribution_is_the_scored_one(kind, temperature):
-    # In fp32 the recurrence of Mamba loses more digits on some CPUs than on others.
-    model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
-    sampling = Sampling(12, [2, 4, 8], temperature, top_k=9, top_p=0.9, min_p=0.05)
-    plain = rollout(model, PROMPTS, streams(), sampling)
-    assert_scored_as_sampled(model, PROMPTS, plain, temperature)
-    # Reply functions that never reply change nothing but `written`, which is None without reply functions.
-    unanswered = rollout(model, PROMPTS, streams(), sampling, replies=[lambda turn: None] * len(PROMPTS))
-    assert as_lists([replace(completion, written=None) for completion in unanswered]) == as_lists(plain)
-    # The same tokens are sampled, but their log-probs are over the full vocabulary.
-    full = rollout(model, PROMPTS, streams(), replace(sampling, keep_set=False))
-    assert_scored_as_sampled(model, PROMPTS, full, temperature)
-    assert all(np.array_equal(x.ids, y.ids) and x.kept is None for x, y in zip(full, plain))
-    assert max(a - b for x, y in zip(plain, full) for a, b in zip(x.logp, y.logp)) > 0.01, "the kept set matters"
-
-
 @pytest.mark.parametrize("cut", [{}, dict(top_k=9, top_p=0.9), dict(top_k=2)], ids=str)
 @torch.no_grad()
 def test_the_head_has_the_likeliest_ids_and_is_scored_as_sampled(cut):
@@ -83,7 +65,7 @@ def test_the_head_has_the_likeliest_ids_and_is_scored_as_sampled(cut):
         for t, (head_ids, head_logp) in enumerate(zip(one.head_ids, one.head_logp)):
             is_there = np.isfinite(head_logp)
             assert is_there.sum() == min(K + 1, cut.get("top_k", 99), 99 if one.kept is None else len(one.kept[t]))
-            assert head_ids[is_there[:-1]].tolist() == p[t].argsort(descending=True)[: is_there[:-1].sum()].tolist()
+            assert head_ids[is_there[:-1]].tolist() == p[t].topk(is_there[:-1].sum()).indices.tolist()
             assert np.exp(head_logp).sum() == pytest.approx(1.0, rel=1e-5)
             close(torch.as_tensor(head_logp)[is_there], scored[0, start + t].float()[is_there])
 
@@ -112,13 +94,13 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
 def test_the_cache_is_what_concatenation_gives(kind, monkeypatch, watch):
     """The growing cache gives the same completions, bit for bit, as the cache of transformers, which concatenates."""
     model = build(kind, sliding_window=5)
-    sampling = Sampling(150, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
+    sampling = Sampling(100, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
     grown = watch(GrowingLayer, "_move")
-    in_place = rollout(model, PROMPTS, streams(length=150), sampling)
+    in_place = rollout(model, PROMPTS, streams(length=100), sampling)
     assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
     # Without make_room, the cache remains that of transformers.
     monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
-    assert as_lists(in_place) == as_lists(rollout(model, PROMPTS, streams(length=150), sampling))
+    assert as_lists(in_place) == as_lists(rollout(model, PROMPTS, streams(length=100), sampling))
 
 
 # The kind of model, how many tokens of prompts it may read at once, and how many tokens of each prompt it then reads in
@@ -207,7 +189,7 @@ def talk(model, prompt: list[int], numbers: list[float], sampling: Sampling, cut
     return ids, written, True, turns, sets
 
 
-CUTS = {}, dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), {}, dict(top_k=9, top_p=0.9, min_p=0.05)
+CUTS = {}, dict(top_p=0.8), dict(top_k=5), dict(min_p=0.1), {}, dict(top_k=9, top_p=0.9, min_p=0.05)
 STOPS = ["é", "aa", "y "], ["</x>", "abc", "    "]
 CONVERSATIONS = [*zip(KINDS, CUTS, [[]] * 6), ("qwen2", CUTS[5], STOPS[0]), ("qwen2", {}, STOPS[1])]
 
@@ -219,12 +201,11 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
     batches nor the moment when finished rows are dropped makes a difference. The token that completes a stop string is
     the last of its turn. A string that begins in one turn and ends in another does not count."""
     model = build(kind, dtype=torch.float64 if kind == "mamba" else torch.float32)
-    samples = [(p, i) for p in range(3) for i in range(3)]
-    prompts, u = [DISTINCT[p] for p, _ in samples], streams(samples, 20)
+    u = streams(length=20)
     sampling = Sampling(20, [2] if stop else SAMPLING.eos_ids, temperature=0.9, stop=stop, **cut)
     sampling.to_text = text_of
     monkeypatch.setattr(rollout_module, "stop_window", lambda _: 4)  # shorter than most turns
-    expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(prompts, u, strict=True)]
+    expected = [talk(model.eval(), prompt, numbers, sampling, cut) for prompt, numbers in zip(PROMPTS, u, strict=True)]
     _, _, all_truncated, all_turns, all_sets = zip(*expected)
     assert any(len(turns) > 2 for turns in all_turns) and any(all_truncated)
     assert kind != "bloom" or any(0 in ids for ids, *_ in expected), "also the id with which rows are padded is sampled"
@@ -232,10 +213,10 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
     assert all(any(string in text for text in texts) for string in stop)
     assert not cut or max(len(kept) for sets in all_sets for kept in sets if kept) < VOCAB / 2
     for how in (dict(drop_share=0.01), dict(drop_share=1.0), dict(tokens_at_once=60)):
-        heard = [[] for _ in prompts]
+        heard = [[] for _ in PROMPTS]
         # append() returns None, so each function notes the turn and returns the reply.
         replies = [lambda turn, notes=notes: notes.append(turn) or replied(turn) for notes in heard]
-        completions = rollout(model, prompts, u, replace(sampling, **how), replies=replies)
+        completions = rollout(model, PROMPTS, u, replace(sampling, **how), replies=replies)
         # A turn that the length limit cuts off gets no reply.
         ended = [[turn for turn in turns if is_over(turn, sampling)] for turns in all_turns]
         assert heard == ended, "the reply function must be called once for each turn that ended"
@@ -245,7 +226,7 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
             assert completion.turns == turns and completion.length == sum(written)
             kept = None if completion.kept is None else [None if x is None else x.tolist() for x in completion.kept]
             assert kept == (sets if cut else None)
-        assert_scored_as_sampled(model, prompts, completions, 0.9)
+        assert_scored_as_sampled(model, PROMPTS, completions, 0.9)
 
 
 @pytest.mark.parametrize("u, expected", [(0.0, 2), (1.0 - 2**-53, 3), (1.0, 3)])
