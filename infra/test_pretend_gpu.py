@@ -155,10 +155,11 @@ def test_a_run_in_bfloat16(small, tmp_path, kind, given):
 def test_a_run_out_of_memory_continues_with_smaller_parts(small, tmp_path):
     """Memory runs out in an evaluation, which has more completions than a step, and in an update. The results must be
     those of a run on a CPU."""
-    settings = small | dict(eval_k=48, num_generations=12, steps=1, minibatches=1, gradient_checkpointing=False)
+    settings = small | dict(max_completion_length=12, eval_prompts=5, eval_k=24)
+    settings |= dict(steps=1, minibatches=1, gradient_checkpointing=False)
     run(settings, tmp_path / "cpu")
     budgets = dict(rollout_tokens=10**6, micro_batch_tokens=10**6)
-    shown = run(settings | budgets, tmp_path / "out", partial(on_a_gpu, "pretended", 1.8e6))
+    shown = run(settings | budgets, tmp_path / "out", partial(on_a_gpu, "pretended", 1.9e6))
     assert "completions are sampled at once" in shown and "from now on a micro-batch has" in shown
     assert not errors(shown)
     assert_same_run(tmp_path / "out", tmp_path / "cpu")
