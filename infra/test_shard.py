@@ -69,9 +69,12 @@ CASES = {  # number of ranks; settings; more settings for the sharded run, which
         dict(model="untied", reference="capped"),
         dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True),
     ),
-    "ranks without a completion": (3, dict(prompts_per_step=1, num_generations=2, minibatches=1), {}),
     "capped, unequal counts of parts": (2, dict(model="capped", minibatches=1, num_generations=5, top_entropy=0.5), {}),
-    "an own head, a refreshed reference": (3, dict(model="untied", ref_sync_every=1, eval_every=2, eval_prompts=5), {}),
+    "ranks without a completion, a refreshed reference": (
+        3,
+        dict(prompts_per_step=1, num_generations=2, minibatches=1, ref_sync_every=1, eval_every=2, eval_prompts=5),
+        {},
+    ),
 }
 
 
