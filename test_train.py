@@ -594,12 +594,6 @@ def test_prompts_and_streams(go, draws, watch, sorting):
     assert draws() == (list(range(6)), evaluation + step_1 + evaluation + step_2 + evaluation)
 
 
-def test_rewards_draw_other_random_numbers_in_each_step_on_each_rank_and_with_each_seed(go, sorting, tmp_path):
-    once, two = go(reward=paths("drawn")), tmp_path / "two"
-    run(sorting | dict(seed=1, reward=paths("drawn")), two, world=2)
-    assert len({line["reward"] for line in samples(once) + samples(two)}) == 2 * len(samples(once))
-
-
 def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
     out = go(reward=paths("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6)
     indices, streams = draws()

@@ -15,7 +15,7 @@ from conftest import tiny_model
 from infra.decoding import decoding
 from infra.lora import add_adapters
 from infra.model import limits_of
-from infra.seeds import generator
+from infra.seeds import generator, seed_everything
 
 
 class Products(TorchDispatchMode):
@@ -74,11 +74,13 @@ def test_logits_while_decoding_in_bf16_are_not_rounded_to_bf16(name, exact):
     assert "forward" not in vars(model.lm_head) and model(ids).logits.dtype == torch.float32
 
 
-def test_generators_are_named_by_purpose_seed_and_numbers():
+def test_random_numbers_follow_from_purpose_seed_and_numbers():
     names = [("a", 0), ("a", 0, 0), ("a", 0, 0, 0), ("a", 1), ("b", 0), ("a", 0, 12), ("a", 0, 1, 2), ("a", 0, 1)]
     first = [int(generator(*name).integers(2**62)) for name in names]
     assert len({*first}) == len(names)
     assert first[0] == generator("a", np.int64(0)).integers(2**62) == 4450455305437647052  # runs depend on this value
+    drawn = [seed_everything(seed, step=1) or np.random.rand() for seed in (0, 1, 0)]  # by user code
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 @pytest.mark.parametrize("prompt, together", [(9, True), (11, False)])
