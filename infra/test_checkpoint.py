@@ -314,6 +314,7 @@ def extended_and_killed(out: Path) -> None:
 
 
 unfinished = partial(made, left=("checkpoint/000004",), steps=9)
+only_model = partial(made, left=("model",), **INFINITE)
 two_saved = partial(made, left=("checkpoint/000002", "checkpoint/000004"))
 no_step_made = partial(made, steps_made=0, left=())
 evaluation = partial(no_step_made, steps=0)
@@ -336,7 +337,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no checkpoint"),
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
     (partial(made, left=("model",), steps_made=-1), dict(beta=0.5), OTHER),  # the log is empty
-    (partial(made, **INFINITE), INFINITE, "finished"),
+    (partial(with_file, only_model, "metrics.jsonl", '{"step": 4}\n'), INFINITE, "finished"),  # without evaluations
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=5), 4),
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=0), f"{OTHER}--eval_every 20 there, 0 here$"),
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
