@@ -127,7 +127,7 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
         top_entropy=0.5), {},
     ),
     "more ranks than completions, dynamic sampling, evaluation": (
-        5, dict(prompts_per_step=2, num_generations=2, reward=paths("letters", "judged"), dynamic_sampling=2,
+        3, dict(prompts_per_step=1, num_generations=2, reward=paths("letters", "judged"), dynamic_sampling=2,
         eval_every=1, eval_prompts=4, eval_k=1), {},
     ),
     "completions of an earlier step, with centered scores": (

@@ -290,7 +290,7 @@ def on_a_gpu(*gigabytes: float) -> None:
 
 @needs_pretended_gpu
 def test_all_ranks_make_the_same_trials_and_choose_what_fits_on_the_smallest(sorting, tmp_path):
-    given = sorting | dict(shard=True, steps=1)
+    given = sorting | dict(max_completion_length=4, shard=True, steps=1)
     shown = conftest.run(given, tmp_path / "out", partial(on_a_gpu, 80, 0.03), world=2)
     limits = [re.findall(rf"rank {rank}: (.*)", shown) for rank in range(2)]
     assert len(limits[0]) == 4 and limits[0] == limits[1]  # three in the trial, and one in the step
