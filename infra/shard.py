@@ -76,8 +76,6 @@ def shard(
     # the name of the original class, which is saved with the model.
     sharded, original = type(model), type(model).__bases__[1]
     sharded.__name__, sharded.__module__ = original.__name__, original.__module__
-    # With this, the saved model has the same names for its weights as the files that were loaded.
-    model._weight_conversions = getattr(whole, "_weight_conversions", None)
     model.to_empty(device=device)
     model.tie_weights()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -43,11 +43,13 @@ def save_model(folder: Path, family: str, **how) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Save three models. One has an untied output head. One caps its logits, and therefore each of its rows is scored
-    in a separate pass. One has a configuration which says that the output head is tied, although it is not."""
+    """Save four models. One has an untied output head, and one has experts. One caps its logits, and therefore each of
+    its rows is scored in a separate pass. One has a configuration which says that the output head is tied, although it
+    is not."""
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "capped", "gemma2")
     save_model(folder / "untied", "llama")
+    save_model(folder / "experts", "qwen3_moe")
     file = shutil.copytree(folder / "untied", folder / "tied") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     return folder
@@ -70,9 +72,9 @@ CASES = {  # number of ranks; settings; more settings for the sharded run, which
         dict(shard_size=2, micro_batch_tokens=60, gradient_checkpointing=True),
     ),
     "capped, unequal counts of parts": (2, dict(model="capped", minibatches=1, num_generations=5, top_entropy=0.5), {}),
-    "ranks without a completion, a refreshed reference": (
+    "experts, ranks without a completion, a refreshed reference": (
         3,
-        dict(prompts_per_step=1, num_generations=2, minibatches=1, ref_sync_every=1, eval_every=2, eval_prompts=5),
+        dict(model="experts", prompts_per_step=1, num_generations=2, minibatches=1, ref_sync_every=1, eval_every=2),
         {},
     ),
 }
