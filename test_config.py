@@ -47,10 +47,13 @@ def test_the_loss_gets_every_setting_that_it_takes():
 
 
 def test_a_run_goes_on_with_the_settings_that_decide_its_steps():
-    """Of the first four sections of --help, it may have other values of these only."""
-    headings = [*dict.fromkeys(x.metadata["heading"] for x in fields(Config))][:4]
-    free = {x.name for x in fields(Config) if x.metadata["may_change"] and x.metadata["heading"] in headings}
+    """Of the first four sections of --help, it may have other values of these only. Of the last two, it must keep the
+    dtype and the seed."""
+    headings = [*dict.fromkeys(x.metadata["heading"] for x in fields(Config))]
+    free = {x.name for x in fields(Config) if x.metadata["may_change"] and x.metadata["heading"] in headings[:4]}
     assert free == {"reward_timeout", "server", "server_folder", "server_timeout", "steps"}
+    kept = {x.name for x in fields(Config) if not x.metadata["may_change"] and x.metadata["heading"] in headings[4:]}
+    assert kept == {"dtype", "seed"}
 
 
 # ---- Each setting has the effect that it is for, and no other ----
@@ -82,7 +85,7 @@ TRACKER.init = lambda **about: SimpleNamespace(log=lambda figures, step: Path("t
 PLAIN = dict(
     model="model", data="rows.jsonl", reward=["letters"], prompts_per_step=3, num_generations=4,
     max_completion_length=8, steps=2, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1e6, eval_every=0,
-    samples_per_step=-1, out="out",
+    samples_per_step=-1, out="~/out",
 )  # fmt: skip
 
 # The reference has no chat template, and needs none.
@@ -148,6 +151,7 @@ def run_in(here: Path, folder: Path, settings: dict) -> dict:
 
     with pytest.MonkeyPatch.context() as patch, register_module_forward_hook(note):
         patch.chdir(here)
+        patch.setenv("HOME", str(here))
         patch.setitem(sys.modules, "wandb", TRACKER)
         # Install no signal handlers, so that Ctrl-C stops the tests at once.
         patch.setattr(faults, "stop_requests", lambda: [])

@@ -114,10 +114,11 @@ def test_what_is_read_together_is_read_once():
 
 
 @pytest.mark.parametrize("size, together", [(None, True), (12, True), (11, False)])
-def test_a_window_shorter_than_a_row_is_noticed_even_if_the_trial_input_fits_in_it(size: int | None, together: bool):
+@pytest.mark.parametrize("name", ["sliding_window", "attention_window_size", "attention_chunk_size"])  # by families
+def test_a_window_shorter_than_a_row_is_noticed_even_if_the_trial_input_fits_in_it(name, size, together):
     """`reads_together` tries the model on rows of at most 7 tokens, which a window of 11 does not cut. But it would cut
     rows of 12 tokens, so the model must not read them together."""
-    assert reads_together(tiny_model("mistral", sliding_window=size), 12) == together
+    assert reads_together(tiny_model("mistral", **{"sliding_window": None, name: size}), 12) == together
 
 
 def fp64_logits(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
@@ -205,7 +206,8 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
     before = happened[: happened.index((partial_folder, folder))]
     inside = {partial_folder / path.relative_to(folder) for path in folder.rglob("*")}
     # Eight: state.pt, SHA256SUMS, three folders, and a file of weights in each of these folders.
-    assert {partial_folder, tmp_path / "metrics.jsonl", *inside} <= set(before) and len(inside) == 8
+    needed = {partial_folder, partial_folder / "SHA256SUMS.partial", tmp_path / "metrics.jsonl", *inside}
+    assert needed <= set(before) and len(inside) == 8
     assert folder.parent in happened[len(before) + 1 :], "the new name itself is not flushed"
 
 
@@ -453,6 +455,8 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     for name in CODE + NAMED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first")
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm first"):
+        subprocess.check_call(["git", "-C", tmp_path, *words.split()])
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "infra" / "run_folder.py"))
     model, teacher, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", "teacher", *NAMED[2:]))
     settings = dict(model=model, data=rows, eval_data=held, reward=[f"{reward}:f"], reply=f"{reply}:f")
@@ -463,7 +467,7 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     (tmp_path / changed).write_text("second")
     name = "code" if changed in CODE else f"digest of {tmp_path / changed}".removesuffix("/config.json")
     notes, is_told = begun(out, **settings), not changed.startswith(("test_", "tools/"))
-    assert [note.partition(" was ")[0] for note in notes] == ([name] if is_told else [])
+    assert [note.partition(" was ")[0] for note in notes] == ["commit", *([name] if is_told else [])]  # now "-dirty"
     fingerprint = run_folder.fingerprint_of_start(config_of(out, **settings), [])
     assert (fingerprint != on_other_ranks) == (is_told and changed.endswith(".py"))
 

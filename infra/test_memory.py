@@ -268,6 +268,8 @@ def test_a_made_up_batch_has_all_that_a_batch_may_have():
     assert all(x.shape == (6, 9) for x in (batch.weights, batch.old_logp, batch.ref_logp)) and batch.mask[:, 4:].all()
     assert batch.head_ids.shape == (6, 9, 2) and batch.sampler_head_logp.shape == (6, 9, 3)
     assert [None if ids is None else len(ids) for ids in batch.kept[5]] == [None] * 4 + [3] * 5
+    run.config = replace(cfg, keep_set=False)
+    assert memory.made_up_batch(run, 4, 2, 3).kept is None
 
 
 # ---- Whole runs ----

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from datetime import date
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,7 +149,9 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: True
     log, tracked = RunLog(Config(out=str(tmp_path), steps=2, prompts_per_step=1, samples_per_step=0), str, NAMES), []
-    log.track = lambda metrics, step: tracked.append((step, metrics.keys()))
+    writer = SimpleNamespace(add_scalar=lambda *scalar: tracked.append(scalar), close=tracked.clear)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
+    log.track = report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"))
     for tokens in range(1, 33):
         log.generating(tokens, 3)
     made = group([1.0], 1)
@@ -160,4 +163,5 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
     log.step({"step": 2, "eval/x": 1.0}, [], [])
     # A metric without a value is not sent to the tracker.
-    assert tracked == [(1, STEP.keys() - {"step", "entropy"}), (2, {"eval/x"})]
+    of_step_1 = [(name, x, 1) for name, x in STEP.items() if name not in ("step", "entropy")]
+    assert tracked == [*of_step_1, ("eval/x", 1.0, 2)]

@@ -16,7 +16,7 @@ from conftest import PROCESSES, ROOT, lines
 from tools import bench
 
 STEP = f"""step --seeds 1 --rows 4 --prompt_tokens 17 --out {{}} -- --model {ROOT}/models/addition --task addition
-    --prompts_per_step 3 --num_generations 4 --max_completion_length 12"""
+    --prompts_per_step 3 --num_generations 4 --max_completion_length 12 --temperature 0.8"""
 
 
 @pytest.fixture(autouse=True)
