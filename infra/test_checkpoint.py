@@ -260,15 +260,12 @@ def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
     models, optimizer = a_model()
     for out in (tmp_path / "one", tmp_path / "other"):  # with the same settings
         begun(out)
-        checkpoint.save(out, 4, models, optimizer, 0, {})
-        checkpoint.load(out, 4, models, optimizer)
-    folder = checkpoint_of(tmp_path / "one", 4)
-    shutil.rmtree(folder)
-    shutil.copytree(checkpoint_of(tmp_path / "other", 4), folder)
-    renamed = checkpoint_of(tmp_path / "other", 4).rename(checkpoint_of(tmp_path / "other", 2))
-    for path in folder, renamed:
-        with pytest.raises(UserError, match=f"the checkpoint {path} is of another run or step"):
-            checkpoint.load(path.parents[1], int(path.name), models, optimizer)
+    checkpoint.save(tmp_path / "one", 4, models, optimizer, 0, {})
+    checkpoint.load(tmp_path / "one", 4, models, optimizer)
+    for name, step in ("other", 4), ("one", 2):
+        copied = shutil.copytree(checkpoint_of(tmp_path / "one", 4), checkpoint_of(tmp_path / name, step))
+        with pytest.raises(UserError, match=f"the checkpoint {copied} is of another run or step"):
+            checkpoint.load(tmp_path / name, step, models, optimizer)
 
 
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
