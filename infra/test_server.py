@@ -225,13 +225,11 @@ def test_seconds_are_those_of_one_step(monkeypatch):
     assert [one.take_seconds()["seconds_waited"] for _ in range(2)] == [2, 0]
 
 
-def test_weights_are_served_in_the_dtype_of_the_rollout(go, stand_in, capsys):
+def test_weights_are_served_in_the_dtype_of_the_rollout(go, stand_in):
     """bf16 has a relative error of 0.4 %. There, the trial accepts larger differences, such as those of this server."""
     assert all(1e-6 < line["sampler_gap"] < 0.01 for line in metrics(go(steps=2, rollout_dtype="bfloat16")))
     stand_in.disobeyed = dict(temperature=1.05)
     assert metrics(go("off", steps=1, rollout_dtype="bfloat16"))[0]["sampler_gap"] > 0.01
-    go("refused", code=2)
-    assert "are off by" in capsys.readouterr().err
 
 
 def test_greedy_completions_and_their_replies_are_those_of_generate(
@@ -288,7 +286,7 @@ def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
     assert "old adapters" in capsys.readouterr().err
 
 
-OTHERWISE = [("temperature", 1.0, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
+OTHERWISE = [("temperature", 0.73, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
 
 
 @pytest.mark.parametrize("name, value, words", OTHERWISE)
