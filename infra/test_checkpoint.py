@@ -377,8 +377,6 @@ def test_ranks_that_are_restarted_before_the_old_run_was_replaced_still_start_ov
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         start = run_folder.claim(config)
         assert not start.is_finished and not start.after_step
-    run_folder.begin(config, Config(), start)
-    assert not run_folder.starts_over(config), "from here on, the new run goes on"
 
 
 def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, monkeypatch):
