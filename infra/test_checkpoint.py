@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -488,7 +487,7 @@ def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkey
     assert budgets() == (None, None)
 
 
-def write(out: Path, to_test: Connection) -> None:
+def write(out: Path, to_test: object) -> None:
     """Replace the run in this folder, and keep the lock of the folder for minutes. Start a child process, as a reward
     may do, and send its pid to the test. The child does not have the lock."""
     made(out)
