@@ -102,6 +102,7 @@ DIFFERS = {
     "max_turns": (1, dict(reply=f"{__name__}:reply_with_c", stop=[">"], eval_every=1), "completions turns eval/turns"),
     "stop": (["a", "bc", ">"], dict(reply=f"{__name__}:reply_with_c", eval_every=1), "completions turns eval/turns"),
     "combine_rewards": ("gdpo", dict(reward=["letters", "short"]), "advantages weights"),
+    "keep_set": (False, dict(top_p=0.5), "weights"),
     "micro_batch_size": (1, {}, "update"),
     "micro_batch_tokens": (30, {}, "update"),
     "rollout_tokens": (60, {}, "rollout"),

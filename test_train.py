@@ -555,16 +555,6 @@ def test_learning_rate():
         assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *(3e-4 * factor for factor in factors)])
 
 
-@pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1)], ids=str)
-def test_a_cut_of_the_vocabulary_and_its_sets_reach_the_sampler(go, cut):
-    """Each cut leaves one token at each position, so all samples of a prompt are alike. With keep_set, log-probs are
-    over the tokens that the cut leaves, so each is 0. Without it, they are over the whole vocabulary."""
-    for keep_set in (True, False):
-        rows = samples(go(str(keep_set), **cut, keep_set=str(keep_set), steps=1))
-        assert len({(row["prompt"], row["completion"]) for row in rows}) == len({row["prompt"] for row in rows}) == 3
-        assert all(logp == 0.0 for row in rows for _, logp in row["tokens"]) == keep_set
-
-
 @pytest.fixture
 def draws(watch):
     """Return a function that lists the prompts drawn so far, and the streams (step, prompt, sample) used so far."""
