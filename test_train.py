@@ -6,7 +6,6 @@ import json
 import math
 import random
 import statistics
-import string
 import subprocess
 import sys
 from dataclasses import replace
@@ -640,35 +639,21 @@ def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
 
 
-# ---- A chat model, and rewards with TRL's signature ----
+# ---- A chat model ----
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
-ENDS = [EOS_ID, 5, 9, 12]
 
 
-def test_chat_prompts_and_what_rewards_get(go, tmp_path, watch):
-    """The model has several end tokens, and generation settings that must change nothing and be saved again."""
-    alphabet, data = string.ascii_lowercase + string.digits + "<>;+ ?", tmp_path / "chat.jsonl"
-    generation = dict(eos_token_id=ENDS, pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
-    conftest.save_chat_model(tmp_path / "model", alphabet, TEMPLATE, **generation)
-    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
-    rows = [{"prompt": messages, "answer": "2"}, {"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    rewarded = watch(sys.modules[__name__], "drawn")
-    of_chat = dict(task="data", model=tmp_path / "model", data=data, reward=paths("drawn"))
-    out = go(**of_chat, prompts_per_step=2, max_completion_length=20, steps=1)
-    (call,) = rewarded
-    columns, prompt_of = call.kwargs, {row["answer"]: row["prompt"] for row in rows}
-    for i, line in enumerate(samples(out)):
-        assert line["prompt"] == columns["prompts"][i] == prompt_of[columns["answer"][i]]
-        (message,), ids = columns["completions"][i], columns["completion_ids"][i]
-        assert message == {"role": "assistant", "content": line["completion"].replace(EOS, "").replace("<pad>", "")}
-        assert not set(ids[:-1]) & {*ENDS} and line["truncated"] == (ids[-1] not in ENDS)
-        assert line["reward"] == call.result[i] and line["columns"] == {"answer": columns["answer"][i]}
-    assert {ids[-1] for ids in columns["completion_ids"]} & {*ENDS[1:]}, "end tokens other than the first must occur"
-
+def test_the_chat_template_and_the_generation_settings_are_saved_again(go, tmp_path):
+    """These settings, which have several end tokens, must change nothing else in a run."""
+    generation = dict(eos_token_id=[EOS_ID, 5, 9, 12], pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
+    conftest.save_chat_model(tmp_path / "model", "abcdefghijklmnopqrstuvwxyz<>;", TEMPLATE, **generation)
+    prompt = [{"role": "system", "content": "add"}, {"role": "user", "content": "one"}]
+    (data := tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt}))
+    out = go(task="data", model=tmp_path / "model", data=data, reward=paths("drawn"), max_completion_length=20, steps=1)
+    assert all((row["prompt"], row["columns"]) == (prompt, {}) for row in samples(out))
+    last = {row["tokens"][-1][0] for row in samples(out) if not row["truncated"]}
+    assert last - {EOS}, "end tokens other than the first must occur"
     before, after = (GenerationConfig.from_pretrained(x).to_diff_dict() for x in (tmp_path / "model", out / "model"))
-    assert before["eos_token_id"] == ENDS
-    assert before == after
+    assert before == after and after["eos_token_id"] == generation["eos_token_id"]
     assert AutoTokenizer.from_pretrained(out / "model").chat_template == TEMPLATE
