@@ -5,10 +5,9 @@ import contextlib
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from batch import Group
 from config import UserError
 from rollout import Completion
-from tasks import Task, as_completion, call_rewards, guess
+from tasks import Task, as_completion, guess
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Replies, encode_reply, replies_to, with_replies
 
@@ -116,7 +115,7 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
     assert with_replies(completions, replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0)) is completions
 
 
-def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
+def test_rewards_get_all_messages():
     ids, written = [2, EOS_ID, 30, 31, 3, EOS_ID], [True] * 2 + [False] * 2 + [True] * 2
     # The last reply did not fit into the completion, so its tokens are missing.
     completion = Completion(ids, [0.0] * 6, True, written=written, replies=[MESSAGES, USER_SAYS])
@@ -124,15 +123,6 @@ def test_rewards_get_all_messages_and_also_the_turns_of_the_model():
     # The first argument is a prompt. Here it is a chat, and in the next line a text.
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
-    seen = []
-
-    def reward(turns, completion_ids, truncated, **columns):
-        seen.append((turns, completion_ids, truncated))
-        return [0.0] * len(turns)
-
-    group = Group([], {"prompt": "1"}, [completion] * 2)
-    call_rewards(Task([], [], [reward], [1.0], reply=print), [group], TOKENIZER, steps_done=0)
-    assert seen == [([["a", "b"]] * 2, [ids] * 2, [True] * 2)]
 
 
 # ---- The game ----
