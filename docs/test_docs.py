@@ -441,9 +441,8 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
         lines = r"    rewards = torch\.cat\(.*?batch\.advantages = batch\.mask \* A.*?\n"
         (fork / "kl_returns.py").write_text(re.sub(lines, lambda _: replacement, program, count=1, flags=re.DOTALL))
     words = f"{settings} --beta 0.5 --learning_rate 1e-3 --prompts_per_step 4 --eval_every 0 --samples_per_step -1"
-    out = make(
-        fork, name, f"{words} --steps 2".split(), name, partial(conftest.replace, "train.update", saving_batches)
-    )
+    saving = partial(conftest.replace, "train.update", saving_batches)
+    out = make(fork, name, [*words.split(), "--steps", "2"], name, saving)
     A, old, ref, mask = torch.load(out / "batch")  # of the second step
     kl = (old - ref) * mask
     assert kl.sum(1).abs().max() > 0.05
