@@ -59,8 +59,9 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
 
 def stand_by(code: int) -> int:
     """Wait, so that the rank that failed exits first, and return the exit code. torchrun shows the rank that exited
-    first as the cause."""
+    first as the cause. Then it sends SIGTERM to the others, which need not wait any longer."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends this process at once
         time.sleep(5)
     return code
 
