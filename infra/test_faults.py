@@ -189,8 +189,8 @@ def test_a_rank_that_differs_from_the_others_is_named_once(small, tmp_path, how)
 
 def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatch):
     events = []
-    for name in ("start", "cancel"):
-        monkeypatch.setattr(threading.Timer, name, lambda timer, name=name: events.append((name, timer.interval)))
+    for owner, name in ((threading.Timer, "start"), (threading.Timer, "cancel")):
+        monkeypatch.setattr(owner, name, lambda timer, name=name: events.append((name, timer.interval)))
     for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
         monkeypatch.setattr(faults.faulthandler, name, lambda *args, name=name, **how: events.append((name, *args)))
     with pytest.raises(ValueError), faults.time_limit(9.0, "mine"):
@@ -219,9 +219,11 @@ def test_a_reward_that_hangs_ends_the_run_and_shows_where_it_was(small, tmp_path
     assert re.search(rf'File "{__file__}", line \d+ in {function}\n', dump), shown
 
 
-def elsewhere(prompts, **columns):
+def overflows(prompts, trainer_state, **columns):
     os.chdir("/")  # the run must still write to the same folder
-    return range(len(prompts))
+    # global_step counts the steps that are finished, so it is 1 during step 2.
+    spoiled = [1e90, -1e90] if trainer_state.global_step == 1 else [0.0, 1.0]
+    return spoiled + [float(i) for i in range(2, len(prompts))]
 
 
 def spoil_gradients() -> None:
@@ -229,19 +231,22 @@ def spoil_gradients() -> None:
     replace("torch.Tensor.backward", lambda backward: lambda loss: backward(loss * math.nan))
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what, world", [("loss", 1), ("gradient", 2)])
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, monkeypatch, what, world):
     monkeypatch.chdir(tmp_path)
-    settings, out = small | dict(beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
-    # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it.
-    settings |= dict(reward=f"{__name__}:elsewhere", reward_timeout=1e9)
-    spoil = partial(at, OPTIMIZER, 1, spoil_gradients, after=True)
+    settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
+    if what == "loss":  # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it
+        settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9)
+    spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
     # The process would print this if it made a second update, which it must not.
     updated = partial(at, OPTIMIZER, 2, partial(os.write, 1, b"updated"))
-    shown = run(settings, out, updated, spoil, code=2, world=2)
+    shown = run(settings, out, updated, *spoil, code=2, world=world)
     (error,) = errors(shown)
     assert error.startswith("error: step 2: loss ") and "the update was not made" in error and "Traceback" not in shown
     assert run_folder.saved_steps(out) == [1] and metrics(out)[-1]["step"] == 1 and not (out / "model").exists()
-    assert "updated" not in shown and re.search(r"loss -?\d\S*, gradient norm nan", error)
+    assert "updated" not in shown
+    # The message shows the loss as nan or inf if the loss was spoiled, and as a number if only the gradient was.
+    assert bool(re.search("loss (nan|inf)", error)) == (what == "loss") and re.search("gradient norm (nan|inf)", error)
 
 
 def test_a_rank_waits_hours_for_the_others(monkeypatch):

@@ -1,5 +1,6 @@
 """LoRA agrees with PEFT and with full training, and a run does not depend on how it is computed."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, Conv1D, GenerationConfig
 
 import train
 from config import Config, UserError
@@ -64,14 +65,19 @@ def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_new_adapters_change_nothing_and_only_they_are_trained(name):
-    """At first B = 0, so only B has a gradient. With its adapters switched off, the model is the base model."""
-    before = score(tiny_model(name))
-    model = lora.add_adapters(tiny_model(name), rank=3, alpha=6)
+def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the_weights(name):
+    """At first B = 0. So with s = alpha / rank, the gradients are dB = s dW A^T and dA = 0. With its adapters switched
+    off, the model is the base model."""
+    whole = tiny_model(name)
+    model = lora.add_adapters(copy.deepcopy(whole), rank=3, alpha=6)
+    before, weights = backward(whole), dict(whole.named_parameters())
     assert torch.equal(backward(model), before)
     for name, layer in lora.adapted_layers(model).items():
         if "dt_proj" not in name:  # Mamba uses this weight without calling the layer
-            assert layer.lora_B.grad.any() and not layer.lora_A.grad.any()
+            dW = weights[f"{name}.weight"].grad
+            expected = 2 * (dW.T if isinstance(layer, Conv1D) else dW) @ layer.lora_A.T
+            assert distance(layer.lora_B.grad, expected) < 1e-12  # float64
+            assert not layer.lora_A.grad.any()
     assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained_tensors(model))
     disturb(model)
     assert not torch.equal(score(model), before)
