@@ -300,8 +300,9 @@ def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     """Return phi(w) = exp(lambda - lambda w) w^k, with k = 2 and lambda = 3 where A >= 0, else k = 3 and lambda = 2.
     w is a product over the tokens of a completion. Each factor is (policy / old policy) * correction, where the
-    correction stands for (old policy / sampler). phi(1) is 1, and phi goes to 0 for small and for large w. The logs of
-    both are clamped as in TRL, which also clamps that of w, but only where phi is below 1e-14."""
+    correction stands for (old policy / sampler). phi(1) is 1, and phi goes to 0 for small and for large w. The
+    logarithms of both factors are clamped as in TRL. TRL also clamps log w, but only where phi is below 1e-14, so that
+    is left out."""
     log_w = log_rho.clamp(-20.0, 20.0) + correction.log().clamp(math.log(1e-8), 20.0)
     log_w = log_w.masked_fill(~mask, 0.0).sum(1, keepdim=True)
     k, lambda_ = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)

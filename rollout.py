@@ -150,7 +150,8 @@ def rollout(
 
 
 def _generate(model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, **how: object) -> list[Completion]:
-    """Call `generate`, with `_token_loop` in place of its own loop over tokens."""
+    """Call `generate`, with `_token_loop` in place of its own loop over tokens. `how` has the other arguments of
+    `_token_loop`."""
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # each with its place
     rows = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
     width = max(map(len, distinct))

@@ -61,7 +61,7 @@ def stand_by(code: int) -> int:
     """Wait, so that the rank that failed exits first, and return the exit code. torchrun shows the rank that exited
     first as the cause. Then it sends SIGTERM to the others, which need not wait any longer."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends this process at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on, it ends this process at once
         time.sleep(5)
     return code
 

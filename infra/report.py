@@ -150,7 +150,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     completions, and pass@k comes from the sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    # Of right answers, in each group whose samples all have a value.
+    # The number of right answers in each group whose samples were all judged.
     counts = [int(group.right.sum()) for group in sampled if group.right is not None and group.right.isfinite().all()]
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],

@@ -35,10 +35,9 @@ def small(sorting) -> dict:
     """Return settings that use all code that handles devices: several updates, a reference, an evaluation, entropies, a
     checkpoint."""
     settings = dict(minibatches=2, beta=0.1, ref_sync_every=1, top_entropy=0.9, eval_every=1, eval_prompts=2, eval_k=2)
-    settings |= dict(
-        max_completion_length=4, top_p=0.9, gradient_checkpointing=True, save_every=1, dtype="float32", decode="plain"
-    )
-    settings |= dict(rollout_tokens=32768, micro_batch_tokens=2048)  # as on a CPU; nothing is measured
+    settings |= dict(top_p=0.9, gradient_checkpointing=True, save_every=1, dtype="float32", decode="plain")
+    # The budgets are those of a CPU, so nothing is measured.
+    settings |= dict(max_completion_length=4, rollout_tokens=32768, micro_batch_tokens=2048)
     return sorting | settings
 
 
@@ -100,7 +99,8 @@ def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, waits
 
 @pytest.fixture(scope="module")
 def on_a_cpu(small, tmp_path_factory) -> Path:
-    run(small, out := tmp_path_factory.mktemp("cpu") / "out")
+    out = tmp_path_factory.mktemp("cpu") / "out"
+    run(small, out)
     return out
 
 

@@ -48,7 +48,8 @@ def test_the_larger_model_has_the_parameters_of_qwen2_5_of_half_a_billion():
 
 
 def test_what_was_measured_stays_in_the_file_when_a_later_kind_of_run_fails(tmp_path, monkeypatch):
-    """Two runs that differ are told apart by step and metric. Of the kinds, only the first one is measured here."""
+    """The first two runs are compared: they are told apart by step and metric. The third is of the first kind, and the
+    fourth fails, because there are only three."""
     line = dict(step=1, reward=0.5, tokens=10, loss=0.25, grad_norm=1.0, sampler_gap=0.0)
     runs = iter([[line, line | dict(step=2)], [line, line | dict(step=2, grad_norm=1.5)], []])
     monkeypatch.chdir(tmp_path)
