@@ -91,13 +91,14 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     cfg.delay. With a server and a delay, their first round is only requested here: the server samples during the
     updates, and `finish_sampling` waits for it."""
     cfg = run.config
-    during_updates = bool(cfg.server and cfg.delay)
     queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
-    while len(queue) < (cfg.delay if during_updates else cfg.delay + 1):
+    while len(queue) <= cfg.delay:
         later = step + len(queue)
-        queue.append(draw_groups(run, later, first_round(run, later), now=step))
-    if during_updates:
-        run.pending = first_round(run, step + cfg.delay)
+        wait = first_round(run, later)
+        if cfg.server and cfg.delay and len(queue) == cfg.delay:
+            run.pending = wait
+            break
+        queue.append(draw_groups(run, later, wait, now=step))
     groups, drawn = queue.pop(0)
     for group in drawn:
         group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
@@ -248,7 +249,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
-        report.stop_not_finite(step, loss, grad_norm)
+        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
+        ranks.fail(f"{what}; the update was not made, and the last checkpoint is intact")
     # Without a token to train on, momentum and weight decay must not move the weights. They do where all advantages
     # are 0.
     if batch.mask.any():
@@ -379,14 +381,14 @@ def train(typed: Config) -> int:
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     if cfg.eval_every and not start.after_step:
         eval_metrics, evaluated = evaluate(run, 0)
-        log.step({"step": 0} | eval_metrics, [], evaluated)
+        log.write({"step": 0} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):
         metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
         eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
-        log.step(metrics | eval_metrics, groups, evaluated)
+        log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
             checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,7 @@ def check_same(values: dict[str, Any]) -> None:
     first, *others = gather([values])
     for number, theirs in enumerate(others, start=1):
         if differing := [name for name in first if theirs.get(name) != first[name]]:
-            with fail_together():
-                raise UserError(f"rank {number} differs from rank 0 in {', '.join(differing)}")
+            fail(f"rank {number} differs from rank 0 in {', '.join(differing)}")
 
 
 def wait() -> None:
@@ -143,6 +142,11 @@ def fail_together() -> Iterator[None]:
     for number, message in enumerate(gather([None if own is None else str(own)])):
         if message is not None:
             raise own if number == rank() else faults.FailedElsewhere(message)
+
+
+def fail(message: str) -> NoReturn:
+    """End the run. All ranks must call this, and rank 0 reports the message."""
+    raise UserError(message) if rank() == 0 else faults.FailedElsewhere(message)
 
 
 def sum_(tensor: torch.Tensor) -> None:

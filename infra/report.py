@@ -23,7 +23,7 @@ from torch import Tensor
 
 from advantage import Group
 from batch import Batch
-from config import Config, UserError
+from config import Config
 from infra import ranks, run_folder
 from tasks import columns_of
 
@@ -222,7 +222,7 @@ class RunLog:
             run_folder.write_text(path, as_json(lines))
         self.track = open_tracker(self.config) if self.config.report_to else None
 
-    def step(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
+    def write(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
         if ranks.rank() > 0:
             return
@@ -320,13 +320,6 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
         yield "no completion of this step is right; look at some with python -m tools.look"
     if metrics["step"] <= 3 and metrics["reward_std"] == 0.0 and any(config.reward_weights or [1.0]):
         yield "in every group of this step, all rewards are equal; look at some with python -m tools.look"
-
-
-def stop_not_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
-    """Stop the run, because the loss or the gradient is not finite. All ranks call this, and one of them reports it."""
-    with ranks.fail_together():
-        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
-        raise UserError(f"{what}; the update was not made, and the last checkpoint is intact")
 
 
 def finished(out: Path, already: bool = False) -> int:

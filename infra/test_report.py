@@ -84,7 +84,7 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
     for step in range(metrics.get("first", 1), 5):
-        log.step(STEP | metrics | {"step": step}, groups, [])
+        log.write(STEP | metrics | {"step": step}, groups, [])
     shown = capsys.readouterr().out
     assert shown.count("note: ") == (1 if note else 0) and note in shown
 
@@ -156,12 +156,12 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
         log.generating(tokens, 3)
     made = group([1.0], 1)
     made.advantages = [1.0]
-    log.step(STEP, [made], [])
+    log.write(STEP, [made], [])
     progress, _, line = screen.getvalue().rpartition("\r")
     assert progress.count("unfinished") == 2, "after every 16 tokens, and there were 32"
     assert line.startswith("step 1/2  reward 0.500  without_signal 0.250  truncated 0.100  ")
     assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
-    log.step({"step": 2, "eval/x": 1.0}, [], [])
+    log.write({"step": 2, "eval/x": 1.0}, [], [])
     # A metric without a value is not sent to the tracker.
     of_step_1 = [(name, x, 1) for name, x in STEP.items() if name not in ("step", "entropy")]
     assert tracked == [*of_step_1, ("eval/x", 1.0, 2)]
