@@ -78,7 +78,7 @@ class Completion:
     head_ids: np.ndarray | None = None  # (T, K) int32, the likeliest ids at each token; None: not recorded
     head_logp: np.ndarray | None = None  # (T, K + 1) float32, of these and of all others together; -inf: none left
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
-    replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in tasks/_turns.py
+    replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in train.py
 
     def __post_init__(self) -> None:
         self.ids, self.logp = np.asarray(self.ids, np.int32), np.asarray(self.logp, np.float32)

@@ -31,7 +31,7 @@ from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
 from tasks import Task, call_rewards
-from tasks._turns import replies_to, with_replies
+from tasks._turns import replies_to
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
@@ -74,7 +74,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     ranks.check_same(report.checksums(step, groups, batch))
     updates_start = time.perf_counter()
 
-    score_fixed_policies(run, batch)
+    memory.in_parts_that_fit(score_fixed_policies, run, batch)
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
@@ -180,7 +180,9 @@ def ask_for_groups(
         run.sampling.tokens_at_once = sampling.tokens_at_once
 
     def wait_for_groups() -> list[Group]:
-        own = with_replies(wait_for_servers() if cfg.server else sampled, replies)
+        own = wait_for_servers() if cfg.server else sampled
+        for i, made in replies.made.items() if replies else ():
+            own[i].replies = made.replies  # as texts or messages, for the rewards
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
         of_prompts = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
         return [Group(row["prompt_ids"], row, of, index=row.get("_index")) for row, of in zip(rows, of_prompts)]
@@ -209,12 +211,12 @@ def score_fixed_policies(run: Run, batch: Batch) -> None:
     needs_old = cfg.num_iterations * cfg.minibatches > 1
     needs_entropy = cfg.top_entropy < 1.0
     if needs_old or needs_entropy:
-        logp, entropy = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.model, needs_entropy)
+        logp, entropy = fixed_logprobs(run, batch, run.model, needs_entropy)
         batch.old_logp = logp if needs_old else None
         batch.entropy = entropy if needs_entropy else None
     if run.reference is not None:
         with lora.without_adapters(run.reference):
-            batch.ref_logp, _ = memory.in_parts_that_fit(fixed_logprobs, run, batch, run.reference)
+            batch.ref_logp, _ = fixed_logprobs(run, batch, run.reference)
 
 
 @torch.no_grad()

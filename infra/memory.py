@@ -146,14 +146,14 @@ def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) 
     return batch
 
 
-def in_parts_that_fit(compute: Callable, run: Any, batch: Batch, *more: Any) -> Any:
-    """Return compute(run, batch, *more). Whenever memory runs out, halve the tokens of a micro-batch and start again.
+def in_parts_that_fit(compute: Callable, run: Any, batch: Batch) -> Any:
+    """Return compute(run, batch). Whenever memory runs out, halve the tokens of a micro-batch and start again.
     The result stays the same, because the size of a micro-batch does not change what is computed."""
     while True:
         # If memory runs out, the lines below this block run. The tensors of the failed try are free by then, which they
         # would not be in an `except` block.
         with suppress(torch.OutOfMemoryError):
-            return compute(run, batch, *more)
+            return compute(run, batch)
         torch.cuda.empty_cache()
         parts = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world()) if len(part) > 1]
         if run.config.shard or not parts:  # with --shard, no rank can start again by itself

@@ -246,8 +246,9 @@ def test_greedy_completions_and_their_replies_are_those_of_generate(
     names = "eval/reward", "eval/accuracy", "eval/completion_length", "eval/turns"  # of the greedy completions
     assert [served[name] for name in names] == [own[name] for name in names]
     greedy = (call.args[0] for call in evaluations)
-    replies, of_served = ([one.replies for group in groups for one in group.completions] for groups in greedy)
-    assert replies == of_served and ["b>"] in replies
+    own, of_served = ([one for group in groups for one in group.completions] for groups in greedy)
+    assert [one.replies for one in own] == [one.replies for one in of_served]
+    assert {(len(one.turns), tuple(one.replies)) for one in own} == {(1, ()), (2, ("b>",))}
     assert all(one == one | cut for one in stand_in.asked[TRIAL + 96 :])
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from config import UserError
-from rollout import Completion
 from tasks import Task, TextOrMessages, columns_of
 from tasks._prompts import left_out
 
@@ -77,13 +76,6 @@ def replies_to(task: Task, rows: list[dict], *settings: Any) -> RepliesTo | None
     if task.reply is None:
         return None
     return RepliesTo(lambda i: Replies(task.reply, rows[i], *settings, task.time_limit))
-
-
-def with_replies(completions: list[Completion], replies: RepliesTo | None) -> list[Completion]:
-    """Record in each completion what was replied to it, for the rewards."""
-    for i, made in replies.made.items() if replies else ():
-        completions[i].replies = made.replies
-    return completions
 
 
 def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:

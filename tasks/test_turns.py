@@ -9,7 +9,7 @@ from config import UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, encode_reply, replies_to, with_replies
+from tasks._turns import Replies, encode_reply, replies_to
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 for tokenizer in (TOKENIZER, CHAT):  # put <eos> after every text, but must not put one into a reply
@@ -110,9 +110,8 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
         ids = [replies[i]([token, EOS_ID]) for i, token in tried.items()]
         assert [made.row["answer"] for made in replies.made.values()] == [["2", "3"]] * 2
     assert ids == [[2], None] and row == {"prompt": "1", "answer": ["2"]}
-    completions = [Completion([], [], False) for _ in tried]
-    assert [each.replies for each in with_replies(completions, replies)] == [[], ["a"]]
-    assert with_replies(completions, replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0)) is completions
+    assert {i: made.replies for i, made in replies.made.items()} == {1: ["a"], 0: []}
+    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0) is None
 
 
 def test_rewards_get_all_messages():
