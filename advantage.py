@@ -45,7 +45,7 @@ class Group:
     right: Tensor | None = None  # (G,), 1 or 0, NaN where that was not judged; None if it was judged nowhere
     has_signal: bool = True
     extras: list[dict] | None = None  # for each completion, what reward functions passed to `log_extra`
-    logged: list[tuple[str, float]] = field(default_factory=list)  # to `log_metric`; the first group of a round has all
+    logged: list[tuple[str, float]] = field(default_factory=list)  # to `log_metric`; a round's are in its first group
     # Set by `set_advantages`, unless dynamic sampling replaced the group: (G,), or a list of G tensors with one value
     # for each token.
     advantages: Tensor | list[Tensor] | None = None
@@ -59,7 +59,7 @@ class Group:
 
 def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any) -> None:
     """Set the advantages of all groups of a step, from the values of the reward functions and their weights. `settings`
-    has the fields of Config that are used here."""
+    has the fields of Config that are used here. (config.py imports this file, so this file cannot import Config.)"""
     parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
     rewards = combine_rewards(parts, weights, settings.combine_rewards)  # (P, G)
     lengths = [[mask.sum() for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
@@ -112,7 +112,7 @@ def group_advantages(
     if baseline == "mean":
         b = r.nanmean(1, keepdim=True)  # (P, 1)
     elif baseline == "leave_one_out":
-        b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the other rewards
+        b = (r.nansum(1, keepdim=True) - r) / (_count(r) - 1)  # (P, G), the mean of the others
     elif baseline == "length":
         b = (tokens * r).nansum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     elif baseline == "batch":

@@ -37,7 +37,7 @@ class Batch:
     ref_logp: Tensor | None = None  # (N, T)
     entropy: Tensor | None = None  # (N, T), of the policy before the step; None unless --top_entropy needs it
     weights: Tensor | None = None  # (N, T), computed from the whole update
-    per_row: list[int] | None = None  # how many completions are in each row of the model's input; None: one
+    per_row: list[int] | None = None  # how many completions share each row of the model's input; None: one each
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -133,7 +133,7 @@ def micro_batches(
 
     mine = pieces_of(shares[rank])
     for piece in mine:
-        rows = [one.index for row in piece for one in row]  # of the batch, one for each completion
+        rows = [one.index for row in piece for one in row]  # their numbers in the batch
         yield rows, replace(batch[rows], per_row=[len(row) for row in piece])
     if same_count:
         most = max(len(pieces_of(share)) for share in shares)

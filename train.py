@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import Config, with_budgets
+from config import SETTINGS, Config, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
 from infra.decoding import decoding
 from infra.loading import load_run
@@ -34,7 +34,7 @@ from tasks import Task, call_rewards
 from tasks._turns import replies_to
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
-LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in vars(Config())]
+LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in SETTINGS]
 STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # always reported; there may be others
 
 
@@ -57,7 +57,7 @@ class Run:
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
-    logged: list[tuple[str, float]] = field(default_factory=list)  # by `log`, on this rank in this step
+    logged: list[tuple[str, float]] = field(default_factory=list)  # what `log` got on this rank in this step
 
     def log(self, name: str, value: float) -> None:
         self.logged.append((name, float(value)))
@@ -91,7 +91,7 @@ def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
     cfg.delay. With a server and a delay, their first round is only requested here: the server samples during the
     updates, and `finish_sampling` waits for it."""
     cfg = run.config
-    queue = run.state.setdefault("queue", [])  # groups of this step, of the next one, and so on, the same on all ranks
+    queue = run.state.setdefault("queue", [])  # (groups, drawn) of this step, of the next, ...; the same on all ranks
     while len(queue) <= cfg.delay:
         later = step + len(queue)
         wait = first_round(run, later)
@@ -142,15 +142,15 @@ def draw_groups(run: Run, step: int, wait: Callable[[], list[Group]], now: int) 
     for group in drawn:
         group.step = now
         if group.index is not None and group.row is run.task.train[group.index]:
-            group.row = {}  # the index is enough, and a checkpoint stays small
+            group.row = {}  # the index is enough to find it again, and a checkpoint stays small
     # If no group has a signal, this step has nothing to learn from, but it must have groups.
     return groups or drawn[: cfg.prompts_per_step], drawn
 
 
 def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     """Choose the next n rows of the task. For a curriculum, change this function, and store its state in run.state.
-    After the step, group.index is the position of a group's row in run.task.train. If you return rows that are not in
-    that list, call `encode_prompts` on them first."""
+    In every group, `index` is the position of its row in run.task.train. If you return rows that are not in that list,
+    call `encode_prompts` on them first."""
     run.cursor += n
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
@@ -181,11 +181,11 @@ def ask_for_groups(
 
     def wait_for_groups() -> list[Group]:
         own = wait_for_servers() if cfg.server else sampled
-        for i, made in replies.made.items() if replies else ():
-            own[i].replies = made.replies  # as texts or messages, for the rewards
+        for i, to_one in replies.made.items() if replies else ():
+            own[i].replies = to_one.replies  # as texts or messages, for the rewards
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
-        of_prompts = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
-        return [Group(row["prompt_ids"], row, of, index=row.get("_index")) for row, of in zip(rows, of_prompts)]
+        by_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
+        return [Group(row["prompt_ids"], row, own, index=row.get("_index")) for row, own in zip(rows, by_prompt)]
 
     return wait_for_groups
 
@@ -195,7 +195,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
         results, logged = call_rewards(run.task, own_groups, run.tokenizer, steps_done)
-    groups[0].logged = ranks.gather(logged)
+    groups[0].logged = ranks.gather(logged)  # those of all these groups
     for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
@@ -203,35 +203,32 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
 
 
+@torch.no_grad()
 def score_fixed_policies(run: Run, batch: Batch) -> None:
     """Compute what stays fixed during the updates of a step, where it is needed: the log-probs of the old policy and of
-    the reference, and the entropies that choose the tokens for --top_entropy."""
-    cfg = run.config
+    the reference, and the entropies that choose the tokens for --top_entropy. Each rank computes a part, and every rank
+    gets all of them."""
+    cfg, has_reference = run.config, run.reference is not None
     # With a single update, the old log-probs are those that `accumulate` computes.
     needs_old = cfg.num_iterations * cfg.minibatches > 1
     needs_entropy = cfg.top_entropy < 1.0
-    if needs_old or needs_entropy:
-        logp, entropy = fixed_logprobs(run, batch, run.model, needs_entropy)
-        batch.old_logp = logp if needs_old else None
-        batch.entropy = entropy if needs_entropy else None
-    if run.reference is not None:
-        with lora.without_adapters(run.reference):
-            batch.ref_logp, _ = fixed_logprobs(run, batch, run.reference)
-
-
-@torch.no_grad()
-def fixed_logprobs(run: Run, batch: Batch, model: PreTrainedModel, with_entropy: bool = False) -> Tensor:
-    """Return the log-probs of all completions, and their entropies or zeros, as one tensor (2, N, T). Each rank
-    computes a part, and every rank gets all of them."""
-    scores = batch.sampler_logp.new_zeros(2, *batch.ids.shape)
-    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=run.config.shard):
-        logp, entropy = logprobs(run, part, model, with_entropy=with_entropy)
+    if not (needs_old or needs_entropy or has_reference):
+        return
+    scores = batch.sampler_logp.new_zeros(3, *batch.ids.shape)
+    for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
-        scores[0, rows] += logp
-        if with_entropy:
-            scores[1, rows] += entropy
+        if needs_old or needs_entropy:
+            logp, entropy = logprobs(run, part, run.model, with_entropy=needs_entropy)
+            scores[0, rows] += logp
+            if needs_entropy:
+                scores[1, rows] += entropy
+        if has_reference:
+            with lora.without_adapters(run.reference):
+                scores[2, rows] += logprobs(run, part, run.reference)[0]
     ranks.sum_(scores)
-    return scores
+    batch.old_logp = scores[0] if needs_old else None
+    batch.entropy = scores[1] if needs_entropy else None
+    batch.ref_logp = scores[2] if has_reference else None
 
 
 def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -253,8 +250,8 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     if not (loss.isfinite() and grad_norm.isfinite()):
         what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
         ranks.fail(f"{what}; the update was not made, and the last checkpoint is intact")
-    # Without a token to train on, momentum and weight decay must not move the weights. They do where all advantages
-    # are 0.
+    # Without a token to train on, momentum and weight decay must not move the weights. If there are tokens, but all
+    # advantages are 0, they may.
     if batch.mask.any():
         run.optimizer.step()
     run.optimizer.zero_grad()  # frees the memory of the gradients for the next rollout
@@ -338,7 +335,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     seeds.seed_everything(cfg.seed, 0)
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
-    unrecorded = dict(head=0, keep_set=False)  # only training reads them
+    unrecorded = dict(head=0, keep_set=False)  # only training reads heads and kept sets
     sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, **unrecorded, **changes)()
     add_rewards(run, sampled, steps_done=step)
     greedy = ask_for_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
@@ -375,7 +372,7 @@ def train(typed: Config) -> int:
         models["reference"] = run.reference
     if start.after_step:
         run.cursor, run.state = checkpoint.load(out, start.after_step, models, run.optimizer)
-    # Up to this line, only the lock of the folder is new, so a run that cannot start leaves the folder as it was.
+    # Up to this line, only hidden files of the folder are new. A run that cannot start leaves all others as they were.
     notes += ranks.on_first(run_folder.begin, run.config, typed, start)
     ranks.on_first(log.open, start.after_step)
     log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, notes, start.after_step)

@@ -22,7 +22,7 @@ from infra.shard import unsharded
 from rollout import Sampling, cache_of, rollout
 
 FIRST_ROOM = 256  # the first cache of fixed length has room for this many tokens after the prompt
-sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # PyTorch without CUDA has none
+sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # which PyTorch without CUDA lacks
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # PyTorch says this at its first use
 
 

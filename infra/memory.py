@@ -82,9 +82,11 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
     _, first_row = next(micro_batches(made_up_batch(run, longest_prompt, 1, cfg.num_generations), run.limits))
     together = first_row.per_row[0]
     row = longest_prompt + together * length
-    # n is the fewest rows that fill a chunk of the output head. With fewer, its memory would not lie on the line.
+    # n is the fewest rows that fill a chunk of the output head. From there on, twice the rows do not take twice as much
+    # memory in the head, so n and 2 n rows show what more rows take.
     n = max(1, min(math.ceil(CHUNK["cuda"] / (together * length)), MOST_MICRO_BATCH_TOKENS // row))
-    # Each rank gets 4 n rows. So even micro-batches of 2 n rows find the gradients of an earlier one in memory.
+    # Each rank gets 4 n rows. So even with micro-batches of 2 n rows, there are two, and the second one is computed
+    # while the gradients of the first are in memory.
     batch = made_up_batch(run, longest_prompt, 4 * n * ranks.world(), together)
 
     def compute(tokens: int) -> None:
@@ -147,8 +149,9 @@ def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) 
 
 
 def in_parts_that_fit(compute: Callable, run: Any, batch: Batch) -> Any:
-    """Return compute(run, batch). Whenever memory runs out, halve the tokens of a micro-batch and start again.
-    The result stays the same, because the size of a micro-batch does not change what is computed."""
+    """Return compute(run, batch). Whenever memory runs out, halve the tokens of a micro-batch and start again. The
+    result stays the same, because the size of a micro-batch does not change what is computed. Only the rank that ran
+    out of memory starts again, so `compute` may communicate only once it needs no more memory, at its end."""
     while True:
         # If memory runs out, the lines below this block run. The tensors of the failed try are free by then, which they
         # would not be in an `except` block.

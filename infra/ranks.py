@@ -68,8 +68,8 @@ def start(shard: bool = False) -> torch.device:
 
 def check_own_address() -> None:
     """Make sure that ranks on other machines can reach this one. Gloo listens at the address of the host's name, and
-    some systems give the name an address that only the machine itself can reach. The first machine finds even the name
-    in MASTER_ADDR there, so only what the user wrote tells whether all ranks are on this machine."""
+    some systems give the name an address that only the machine itself can reach. On the first machine, MASTER_ADDR may
+    be that name. So its address does not tell whether all ranks are on one machine, but its text does."""
     is_local = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
     if is_local or os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or "GLOO_SOCKET_IFNAME" in os.environ:
         return

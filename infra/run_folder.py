@@ -44,8 +44,8 @@ import transformers
 from config import SETTINGS, Config, UserError, resolve
 from infra import faults, ranks
 
-EVALUATION = {"eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}  # what a result depends on, too
-REPLACE = ".replace"  # a file in a folder that --overwrite has not renamed yet
+EVALUATION = {"eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}  # decide what is evaluated
+REPLACE = ".replace"  # a file that marks the folder of the old run until --overwrite has renamed this folder
 
 # ---- What a command does with a folder ----
 
@@ -76,7 +76,7 @@ def claim(config: Config) -> Start:
     if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
         raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
     if starts_over(config) and before:
-        (out / REPLACE).touch()  # is renamed with the folder, so the new one does not have it
+        (out / REPLACE).touch()  # is renamed with the folder. A restart by torchrun looks for it in `starts_over`
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
         return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
     there = settings_of(out)
@@ -92,7 +92,7 @@ def claim(config: Config) -> Start:
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
     is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
     if is_finished:
-        made_by = [before["code"], *before["digests"].values()]
+        made_by = [before["code"], *before["digests"].values()]  # of a file, the content counts and not the path
         if differing(EVALUATION, there, config) or made_by != [digest_of_code(), *digests(config).values()]:
             faults.warn(f"code, files or settings have changed since the run in {out}: its results are those of before")
     budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
@@ -101,8 +101,8 @@ def claim(config: Config) -> Start:
 
 
 def starts_over(config: Config) -> bool:
-    """Return whether --overwrite applies. When torchrun restarts the ranks after a failure, it does only if the folder
-    is still the one that is to be replaced. Otherwise the new run goes on."""
+    """Return whether --overwrite applies. After torchrun has restarted the ranks, it does only if the folder is still
+    the one that is to be replaced. Otherwise the new run goes on."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return config.overwrite and (not is_restart or (Path(config.out) / REPLACE).exists())
 
@@ -144,8 +144,8 @@ def settings_of(out: Path) -> Config | None:
 
 
 def settings_in(file: Path) -> Config:
-    """Return the settings in a file of the user. If the file is the config.json of a run, return only the settings that
-    were typed, without those about the folder: with another task or algorithm, the others have other defaults."""
+    """Return the settings in a file of the user. If the file is the config.json of a run, return only those that were
+    typed, since another task or algorithm has other defaults. --out and --overwrite are left out."""
     content = read_json(file)
     if "given" in content:
         content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}

@@ -34,7 +34,7 @@ def answered(row, turns):
 @pytest.fixture(scope="module")
 def small(sorting) -> dict:
     held_out = dict(eval_every=2, eval_prompts=4, eval_k=2, reply=f"{__name__}:answered")
-    return sorting | held_out | dict(prompts_per_step=2, max_completion_length=6, beta=0.1, save_every=1)
+    return sorting | held_out | dict(prompts_per_step=2, max_completion_length=6, beta=0.1, minibatches=2, save_every=1)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ UPDATE, ROLLOUT = r"a micro-batch has at most (\d+) tokens", r"at most (\d+) com
 OUT_OF_MEMORY = {  # number of ranks, what happens on the last one, settings, message
     "second micro-batch of one rank": (2, partial(at, LOSS, 2, oom, rank=1), dict(micro_batch_size=2), UPDATE),
     "two rows": (1, partial(oom_above, 1, LOGPROBS), {}, UPDATE),
+    "the reference of one rank": (2, partial(at, LOGPROBS, 2, oom, rank=1), {}, UPDATE),
     "three sampled on one rank": (2, partial(oom_above, 2, SAMPLES, 1), {}, ROLLOUT),
 }
 
@@ -141,7 +142,7 @@ def closed_stdout() -> None:
 def unwritable_stderr() -> None:
     """Make every write to stderr fail, and send a signal in the last step, as Ctrl-C does if tee reads stderr."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    at(OPTIMIZER, 2, partial(signal.raise_signal, signal.SIGINT))
+    at(OPTIMIZER, 4, partial(signal.raise_signal, signal.SIGINT))
 
 
 @pytest.mark.parametrize("spoil", [unwritable_stdout, closed_stdout, unwritable_stderr])
@@ -234,7 +235,7 @@ def spoil_gradients() -> None:
 @pytest.mark.parametrize("what, world", [("loss", 1), ("gradient", 2)])
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, monkeypatch, what, world):
     monkeypatch.chdir(tmp_path)
-    settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
+    settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, minibatches=1), Path("out")
     if what == "loss":  # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it
         settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9)
     spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
