@@ -62,9 +62,9 @@ def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any)
     has the fields of Config that are used here. (config.py imports this file, so this file cannot import Config.)"""
     parts = torch.stack([group.reward_parts for group in groups])  # (P, G, K)
     rewards = combine_rewards(parts, weights, settings.combine_rewards)  # (P, G)
-    lengths = [[mask.sum() for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
-    lengths = torch.tensor(np.array(lengths))  # (P, G)
-    advantages = group_advantages(rewards, settings.scale_rewards, settings.baseline, lengths=lengths)  # (P, G)
+    # (P, G), the number of tokens of each completion that are trained on
+    lengths = [[int(mask.sum()) for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
+    advantages = group_advantages(rewards, settings.scale_rewards, settings.baseline, lengths=torch.tensor(lengths))
     for group, own in zip(groups, advantages, strict=True):
         # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
         without_signal = settings.dynamic_sampling and not group.has_signal

@@ -110,7 +110,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
 
 def minibatches(n: int, parts: int, seed: tuple[int, int, int]) -> list[list[int]]:
     """Return the rows of each update in one pass over n completions. seed is (seed, step, pass)."""
-    order = np.random.Generator(np.random.PCG64(list(seed))).permutation(n)
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(n)
     return [sorted(rows.tolist()) for rows in np.array_split(order, min(n, parts))]
 
 

@@ -316,7 +316,7 @@ def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
 
 def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
     """Set x to 0 where the mask is 0. Multiplying by the mask would not remove NaN, because 0 * NaN is NaN."""
-    return None if x is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return None if x is None else torch.where(mask, x, 0.0)
 
 
 def _unknown(setting: str, value: str, valid: Iterable[str]) -> ValueError:
