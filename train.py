@@ -185,7 +185,7 @@ def ask_for_groups(
             own[i].replies = to_one.replies  # as texts or messages, for the rewards
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
         by_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
-        return [Group(row["prompt_ids"], row, own, index=row.get("_index")) for row, own in zip(rows, by_prompt)]
+        return [Group(row["prompt_ids"], row, its, index=row.get("_index")) for row, its in zip(rows, by_prompt)]
 
     return wait_for_groups
 
