@@ -91,7 +91,7 @@ class Config:
     reward: list[str] = setting([], "functions: file.py:function, package.module:function, or one of the task's")
     reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
     drop_long_prompts: bool = setting(False, "leave out prompts that are too long for the model's context")
-    correct: str | None = setting(None, "name of the reward that says whether an answer is right")
+    correct: str | None = setting(None, "name of the reward that says whether an answer is right: at least 1 if so")
     reward_timeout: float = setting(600.0, "seconds for a reward or a reply", above=0, at_most=1e9, may_change=True)
     reply: str | None = setting(None, "file.py:function that answers the model's turns; some tasks have one")
     max_turns: int = setting(0, "with --reply: end a completion after this many turns; 0: no limit", at_least=0)

@@ -117,7 +117,7 @@ def finish_sampling(run: Run, step: int) -> None:
 def first_round(run: Run, step: int) -> Callable[[], list[Group]]:
     """Start to sample the groups of a step. Return a function that waits for them. All random numbers are those of the
     step that will train on them, so runs with different delays have the same ones."""
-    seeds.seed_everything(run.config.seed, step)
+    seeds.seed_everything(run.config.seed, step, ranks.rank())
     rows = pick_rows(run, run.config.prompts_per_step, step)
     return ask_for_groups(run, rows, run.config.num_generations, step)
 
@@ -194,7 +194,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     """Set the rewards of every group, and what follows from them. Each rank calls the rewards for its share."""
     cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
-        results, logged = call_rewards(run.task, own_groups, run.tokenizer, steps_done)
+        results, logged = faults.not_interrupted(call_rewards, run.task, own_groups, run.tokenizer, steps_done)
     groups[0].logged = ranks.gather(logged)  # those of all these groups
     for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
@@ -332,7 +332,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg = run.config
-    seeds.seed_everything(cfg.seed, 0)
+    seeds.seed_everything(cfg.seed, 0, ranks.rank())
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
     unrecorded = dict(head=0, keep_set=False)  # only training reads heads and kept sets

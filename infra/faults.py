@@ -8,6 +8,7 @@ Left out: carrying on without the failed rank. The same command resumes from the
 import atexit
 import faulthandler
 import os
+import random
 import signal
 import sys
 import threading
@@ -15,7 +16,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -23,7 +26,8 @@ from tqdm import tqdm
 
 from config import SMALLER, Config, UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+caught: list[int] = []  # those that have come since `stop_requests` was called
 
 
 class FailedElsewhere(UserError):
@@ -85,10 +89,10 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def stop_requests() -> list[int]:
-    """Return a list to which each SIGTERM or SIGINT is appended from now on. The caller stops after the current step
-    once the list is not empty. Later signals have no further effect. This matters because torchrun passes signals on to
-    the ranks, so one Ctrl-C may arrive several times."""
-    caught: list[int] = []
+    """Return a list to which the number of each of these signals is appended from now on. The caller stops after the
+    current step once the list is not empty. Later signals have no further effect. This matters because torchrun passes
+    signals on to the ranks, so one Ctrl-C may arrive several times."""
+    caught.clear()
 
     def note(number: int, frame: object) -> None:
         caught.append(number)
@@ -99,8 +103,22 @@ def stop_requests() -> list[int]:
                 os.write(2, b"\nstopping after this step; Ctrl-\\ (SIGQUIT) stops at once, without saving\n")
 
     for number in SIGNALS:
-        signal.signal(number, note)
+        if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # under nohup, it stays ignored
+            signal.signal(number, note)
     return caught
+
+
+def not_interrupted(call: Callable, *args: Any) -> Any:
+    """Return call(*args). If a signal comes during the call, call again, with the same random numbers. Ctrl-C or a
+    scheduler may send the signal to all processes, and so end those that a reward has started. The reward would then
+    find a right answer wrong."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    while True:
+        before, made = len(caught), call(*args)
+        if len(caught) == before:
+            return made
+        for put_back, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states):
+            put_back(state)
 
 
 @contextmanager

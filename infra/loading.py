@@ -4,13 +4,14 @@ sampled. Mistakes that can be found before the weights are loaded are found firs
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from config import Config
-from infra import command_line, faults, lora, ranks, run_folder
+from infra import command_line, faults, lora, ranks, run_folder, seeds
 from infra.decoding import graph_decoding_works
 from infra.model import limits_of, load, open_model
 from infra.server import Server
@@ -21,6 +22,7 @@ from tasks._prompts import check_prompts, notes
 
 def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
     """Return the fields of `Run` (train.py), the number of tokens of the longest prompt, and notes for the user."""
+    seeds.seed_everything(cfg.seed)  # the same for all ranks, because a task may shuffle its rows
     with ranks.fail_together():
         task = load_task(cfg)
         task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
@@ -67,5 +69,6 @@ def trained_on_before(cfg: Config) -> Iterator[str]:
     """Yield a note if --model comes from a run that has trained on prompts of --data that are held out now."""
     for folder in Path(cfg.model or "").absolute().parents[:2]:  # of RUN/model, or of RUN/checkpoint/000040
         there = run_folder.settings_of(folder)
-        if there and there.steps and there.data and there.data == cfg.data and there.held_out < cfg.held_out:
+        has_same_data = there and there.data and realpath(there.data) == realpath(cfg.data or "")
+        if has_same_data and there.steps and there.held_out < cfg.held_out:
             yield f"the run in {folder} held out fewer prompts, so it has trained on some that are held out now"

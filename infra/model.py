@@ -53,6 +53,8 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return Opened(model.config, tokenizer, load=lambda: copy.deepcopy(model).float().eval())
     if (Path(source) / "state.pt").is_file():
         return _open_checkpoint(Path(source), config)
+    if (Path(source) / "adapter_config.json").exists():
+        raise UserError(f"{source}: contains adapters; merge them into their base model first (docs/extending.md)")
     model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     if getattr(model_config, "quantization_config", None):
         raise UserError(f"{source}: its weights are quantized; give a folder of bfloat16 weights")

@@ -226,6 +226,7 @@ class RunLog:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
         if ranks.rank() > 0:
             return
+        run_folder.check_lock(self.out)
         step, most = metrics["step"], self.config.samples_per_step
         chosen = [(group, i) for group in groups for i in range(len(group.completions))]
         if 0 <= most < len(chosen):  # spread evenly over the step

@@ -251,7 +251,7 @@ def inputs(config: Config) -> list[Path]:
 
 def digests(config: Config) -> dict[str, str]:
     """Return a digest of each of these files and folders."""
-    files = {path: sorted(path.glob("*")) if path.is_dir() else [path] for path in inputs(config)}
+    files = {path: sorted(path.rglob("*")) if path.is_dir() else [path] for path in inputs(config)}
     return {f"digest of {path}": digest_of(inside) for path, inside in files.items()}
 
 
@@ -272,6 +272,8 @@ def sha256_of(file: Path) -> str:
 
 # ---- One writer at a time; files that are either complete or absent ----
 
+locks: dict[Path, os.stat_result] = {}  # of the folders that this process has locked
+
 
 def lock(out: Path) -> None:
     """Make sure that only one process writes to a folder. The lock is released when that process ends, which may take a
@@ -279,9 +281,18 @@ def lock(out: Path) -> None:
     descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # kept open: closing it would release the lock
     for _ in range(10):
         with suppress(BlockingIOError, PermissionError):
-            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks[out] = os.fstat(descriptor)
+            return
         time.sleep(1)
     raise UserError(f"another process is writing to {out}: wait for it, or give another --out")
+
+
+def check_lock(out: Path) -> None:
+    """Raise a UserError if this process has locked the folder, but somebody has then deleted or moved it, and another
+    run has made a new one."""
+    if out in locks and not os.path.samestat(locks[out], (out / ".lock").stat()):
+        raise UserError(f"{out} now belongs to another run: this one ends")
 
 
 def flush(path: Path) -> None:

@@ -6,13 +6,11 @@ import hashlib
 import numpy as np
 import transformers
 
-from infra import ranks
 
-
-def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, NumPy and PyTorch for this step and rank. Only user code, such as a reward, draws from these global
-    generators."""
-    transformers.set_seed(int(np.random.SeedSequence([seed, step, ranks.rank()]).generate_state(1)[0]))
+def seed_everything(seed: int, *numbers: int) -> None:
+    """Seed Python, NumPy and PyTorch. `numbers` are for instance the step and the rank. Only user code, such as a
+    reward, draws from these global generators."""
+    transformers.set_seed(int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0]))
 
 
 def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:

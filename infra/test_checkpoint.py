@@ -1,5 +1,6 @@
 """Checkpoints and a run's folder: a run that was killed or stopped at any moment ends like an uninterrupted run."""
 
+import itertools
 import json
 import math
 import os
@@ -26,15 +27,16 @@ from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
+import conftest
 from advantage import Group
 from config import Config, UserError, with_budgets
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
-from infra import checkpoint, loading, ranks, run_folder
+from infra import checkpoint, loading, ranks, report, run_folder
 from infra.command_line import ready
 from infra.run_folder import checkpoint_of, saved_steps
 from rollout import Completion
 
-UPDATE, RENAME = "torch.optim.AdamW.step", "pathlib.Path.rename"
+UPDATE, REWARDS, RENAME = "torch.optim.AdamW.step", "train.call_rewards", "pathlib.Path.rename"
 WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
 
 
@@ -86,6 +88,18 @@ def whole(small, tmp_path_factory) -> Path:
     return out
 
 
+def interrupted(call_rewards):
+    """Let a signal come during the first call. Nothing that it returns must be used, because the signal may have ended
+    processes that a reward had started."""
+    calls = itertools.count()
+
+    def calling(*args):
+        made = call_rewards(*args)
+        return made if next(calls) else STOP() or ([], [])
+
+    return calling
+
+
 STOP = partial(signal.raise_signal, signal.SIGTERM)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 # One run is ended at each of these moments in turn. Each value is what ends the run, and the exit code. `at(f, n, do)`
@@ -97,7 +111,7 @@ ENDS = {
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
     "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
     "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 1),
-    "after the step in which it was asked to stop": (partial(at, UPDATE, 2, STOP), 128 + signal.SIGTERM),
+    "after the step of a signal": (partial(conftest.replace, REWARDS, interrupted), 128 + signal.SIGTERM),
     # 6.partial is renamed when checkpoint 6 is complete. 4 is renamed to 4.partial before it is deleted.
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
     "while the last old checkpoint is deleted": (partial(at, "shutil.rmtree", 1, die, of="4.partial"), -signal.SIGKILL),
@@ -435,13 +449,13 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
 
 
 CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]
-NAMED = ["model/config.json", "teacher/config.json", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
+NAMED = ["model/config.json", "teacher/config/1", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
 
 
 @pytest.mark.parametrize("changed", CODE + NAMED)
 def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_path, out, monkeypatch, changed):
     for name in CODE + NAMED:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm first"):
         subprocess.check_call(["git", "-C", tmp_path, *words.split()])
@@ -453,7 +467,7 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings), [])
     assert begun(out, **settings) == []
     (tmp_path / changed).write_text("second")
-    name = "code" if changed in CODE else f"digest of {tmp_path / changed}".removesuffix("/config.json")
+    name = "code" if changed in CODE else f"digest of {tmp_path / changed.split('/config')[0]}"
     notes, is_told = begun(out, **settings), not changed.startswith(("test_", "tools/"))
     assert [note.partition(" was ")[0] for note in notes] == ["commit", *([name] if is_told else [])]  # now "-dirty"
     fingerprint = run_folder.fingerprint_of_start(config_of(out, **settings), [])
@@ -506,13 +520,30 @@ def test_a_folder_has_one_writer_and_its_lock_ends_with_the_process(out, monkeyp
     writer.join()
     run_folder.claim(config_of(out))
     os.kill(child, signal.SIGKILL)  # until now the child was running, but it did not have the lock
+    out.rename(out.with_name("moved"))
+    out.mkdir()
+    (out / ".lock").touch()
+    with pytest.raises(UserError, match="now belongs to another run"):
+        report.RunLog(config_of(out), str, []).write({}, [], [])
+
+
+def shuffled(load_task):
+    """Let the task shuffle its rows, as a user's task may do, with a generator that it does not seed."""
+
+    def load(config):
+        task = load_task(config)
+        random.shuffle(task.train)
+        return task
+
+    return load
 
 
 # In the first evaluation, or in the update of the first step.
-@pytest.mark.parametrize("name", ["train.evaluate", UPDATE])
-def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path, name):
-    interrupt = partial(at, name, 1, partial(signal.raise_signal, signal.SIGINT), rank=1)
-    shown = run(without_noise | dict(save_every=0), tmp_path / "out", interrupt, code=128 + signal.SIGINT, world=2)
+@pytest.mark.parametrize("name, number", [("train.evaluate", signal.SIGINT), (UPDATE, signal.SIGHUP)])
+def test_a_signal_to_one_rank_ends_all_ranks_after_the_step(without_noise, tmp_path, name, number):
+    interrupt = partial(at, name, 1, partial(signal.raise_signal, number), rank=1)
+    before = random.seed, partial(conftest.replace, "infra.loading.load_task", shuffled), interrupt
+    shown = run(without_noise | dict(save_every=0), tmp_path / "out", *before, code=128 + number, world=2)
     assert "stopped after step 1; the same command, without --overwrite, resumes the run\n" in shown
     assert saved_steps(tmp_path / "out") == [1] and metrics(tmp_path / "out")[-1]["step"] == 1
 

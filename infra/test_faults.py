@@ -130,8 +130,10 @@ def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path):
 
 
 def unwritable_stdout() -> None:
-    """Make every write to stdout fail, as on a full disk."""
+    """Make every write to stdout fail, as on a full disk. Send a signal that nohup ignores."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at(OPTIMIZER, 1, partial(signal.raise_signal, signal.SIGHUP))
 
 
 def closed_stdout() -> None:

@@ -80,7 +80,7 @@ def test_random_numbers_follow_from_purpose_seed_and_numbers():
     assert first[0] == generator("a", np.int64(0)).integers(2**62) == 4450455305437647052  # runs depend on this value
     drawn = []
     for seed in (0, 1, 0):
-        seed_everything(seed, step=1)
+        seed_everything(seed, 1)
         drawn.append(np.random.rand())  # as a reward may do
     assert drawn[0] == drawn[2] != drawn[1]
 

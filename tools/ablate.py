@@ -264,6 +264,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     grid = dict(args.vary)
     if len(grid) < len(args.vary):
         parser.error("--vary names a setting twice")
+    if "seed" in grid or "out" in grid:
+        parser.error("--vary seed, --vary out: give --seeds and --out")
     args.variants = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     return args
 

@@ -24,6 +24,7 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     (f"{GRID} -- --learning-rate 1e-3 --steps 1", "made with --steps 2, not 1"),
     (f"{GRID} -- --learning-rate 1e-3 --eval_k 3", "made with --eval_k 4, not 3"),
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
+    ("--vary seed=1,2", "give --seeds"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
     ("--vary beta=0,0.1 --tune learning_rate=1e-3,1e-4 --seeds 101", "--tune_seeds others than --seeds"),
