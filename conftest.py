@@ -184,8 +184,10 @@ def forked(screen: Path, env: dict[str, str], do: Callable, *args: object) -> No
     with screen.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # A process ignores SIGINT if pytest was started as a background job of a shell. This undoes that.
+    # A process ignores SIGINT if pytest was started as a background job of a shell, and SIGHUP if nohup started it.
+    # This undoes that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     do(*args)
 
 

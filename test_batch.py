@@ -72,7 +72,11 @@ def test_tokens_that_the_model_did_not_write_are_not_trained_on():
     assert played.advantages.tolist() == pytest.approx([1 / 3, -2 / 3])
     # A group needs two completions that can be trained on.
     assert not has_signal(group, mask_truncated=False) and has_signal(replace(group, completions=2 * [turns]), False)
-    assert not has_signal(replace(group, completions=2 * [replace(turns, truncated=True)]), mask_truncated=True)
+    cut = replace(turns, truncated=True)
+    assert not has_signal(replace(group, completions=2 * [cut]), mask_truncated=True)
+    # Whether some are right and some wrong also depends on those that are not trained on.
+    three = replace(group, completions=[turns, turns, cut], rewards=torch.tensor([1.0, 1.0, 0.0]))
+    assert has_signal(three, mask_truncated=True)
 
 
 # ---- Which rows are in which piece ----

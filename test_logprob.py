@@ -231,6 +231,9 @@ def test_sets_and_heads(returns_logits, entropy_grad, with_sets, with_head, monk
     monkeypatch.setitem(output_head._returns_logits, model, returns_logits)
     generator = torch.Generator().manual_seed(3)
     head_ids = torch.rand(*IDS.shape, VOCAB, generator=generator).argsort(-1)[..., :K]
+    if with_sets:  # one head has all ids of its token's set, so no others are left
+        b, t = next((b, t) for b, t in SCORED.nonzero().tolist() if kept[b][t] is not None and len(kept[b][t]) <= K)
+        head_ids[b, t] = torch.tensor([*dict.fromkeys([*map(int, kept[b][t]), *range(VOCAB)])][:K])
     heads = torch.zeros(*IDS.shape, K + 1, dtype=torch.float64)
     for b, t in SCORED.nonzero().tolist():
         log_p = (model(input_ids=IDS[b : b + 1, :t]).logits[0, -1].double() / 0.7).log_softmax(-1)

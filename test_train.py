@@ -52,6 +52,11 @@ def letters(prompts, completions, **columns):
     return [0.5 if prompt[0] in "ab" else len(text) for prompt, text in zip(prompts, completions)]
 
 
+def noted(completions, log_metric, **columns):
+    log_metric("completions", len(completions))
+    return letters(completions=completions, **columns)
+
+
 def judged(completions, completion_ids, log_metric, **columns):
     """Log the lengths. Judge a completion by its first letter, but give no reward if the number of its characters is at
     most three or divisible by three."""
@@ -140,6 +145,17 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
 }  # fmt: skip
 
 
+def with_own_replies(add_rewards):
+    """Make sure that each completion has its replies, of which the last one may have had no room."""
+
+    def checked(run, groups, **how):
+        for one in (one for group in groups for one in group.completions):
+            assert len(one.replies or []) - len(one.turns) in (-1, 0), (one.replies, one.turns)
+        add_rewards(run, groups, **how)
+
+    return checked
+
+
 @pytest.mark.parametrize("name", BY_RANKS)
 def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     world, settings, of_many = BY_RANKS[name]
@@ -147,7 +163,8 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     # Only the first rank may open files and trackers. Gradients are summed in several parts, as those of a large model.
     one_log = functools.partial(conftest.at, "infra.report.RunLog.open", 1, conftest.die, rank=1)
     small_buckets = functools.partial(conftest.replace, "infra.ranks.BUCKET_BYTES", functools.partial(min, 50_000))
-    run(sorting | settings | of_many, tmp_path / "many", one_log, small_buckets, world=world)
+    replies = functools.partial(conftest.replace, "train.add_rewards", with_own_replies)
+    run(sorting | settings | of_many, tmp_path / "many", one_log, small_buckets, replies, world=world)
     assert_same_run(tmp_path / "many", one)
     steps = [line for line in metrics(one) if line["step"]]  # step 0 is the evaluation before the first step
     assert all(line["grad_norm"] > 0.01 for line in steps)
@@ -580,7 +597,7 @@ def test_prompts_and_streams(go, draws, watch, sorting):
 
 
 def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws):
-    out = go(reward=paths("letters"), dynamic_sampling=1, steps=4, prompts_per_step=6)
+    out = go(reward=paths("noted"), dynamic_sampling=1, steps=4, prompts_per_step=6)
     indices, streams = draws()
     assert indices == list(range(len(indices))) and len(indices) > 24, "no prompt is drawn twice or left out"
     assert len(streams) == len(set(streams)) == len(indices) * G, "no stream is used twice"
@@ -588,11 +605,24 @@ def test_dynamic_sampling_replaces_dead_groups_while_there_are_rounds(go, draws)
     sizes = [sum(line["step"] == step for line in samples(out)) for step in range(1, 5)]
     assert min(sizes) < max(sizes) == 6 * G, "after the last round, a step trains on the groups that it has"
     assert [G * line["groups"] for line in metrics(out)] == sizes
+    for line in metrics(out):
+        drawn = G * (line["groups"] + line["groups_replaced"])
+        assert line["logged/completions"] == drawn / (2 if line["groups_replaced"] else 1), "the mean over the rounds"
     assert len(indices) * G == sum(sizes) + G * sum(line["groups_replaced"] for line in metrics(out))
 
 
 def test_dapo_rejects_only_the_groups_of_a_graded_task_whose_rewards_are_all_equal(go):
     assert all(line["without_signal"] == line["equal_rewards"] < 0.5 for line in metrics(go(algorithm="dapo")))
+
+
+def test_user_code_draws_other_random_numbers_on_each_rank(monkeypatch):
+    monkeypatch.setattr(train, "pick_rows", lambda *args: np.random.rand())
+    monkeypatch.setattr(train, "ask_for_groups", lambda run, rows, *args: rows)
+    drawn = []
+    for number in (0, 1, 0):
+        monkeypatch.setattr(train.ranks, "rank", lambda number=number: number)
+        drawn.append(train.first_round(SimpleNamespace(config=Config()), 1))
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 # ---- Evaluation ----
@@ -644,13 +674,15 @@ def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
 
 
-def test_the_chat_template_and_the_generation_settings_are_saved_again(go, tmp_path):
+def test_the_chat_template_and_the_generation_settings_are_saved_again(go, watch, tmp_path):
     """These settings, which have several end tokens, must change nothing else in a run."""
     generation = dict(eos_token_id=[EOS_ID, 5, 9, 12], pad_token_id=0, do_sample=True, temperature=0.6, top_k=3)
     conftest.save_chat_model(tmp_path / "model", "abcdefghijklmnopqrstuvwxyz<>;", TEMPLATE, **generation)
     prompt = [{"role": "system", "content": "add"}, {"role": "user", "content": "one"}]
     (data := tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt}))
+    asked = watch(train, "replies_to")
     out = go(task="data", model=tmp_path / "model", data=data, reward=paths("drawn"), max_completion_length=20, steps=1)
+    assert sorted(asked[0].args[3]) == sorted(generation["eos_token_id"])
     assert all((row["prompt"], row["columns"]) == (prompt, {}) for row in samples(out))
     last = {row["tokens"][-1][0] for row in samples(out) if not row["truncated"]}
     assert last - {EOS}, "end tokens other than the first must occur"

@@ -279,11 +279,12 @@ def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
 
 
 INFINITE = dict(algorithm="dapo", epsilon_high=math.inf)
-AN_INPUT = dict(model="{out}/model")  # the run reads a folder that lies in its own
+AN_INPUT = dict(model="{relative}/model")  # the run reads a folder that lies in its own
 
 
 def config_of(out: Path, **settings) -> Config:
-    settings |= {name: x.format(out=out) for name, x in settings.items() if isinstance(x, str)}
+    relative = os.path.relpath(out)
+    settings |= {name: x.format(relative=relative) for name, x in settings.items() if isinstance(x, str)}
     return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
 
 
@@ -347,6 +348,7 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=5), 4),
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=0), f"{OTHER}--eval_every 20 there, 0 here$"),
     (partial(made, **ROWS), ROWS | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
+    (partial(made, **ROWS, eval_data="e"), ROWS | dict(eval_data="e", eval_prompts=5), "finished"),
     (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
     (evaluation, dict(steps=0, eval_top_p=0.9, metrics_by="answer"), f"{OTHER}--metrics_by .*; --eval_top_p None "),
@@ -404,8 +406,9 @@ def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, m
 def test_prompts_that_an_earlier_run_has_trained_on_are_not_held_out_in_silence(out):
     made(out, data="d", eval_prompts=64, task="addition")
     for name in "model", "checkpoint/000004":
-        for n, data, count in (65, "d", 1), (64, "d", 0), (65, "e", 0):
-            config = config_of(out, steps=0, model=f"{out}/{name}", data=data, eval_prompts=n, task="addition")
+        for n, data, held, count in (65, "./d", None, 1), (64, "d", None, 0), (65, "e", None, 0), (65, "d", "e", 0):
+            settings = dict(data=data, eval_data=held, eval_prompts=n, task="addition")
+            config = config_of(out, steps=0, model=f"{out}/{name}", **settings)
             assert len([*loading.trained_on_before(config)]) == count
 
 
@@ -470,7 +473,7 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     name = "code" if changed in CODE else f"digest of {tmp_path / changed.split('/config')[0]}"
     notes, is_told = begun(out, **settings), not changed.startswith(("test_", "tools/"))
     assert [note.partition(" was ")[0] for note in notes] == ["commit", *([name] if is_told else [])]  # now "-dirty"
-    fingerprint = run_folder.fingerprint_of_start(config_of(out, **settings), [])
+    fingerprint = run_folder.fingerprint_of_start(config_of(out.with_name("elsewhere"), **settings), [])
     assert (fingerprint != on_other_ranks) == (is_told and changed.endswith(".py"))
 
 

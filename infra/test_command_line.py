@@ -55,6 +55,7 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("--reward exact_sum tasks/_rewards.py:overlong --overlong_buffer 9 --max_completion_length 9", {}),
     ("--num_generations 1 --baseline none --scale_rewards none --ratio sequence_token --top_entropy 0.5", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
+    ("--micro_batch_size 3", dict(micro_batch_tokens=None)),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
@@ -110,6 +111,7 @@ MISTAKES = [
     ("--seed 1 -2", "unrecognized arguments: ... -2"),
     # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
+    ("--temperature 0 --min_p 1.1 --eval_temperature 0", "--temperature | --min_p | --eval_temperature"),
     ("--task data", "--task data: needs --model | --task data: needs --reward"),
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),

@@ -94,6 +94,7 @@ def test_new_adapters_are_uniform_and_follow_from_the_seed():
 
     first, other = all_A(seed=1), all_A(seed=2)
     assert torch.equal(first, all_A(seed=1)) and first.abs().max() <= 3**0.5
+    assert len({*first.tolist()}) > 0.9 * len(first), "no two layers are alike"
     for A in (first, other, (first + other) / 2**0.5):  # the sum has this spread only if two seeds are independent
         # Of n independent numbers, the error of the mean is about 1 / sqrt(n), and that of the spread is less.
         assert abs(A.mean()) < 4 * len(A) ** -0.5 and abs(A.std() - 1) < 4 * len(A) ** -0.5

@@ -193,6 +193,7 @@ def trial(flags: str, fits: int = 10**9) -> tuple[str, Config, list[int], list[d
     """Make a trial in which memory runs out if a micro-batch may have more than `fits` tokens. Return its line for the
     screen, the settings with budgets, the limits that were tried, and the state of everything before and after it."""
     conftest.replace("infra.memory.CHUNK", lambda _: {"cuda": 64})
+    conftest.replace("infra.test_memory.Counting.decode", lambda _: pytest.fail)  # no stop string may end a rollout
     lines, limits, states = [], [], []
 
     def state(run: train.Run) -> dict:
@@ -233,7 +234,8 @@ def trial(flags: str, fits: int = 10**9) -> tuple[str, Config, list[int], list[d
 def test_a_trial_computes_full_rows_and_then_twice_as_many_and_leaves_only_the_budgets():
     """A row is a prompt of 8 tokens and 8 completions of 16. A chunk of the output head has 64 tokens here, so one row
     fills it. There is memory for the largest budgets that are allowed: 24 tokens times a power of two."""
-    line, config, limits, (before, after) = on_pretended_gpu(trial, f"{CHECKPOINTING} --top_k 5 --decode graph")
+    flags = f"{CHECKPOINTING} --top_k 5 --decode graph --stop x"
+    line, config, limits, (before, after) = on_pretended_gpu(trial, flags)
     assert limits == [136, 136, 272] and (config.rollout_tokens, config.micro_batch_tokens) == (24 << 17, 24 << 10)
     assert f"rollout_tokens {24 << 17} (24 tokens" in line and f"micro_batch_tokens {24 << 10} (136 " in line
     for name, value in before.items():
@@ -261,7 +263,7 @@ def test_a_row_that_does_not_fit_is_split_and_a_completion_that_does_not_fit_end
 
 
 def test_a_made_up_batch_has_all_that_a_batch_may_have():
-    cfg = replace(Config(), max_completion_length=5, top_k=3, normalization="global", score_centering=2)
+    cfg = replace(Config(), max_completion_length=5, top_k=3, score_centering=2, mask_truncated=True)
     run = SimpleNamespace(config=cfg, model=conftest.tiny_model(), device=torch.device("cpu"))
     batch = memory.made_up_batch(run, 4, 2, 3)
     assert batch.ids.shape == (6, 9) and batch.prompts.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()

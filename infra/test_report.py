@@ -59,7 +59,7 @@ NOTES = [  # metrics, whether each of the four groups has an advantage -> the no
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
     (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step, all rewards are equal; look at some with "),
-    (dict(reward_std=0.0, reward_weights=[0.0]), [1] * 4, ""),  # distillation
+    (dict(reward_std=0.0, reward_weights=[0.0, 0.0]), [1] * 4, ""),  # distillation
     (dict(length_correct=None, reward_std=0.0, first=4), [1] * 4, ""),  # by now, that is not unusual
     (dict(length_correct=None, length_incorrect=None, sampler_gap=None), [1] * 4, ""),  # nothing judged or trained on
     (dict(reward=None), [1] * 4, "no completion of this step has a reward"),

@@ -22,6 +22,7 @@ def test_a_data_set_of_reasoning_gym():
     pytest.importorskip("reasoning_gym")
     task = load_task(Config(task=EASY))
     asked = [row["prompt"][0]["content"] for row in task.train + task.eval]
+    assert load_task(Config(task=EASY, seed=1)).train == task.train, "a run may go on from a model of another seed"
     assert 100 > len(asked) == len(set(asked)) > 50 and len(task.eval) == len(asked) // 5 and task.correct_at == 1.0
     for row in task.eval[:9] + task.train[-9:]:
         # The question is "State the final answer to ...: 4 + 3 =", for example.

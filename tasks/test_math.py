@@ -40,12 +40,12 @@ def test_rows_of_a_file(tmp_path):
     """A prompt that is a text becomes a message that also asks for an answer in a box (ASK). A prompt that is a list of
     chat messages is left as it is."""
     chat = [{"role": "user", "content": "Is it 7?"}]
-    rows = [{"problem": f"{n} + 1?", "prompt": "Add.", "answer": n + 1, "solution": "By adding."} for n in range(20)]
+    rows = [{"problem": f"{n} + 0?", "prompt": "Add.", "answer": n, "solution": "By adding."} for n in range(20)]
     rows += [{"prompt": "2 + 2?", "solution": "It is \\boxed{4}."}, {"prompt": chat, "problem": "?", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = load_task(Config(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=4))
     made = {row["prompt"][0]["content"]: row["answer"] for row in task.train + task.eval}
-    expected = {f"{n} + 1?{ASK}": n + 1 for n in range(20)}
+    expected = {f"{n} + 0?{ASK}": n for n in range(20)}
     more = dict(data=str(tmp_path / "rows.jsonl"), eval_data=str(tmp_path / "rows.jsonl"))
     assert load_task(Config(task="math", **more)).eval == load_task(Config(task="math", **more)).train
     assert made == expected | {f"2 + 2?{ASK}": "It is \\boxed{4}.", "Is it 7?": "7"} and len(task.eval) == 4

@@ -136,10 +136,10 @@ def test_prompts_that_cannot_be_used(prompt, message):
 def test_prompts_that_are_too_long_can_be_left_out():
     """A note reports it. There must still be prompts to train on and prompts to evaluate on."""
     config = Config(max_completion_length=3, drop_long_prompts=True)
-    task = task_of("1", "1" * 8, "2" * 7, held_out=["2" * 9, "3"])
+    task = task_of("1", "1" * 8, "3", held_out=["2" * 9, "2" * 7])
     # The result is the length of the longest prompt that is left.
     assert check_prompts(task, PLAIN, 10, config) == 7
-    assert [row["prompt"] for row in task.train + task.eval] == ["1", "2" * 7, "3"]
+    assert [row["prompt"] for row in task.train + task.eval] == ["1", "3", "2" * 7]
     assert [row.get("_index") for row in task.train + task.eval] == [0, 1, None], "the positions after leaving some out"
     (note,) = task.notes
     assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")

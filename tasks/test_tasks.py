@@ -38,6 +38,8 @@ def exact_sum(completions):
     pass
 def needs_answer(answer, other=None, **columns):
     pass
+def needs_turns(turns):
+    pass
 """
 COLUMNS = {"answer": "1", "numbers": [1], "target": 1}  # of the user's rows
 ROWS = [  # a task, settings, rows to train on, rows held out
@@ -49,6 +51,7 @@ ROWS = [  # a task, settings, rows to train on, rows held out
     ("guess", {"data": None, "max_turns": 3}, 8879, 1121),
     ("guess", {"data": None, "max_turns": 3, "reply": SHORT}, 8879, 1121),
     ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
+    ("addition", {"reply": SHORT, "reward": ["mine.py:needs_turns"], "eval_every": 0}, 20, 0),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
     ("addition", [SUM], {}, (["exact_sum"], [1.0], None, 1.0)),
@@ -70,7 +73,9 @@ def test_names_and_defaults_of_the_tasks():
     for name in NAMES:
         defaults = task_defaults(name, None)
         assert defaults.keys() == tasks.REAL_MODEL_DEFAULTS.keys()
-        assert (defaults["learning_rate"] > 1e-4) == (name in ("addition", "chain", "guess", "sorting"))
+        has_small_model = name in ("addition", "chain", "guess", "sorting")
+        assert (defaults["learning_rate"] > 1e-4) == has_small_model
+        assert defaults["warmup_steps"] == (5 if has_small_model else 10)
         assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
     assert task_module("gym:chain_sum:{}") is tasks.gym
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config", "addition:", "math:chain_sum"):

@@ -106,7 +106,7 @@ def main(words: list[str]) -> None:
     found["pytest -m gpu"] = ranks.on_first(gpu_tests)
     report(found)
     found["first difference of two runs"] = first_difference([*words, "--decode", "plain"], device)
-    for larger in (False, True) if "--model" not in words else (False,):
+    for larger in (False, True) if parse(words, torch.cuda.is_available()).model is None else (False,):
         if larger:
             addition.model = larger_model
         size, more = ("0.5B ", LARGER.split()) if larger else ("", [])

@@ -32,8 +32,9 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
 ]
 
 
-def test_a_run_whose_learning_rates_would_be_others_is_not_continued():
-    made = Config(lr_schedule="cosine", steps=2)
+@pytest.mark.parametrize("lr_schedule", ["cosine", "linear"])
+def test_a_run_whose_learning_rates_would_be_others_is_not_continued(lr_schedule):
+    made = Config(lr_schedule=lr_schedule, steps=2)
     with pytest.raises(SystemExit, match="made with --steps 2, not 3"):
         ablate.check_settings(ablate.Run("out", [], replace(made, steps=3)), made)
 

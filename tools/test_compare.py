@@ -98,7 +98,7 @@ def test_random_entries_give_the_cosines_within_their_error():
 
 
 WRONG = ["reference=a,b --beta 1", "overlong_buffer=4,8 --reward overlong", "dynamic_sampling=0,3", "top_p=0.9,1"]
-WRONG += ["kl-estimator=k2,k3", "beta=0,1 --vary delta=2,3"]
+WRONG += ["ref_sync_every=1,2 --beta 1", "kl-estimator=k2,k3", "beta=0,1 --vary delta=2,3"]
 WRONG = [*((f"--vary {words}", f"--vary {words.partition('=')[0]}: ") for words in WRONG)]
 
 

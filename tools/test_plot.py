@@ -11,7 +11,7 @@ from tools import plot
 def folder(path: Path, lines: list[dict], **settings) -> Path:
     """Write the logs of a run."""
     path.mkdir(parents=True)
-    settings = dict(algorithm="grpo", seed=0, beta=0.0) | settings
+    settings = dict(algorithm="grpo", seed=0, beta=0.0, out=str(path)) | settings
     about = dict(settings=settings, code="c", digests={"digest of r.py": "d"})
     (path / "config.json").write_text(json.dumps(about))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -59,7 +59,8 @@ def test_a_line_is_the_mean_over_seeds_and_a_band_reaches_from_the_lowest_to_the
     # Smoothing takes the mean over a step and its neighbours, for each run: [1.5, 3, 4, 5] and [3.5, 4, 7, 8.5].
     smooth = [[0, 2.5, 1.5, 3.5], [1, 3.5, 3, 4], [2, 5.5, 4, 7], [3, 6.75, 5, 8.5]]
     assert drawn(logs, "kl", width=3) == smooth
-    assert drawn(logs, "accuracy", width=3) == drawn(logs, "kl", width=1), "evaluations are not smoothed"
+    for panel in ("accuracy", "eval/accuracy"):
+        assert drawn(logs, panel, width=3) == drawn(logs, "kl", width=1), "evaluations are not smoothed"
     logs[0][0]["kl"] = None  # a missing value does not count
     assert drawn(logs, "kl", width=1)[0] == [0, 3, 3, 3] and drawn(logs, "kl", width=3)[0] == [0, 2.75, 2, 3.5]
 
