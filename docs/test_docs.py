@@ -31,6 +31,7 @@ from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, for_argparse, parse, ready
 from loss import token_weights
 from rollout import Completion
+from tasks import guess
 from tools import ablate, evidence
 
 HERE = Path(__file__).parent.parent
@@ -168,6 +169,8 @@ def test_defaults_are_those_of_the_logged_runs():
     for name, default in vars(ready(Config(out="anywhere"), on_gpu=False)).items():
         values = [settings[name] for settings in logged if name in settings]
         assert name == "out" or not values or default in values, name
+    of_guess = json.loads((HERE / "results/guess/seed-4/config.json").read_text())["settings"]
+    assert guess.DEFAULTS.items() <= of_guess.items()
 
 
 def test_readme_opens_with_the_update_of_minimal():

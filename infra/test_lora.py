@@ -177,6 +177,8 @@ def test_a_checkpoint_can_be_evaluated(small, whole, tmp_path, shard):
     assert evaluated == {name: last[name] for name in evaluated if name != "step"} | {"step": 0}
     opened = open_model(str(whole / "checkpoint/000003"), Config(steps=0, dtype="bfloat16"))
     assert opened.load().dtype == torch.bfloat16, "the dtype is that of this run, not of the one that saved it"
+    with pytest.raises(UserError, match="does not read think"):
+        open_model(str(whole / "checkpoint/000003"), Config(steps=0, chat_template_kwargs='{"think": 1}'))
 
 
 def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, tmp_path):

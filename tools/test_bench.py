@@ -1,5 +1,6 @@
 """The benchmark: all ways to train do the same work, and the tables show what was measured."""
 
+import itertools
 import json
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -79,6 +80,15 @@ def test_every_way_does_the_same_work_in_a_step(planned, tmp_path, capsys):
         add_run(tmp_path / "other-1", [line | {name: 1.02 * line[name]} for line in made])
         with pytest.raises(AssertionError, match=f"other work: {name}"):
             bench.table(args)
+
+
+def test_evaluations_do_not_count_as_cost(tmp_path, monkeypatch):
+    clock = itertools.count()  # each look at it is a second later
+    monkeypatch.setattr(bench, "read_clock", lambda: next(clock))
+    monkeypatch.setattr(train, "evaluate", lambda run, step: ({"eval/x": sum(next(clock) for _ in range(99))}, []))
+    words = "--steps 3 --eval_every 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 2".split()
+    bench.measure(bench.parse(["learn", "--ways", "ours", "--", *words]), "ours", tmp_path, words)
+    assert [line["seconds_step"] < 99 for line in lines(tmp_path / "metrics.jsonl")] == [True] * 3
 
 
 def test_what_is_learned(tmp_path):
