@@ -87,7 +87,7 @@ def test_evaluations_do_not_count_as_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "read_clock", lambda: next(clock))
     monkeypatch.setattr(train, "evaluate", lambda run, step: ({"eval/x": sum(next(clock) for _ in range(99))}, []))
     words = "--steps 3 --eval_every 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 2".split()
-    bench.measure(bench.parse(["learn", "--ways", "ours", "--", *words]), "ours", tmp_path, words)
+    bench.measure(bench.parse(["learn", "--out", "x", "--", *words]), "ours", tmp_path, words)
     assert [line["seconds_step"] < 99 for line in lines(tmp_path / "metrics.jsonl")] == [True] * 3
 
 
