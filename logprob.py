@@ -48,9 +48,8 @@ def token_logprobs(
     if (real[:, 1:] > real[:, :-1]).any() or scored[:, 0].any():
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
-    dtype, on = next(model.parameters()).dtype, ids.device.type
-    if torch.is_autocast_enabled(on):
-        dtype = torch.get_autocast_dtype(on)
+    device = ids.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(model.parameters()).dtype
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
     inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, dtype)  # places (B, T - 1)
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
@@ -63,7 +62,7 @@ def token_logprobs(
         None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
         None if head_ids is None else head_ids[b, t].long(),  # (n, K)
         temperature=temperature,
-        chunk=CHUNK[on] // (1 if kept is None else 2),  # the sets take memory as well
+        chunk=CHUNK[device] // (1 if kept is None else 2),  # the sets take memory as well
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )  # (n, 2), or (n, 2 + K + 1)
