@@ -43,7 +43,8 @@ class Batch:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        # Copy the row numbers to the device once. Indexing with a list would copy them again for each tensor.
+        # Copy the row numbers to the device once. Indexing with a list would copy them again for each tensor. `per_row`
+        # is left out: it belongs to the rows that `micro_batches` has chosen.
         index = torch.tensor(rows, device=self.ids.device)
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
@@ -166,7 +167,8 @@ def _pieces(rows: list[Row], limits: Limits) -> list[list[Row]]:
     pieces: list[list[Row]] = []
     for row in rows:
         extended = [*pieces[-1], row] if pieces else [row]
-        # The first row is the longest, and the others are padded to its length.
+        # The first row is the longest, and the others are padded to its length. Rows with a gradient and rows without
+        # one are never in the same piece.
         fits = limits.allow(sum(map(len, extended)), len(extended) * row_length(extended[0]))
         if pieces and fits and extended[0][0].has_gradient == row[0].has_gradient:
             pieces[-1].append(row)

@@ -158,7 +158,7 @@ def policy_loss(
     log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "sequence_token":  # GSPO-token, 2507.18071 eq. 13: sg(s_i) pi / sg(pi), so A may differ by token
+    elif ratio == "sequence_token":  # GSPO-token, eq. 13: its value is s_i and its gradient that of log pi
         log_rho = _mean_over_tokens(log_rho, mask).detach() + logp - logp.detach()
     elif ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
         if delta is not None:
@@ -174,7 +174,7 @@ def policy_loss(
     # The correction for sampling from a slightly different policy multiplies the policy term. It has no gradient.
     correction = torch.ones_like(log_rho)
     if has_tis or has_gate:
-        # log(pi_old / pi_sampler), which is 0 if old_policy is "sampler"
+        # log(pi_old / pi_sampler); 0 if old_policy is "sampler", because that denominator is the sampler itself
         log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T)
         tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
         beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
@@ -218,8 +218,8 @@ def policy_loss(
     if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
         policy = policy * correction
     if head_logp is not None:  # 2609.20807: subtract the score that the sampler expects at each token
-        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where f is the weight of the token: a
-        # capped ratio, a correction, or 1. The command line refuses objectives in which it is anything else.
+        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where sg stops the gradient and f is the
+        # weight of the token: a capped ratio, a correction, or 1. The command line refuses objectives with others.
         outcome_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
         outcome_ratio = outcome_logp.detach().exp() / mu  # infinite where the sampler has probability 0
         if objective == "cispo" and old_policy == "sampler":
@@ -287,6 +287,7 @@ def _outcomes(head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor) -> tup
     mu, given = sampler_head_logp.exp(), head_logp.exp().sum(-1, keepdim=True)
     others = 1 - mu.sum(-1, keepdim=True)
     has_others = others > 1e-5  # in fp32, a sum of 1000 probabilities is accurate to 1e-6
+    # Where nothing is left for the others, this is log 1 = 0.
     log_others = (1 - given).clamp(min=torch.finfo(given.dtype).tiny).where(has_others, 1.0).log()
     mu = torch.cat([mu, others.where(has_others, 0.0)], -1)
     return torch.cat([head_logp, log_others], -1).masked_fill(mu == 0.0, 0.0), mu

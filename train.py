@@ -35,7 +35,7 @@ from tasks._turns import replies_to
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in SETTINGS]
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # always reported; there may be others
+STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # every run has these
 
 
 @dataclass

@@ -110,9 +110,9 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimize
 
 
 def of_weights(log_w: Tensor) -> dict[str, float | None]:
-    """Compute how far the completions are from those of the policy before the step. log_w has for each completion the
-    log of W, the ratio of its probabilities under this policy and under the sampler. `ess` is the effective sample
-    size, as a share of the completions. 2602.17616"""
+    """Compute how far the completions are from those of the policy before the step. log_w has log W for each
+    completion, where W is its probability under that policy divided by its probability under the sampler. `ess` is the
+    effective sample size, as a share of the completions. 2602.17616"""
     if not len(log_w):
         return {"ess": None, "sampler_chi2": None}
     w = (log_w - log_w.max()).exp()  # a factor changes nothing
@@ -246,8 +246,8 @@ class RunLog:
             say(f"step {step}, held out: {'  '.join(values)}")
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
-        """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob, which
-        is null in a reply, and in an evaluation that of the whole vocabulary. A token that is only a part of a
+        """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob. The
+        log-prob is null in a reply; in an evaluation, it is over the whole vocabulary. A token that is only a part of a
         character has the text U+FFFD."""
         one = group.completions[i]
         written = [True] * len(one.ids) if one.written is None else one.written
