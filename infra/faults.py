@@ -117,7 +117,7 @@ def not_interrupted(call: Callable, *args: Any) -> Any:
         before, made = len(caught), call(*args)
         if len(caught) == before:
             return made
-        for put_back, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states):
+        for put_back, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True):
             put_back(state)
 
 

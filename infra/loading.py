@@ -70,5 +70,5 @@ def trained_on_before(cfg: Config) -> Iterator[str]:
     for folder in Path(cfg.model or "").absolute().parents[:2]:  # of RUN/model, or of RUN/checkpoint/000040
         there = run_folder.settings_of(folder)
         has_same_data = there and there.data and realpath(there.data) == realpath(cfg.data or "")
-        if has_same_data and there.steps and there.held_out < cfg.held_out:
+        if has_same_data and there.held_out < cfg.held_out:
             yield f"the run in {folder} held out fewer prompts, so it has trained on some that are held out now"

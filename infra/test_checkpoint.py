@@ -40,9 +40,10 @@ UPDATE, REWARDS, RENAME = "torch.optim.AdamW.step", "train.call_rewards", "pathl
 WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
 
 
-def noisy(completions, **columns):
+def noisy(completions, log_metric, **columns):
     """Reward texts that begin with a, b or c, or are empty. Then flip a few rewards at random, with the global random
     generators, which every rank seeds differently."""
+    log_metric("of_torch", torch.rand(()))
     flips = [random.random() + np.random.rand() < 0.5 for _ in completions]
     return [float((text[:1] in "abc") != flip) for text, flip in zip(completions, flips)]
 

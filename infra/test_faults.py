@@ -203,6 +203,12 @@ def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatc
     assert sorted(events[2:]) == [("cancel", 9.0), ("cancel_dump_traceback_later",)]
 
 
+def test_a_run_in_a_notebook_forgets_the_signal_that_stopped_the_run_before(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    faults.caught.append(signal.SIGINT)
+    assert faults.stop_requests() == []
+
+
 def in_c(prompts, **columns):
     sum(range(10**13))
 

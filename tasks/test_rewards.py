@@ -120,6 +120,7 @@ def test_one_event_loop_serves_all_calls_even_if_another_one_is_running():
 def write(tmp_path, monkeypatch):
     """Return a function that writes a file into the working directory. What a test imports is unloaded afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
     monkeypatch.chdir(tmp_path)
     before = {*sys.modules}
 
