@@ -654,7 +654,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
             assert figures[f"eval/{name}"] == pytest.approx(statistics.fmean(values))
 
 
-def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
+def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go, watch, sorting):
     """This holds for the initial model, the trained one, and a checkpoint. Evaluations change no training."""
     held_out = dict(eval_every=2, eval_prompts=7, eval_k=2, reward=paths("judged", "drawn"), max_completion_length=12)
     made = go("made", **held_out)
@@ -667,6 +667,9 @@ def test_a_run_of_no_steps_evaluates_as_a_training_run_does(go):
         out = go(f"{i}", **held_out, steps=0, **({"model": model, "task": "data"} if model else {}))
         assert metrics(out) == [{"step": 0} | figures] and len(samples(out, "eval")) == 2
         assert sorted(path.name for path in out.iterdir()) == [".lock", "config.json", "metrics.jsonl", "samples.jsonl"]
+    made = watch(train, "set_up")
+    go("same prompts", steps=0, eval_every=1, eval_data=sorting["data"])
+    assert not [note for note in made[0].result[2] if "trained on" in note], "nothing is trained on"
 
 
 # ---- A chat model ----

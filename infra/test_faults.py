@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import UserError
+from config import Config, UserError
 from conftest import assert_same_run, at, die, errors, metrics, replace, run, run_supervised
 from infra import faults, ranks, run_folder
 
@@ -201,6 +201,14 @@ def test_the_time_limit_of_a_reward_is_cancelled_when_the_reward_ends(monkeypatc
         assert events == [("start", 9.0), ("dump_traceback_later", 10.0)]
         raise ValueError
     assert sorted(events[2:]) == [("cancel", 9.0), ("cancel_dump_traceback_later",)]
+
+
+def test_a_rank_that_is_done_waits_for_the_others(monkeypatch):
+    events = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda name=name: events.append(name))
+    assert faults.run_to_the_end(lambda config: 0, Config()) == 0 and events == ["barrier", "destroy_process_group"]
 
 
 def test_a_run_in_a_notebook_forgets_the_signal_that_stopped_the_run_before(monkeypatch):

@@ -120,7 +120,8 @@ def go(sorting, tmp_path, stand_in):
 
     def run_here(name: str = "out", code: int = 0, **settings):
         settings = sorting | dict(server=[stand_in.url], max_completion_length=12, learning_rate=0.02) | settings
-        assert train.main(flags(settings, tmp_path / name)) == code
+        typed = {name: x for name, x in settings.items() if x is not None}
+        assert train.main(flags(typed, tmp_path / name)) == code
         return tmp_path / name
 
     return run_here
@@ -274,14 +275,16 @@ def test_weights_that_do_not_arrive_are_named(go, stand_in, capsys, stale):
     assert f"given new weights, it still computes with the old {PARTS[stale]}" in capsys.readouterr().err
 
 
-def test_adapters_are_handed_over(go, stand_in, capsys, tmp_path):
+def test_adapters_are_handed_over(go, sorting, stand_in, capsys, tmp_path):
     for part in sorting_model(SimpleNamespace(seed=0)):
         part.save_pretrained(tmp_path / "base")
     GenerationConfig(eos_token_id=[1, 5]).save_pretrained(tmp_path / "base")
     settings = dict(model=tmp_path / "base", lora_rank=4)
     assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go("made", **settings)))
     assert len(stand_in.folders) == 2, "the adapters from before are deleted once the server has the new ones"
-    go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3)  # has adapters without a rank
+    # The checkpoint has adapters, although no rank is given. There are prompts to evaluate on, but none to train on.
+    of_data = dict(task="data", data=None, eval_data=sorting["data"], reward="tasks.sorting:sorted_share")
+    go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3, **of_data)
     assert all(one["model"] == "adapters" and one["stop_token_ids"] == [1, 5] for one in stand_in.asked)
     stand_in.restart()
     stand_in.stale = "lora_B"
