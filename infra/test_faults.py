@@ -251,7 +251,8 @@ def spoil_gradients() -> None:
 @pytest.mark.parametrize("what, world", [("loss", 1), ("gradient", 2)])
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(small, tmp_path, monkeypatch, what, world):
     monkeypatch.chdir(tmp_path)
-    settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, minibatches=1), Path("out")
+    settings, out = small | dict(scale_rewards="none", beta=0.0, eval_every=0, micro_batch_size=2), Path("out")
+    settings |= dict(minibatches=1)
     if what == "loss":  # 1e9 s is the longest time limit that --reward_timeout allows, and timers must accept it
         settings |= dict(reward=f"{__name__}:overflows", reward_timeout=1e9)
     spoil = [partial(at, OPTIMIZER, 1, spoil_gradients, after=True)] if what == "gradient" else []
