@@ -158,7 +158,7 @@ def policy_loss(
     log_rho = logp - denominator  # (B, T)
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
         log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "sequence_token":  # GSPO-token, eq. 13: its value is s_i and its gradient that of log pi
+    elif ratio == "sequence_token":  # GSPO-token, 2507.18071 eq. 13: sg(s_i) pi / sg(pi), where sg stops the gradient
         log_rho = _mean_over_tokens(log_rho, mask).detach() + logp - logp.detach()
     elif ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
         if delta is not None:

@@ -29,8 +29,7 @@ warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  
 @contextmanager
 def decoding(model: PreTrainedModel, dtype: torch.dtype, decode: str = "plain", max_tokens: int = 0) -> Iterator[None]:
     """Prepare the model for rollouts of up to max_tokens for each completion."""
-    graph = GraphForward(model.forward, max_tokens) if decode == "graph" else None
-    as_graph = forward_replaced(model, graph) if graph else nullcontext()
+    as_graph = forward_replaced(model, GraphForward(model.forward, max_tokens)) if decode == "graph" else nullcontext()
     with unsharded(model), weights_in(model, dtype), logits_in_fp32(model, dtype), as_graph:
         yield
 

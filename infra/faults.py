@@ -112,13 +112,15 @@ def not_interrupted(call: Callable, *args: Any) -> Any:
     """Return call(*args). If a signal comes during the call, call again, with the same random numbers. Ctrl-C or a
     scheduler may send the signal to all processes, and so end those that a reward has started. The reward would then
     find a right answer wrong."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     while True:
-        before, made = len(caught), call(*args)
-        if len(caught) == before:
+        signals_before = len(caught)
+        made = call(*args)
+        if len(caught) == signals_before:
             return made
-        for put_back, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True):
-            put_back(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def micro_batch_budget(run: Any, longest_prompt: int, accumulate: Callable) -> t
     _, first_row = next(micro_batches(made_up_batch(run, longest_prompt, 1, cfg.num_generations), run.limits))
     together = first_row.per_row[0]
     row = longest_prompt + together * length
-    # n is the fewest rows that fill a chunk of the output head. From there on, twice the rows do not take twice as much
-    # memory in the head, so n and 2 n rows show what more rows take.
+    # n is the fewest rows that fill a chunk of the output head. From there on, the head takes the same memory for any
+    # number of rows. With fewer, it would take less, and the bytes would not lie on the straight line.
     n = max(1, min(math.ceil(CHUNK["cuda"] / (together * length)), MOST_MICRO_BATCH_TOKENS // row))
     # Each rank gets 4 n rows. So even with micro-batches of 2 n rows, there are two, and the second one is computed
     # while the gradients of the first are in memory.
