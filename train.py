@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import SETTINGS, Config, with_budgets
-from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder, seeds
+from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder
 from infra.decoding import decoding
 from infra.loading import load_run
 from infra.server import Server, ask_servers
@@ -117,7 +117,7 @@ def finish_sampling(run: Run, step: int) -> None:
 def first_round(run: Run, step: int) -> Callable[[], list[Group]]:
     """Start to sample the groups of a step. Return a function that waits for them. All random numbers are those of the
     step that will train on them, so runs with different delays have the same ones."""
-    seeds.seed_everything(run.config.seed, step, ranks.rank())
+    ranks.seed_everything(run.config.seed, step, ranks.rank())
     rows = pick_rows(run, run.config.prompts_per_step, step)
     return ask_for_groups(run, rows, run.config.num_generations, step)
 
@@ -332,7 +332,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Evaluate on held-out prompts, with one greedy completion of each, and eval_k samples for pass@k. Return the
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg = run.config
-    seeds.seed_everything(cfg.seed, 0, ranks.rank())
+    ranks.seed_everything(cfg.seed, 0, ranks.rank())
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
     unrecorded = dict(head=0, keep_set=False)  # only training reads heads and kept sets

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from config import Config
-from infra import command_line, faults, lora, ranks, run_folder, seeds
+from infra import command_line, faults, lora, ranks, run_folder
 from infra.decoding import graph_decoding_works
 from infra.model import limits_of, load, open_model
 from infra.server import Server
@@ -22,7 +22,7 @@ from tasks._prompts import check_prompts, notes
 
 def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
     """Return the fields of `Run` (train.py), the number of tokens of the longest prompt, and notes for the user."""
-    seeds.seed_everything(cfg.seed)  # the same for all ranks, because a task may shuffle its rows
+    ranks.seed_everything(cfg.seed)  # the same for all ranks, because a task may shuffle its rows
     with ranks.fail_together():
         task = load_task(cfg)
         task.time_limit = partial(faults.time_limit, cfg.reward_timeout)

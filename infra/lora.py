@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
-from infra.seeds import generator
+from infra.ranks import generator
 
 # ---- Adapters in a model ----
 

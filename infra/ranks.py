@@ -1,10 +1,14 @@
-"""The functions through which ranks communicate. With a single process there is nothing to communicate.
+"""The functions through which ranks communicate, and the random numbers that they agree on.
 
 Every rank samples a part of a step's completions and trains on a part of them. Gradients are summed, never averaged,
 because the weight of each token in the loss is already divided by a total over all ranks (loss.py).
-With --shard, each rank also has only a part of the model (shard.py).
+With --shard, each rank also has only a part of the model (shard.py). A single process has nothing to communicate.
+
+Every random number of a run depends only on the seed, the step and what the number is for (in user code, also on the
+rank), so a checkpoint does not have to contain the state of any random generator.
 """
 
+import hashlib
 import os
 import signal
 import socket
@@ -14,8 +18,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor import DTensor
 
 from config import UserError
@@ -176,3 +182,21 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients to this norm. Return the norm that the gradients of the whole model had before."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# ---- Random numbers ----
+
+
+def seed_everything(seed: int, *numbers: int) -> None:
+    """Seed Python, NumPy and PyTorch. `numbers` are for instance the step and the rank. Only user code, such as a
+    reward, draws from these global generators."""
+    transformers.set_seed(int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0]))
+
+
+def generator(name: str, seed: int, *numbers: int) -> np.random.Generator:
+    """Return a generator for one purpose. `name` describes the purpose, and `numbers` are for instance the step. Two
+    generators produce the same random numbers only if the name, the seed and all numbers are equal."""
+    # Hashed, because NumPy pads seeds with zeros: completion (0, 0) and shuffle of step s share the stream of epoch s.
+    # NumPy's integers have another repr, so convert them.
+    key = hashlib.sha256(repr((name, int(seed), *map(int, numbers))).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(key)))

@@ -14,7 +14,7 @@ from conftest import tiny_model
 from infra.decoding import decoding
 from infra.lora import add_adapters
 from infra.model import limits_of
-from infra.seeds import generator, seed_everything
+from infra.ranks import generator, seed_everything
 
 
 class Products(TorchDispatchMode):

@@ -200,7 +200,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-4, "after step 1, completions are one update old"
     steps, firsts = [step for step, _ in picked], dict(picked[::-1])  # what the first call for each step has drawn
     assert [line["delay"] for line in whole] == [0, 1, 2] and steps == sorted(steps), "rows are those of a later step"
-    assert firsts == {step: train.seeds.seed_everything(0, step, 0) or np.random.rand() for step in firsts}
+    assert firsts == {step: train.ranks.seed_everything(0, step, 0) or np.random.rand() for step in firsts}
     assert [line["logged/steps_done"] for line in whole] == [0, 1, 2]
     seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice"
