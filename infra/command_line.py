@@ -36,7 +36,7 @@ def parse(words: list[str], on_gpu: bool) -> Config:
         ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     except UserError as error:
         parser.error(str(error))
-    return config
+    return run_folder.with_absolute_paths(config)
 
 
 def for_argparse(words: list[str]) -> Iterator[str]:

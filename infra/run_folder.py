@@ -79,7 +79,7 @@ def claim(config: Config) -> Start:
         (out / REPLACE).touch()  # is renamed with the folder. A restart by torchrun looks for it in `starts_over`
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
         return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
-    there = settings_of(out)
+    there = with_absolute_paths(settings_of(out))
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
@@ -152,6 +152,20 @@ def settings_in(file: Path) -> Config:
     if unknown := sorted(content.keys() - SETTINGS.keys()):
         raise UserError(f"{file}: there is no setting {', '.join(unknown)}")
     return Config(**{name: x for name, x in content.items() if x is not None})
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the settings with absolute paths of the files and folders that exist, so that they mean the same in every
+    working directory. What does not exist here may be a name on the hub or a module."""
+
+    def absolute(name: str) -> str:
+        path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+        path = os.path.expanduser(path)
+        return os.path.abspath(path) + colon + function if os.path.exists(path) else name
+
+    single = {name: getattr(config, name) for name in ("model", "reference", "data", "eval_data", "reply")}
+    changes = {name: absolute(x) for name, x in single.items() if x}
+    return replace(config, reward=[absolute(name) for name in config.reward], **changes)
 
 
 def config_json(out: Path) -> dict:
@@ -239,6 +253,7 @@ def provenance() -> dict:
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     names = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     hardware = dict(ranks=ranks.world(), gpu=gpu, cpu=(names or [platform.machine()])[0], cores=os.cpu_count())
+    hardware["threads"] = torch.get_num_threads()  # of a rank; on a CPU, another number rounds differently
     return {"commit": commit or None, "code": digest_of_code(), "versions": versions, "hardware": hardware}
 
 

@@ -442,14 +442,17 @@ def test_an_extended_run_and_one_that_starts_over_have_the_same_files(small, tmp
 def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatch):
     made(out, left=("checkpoint/000004",), overwrite=True)  # --overwrite is not told: it is of one start only
     assert begun(out, eval_every=7) == ["eval_every was 20, now 7"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    (note,) = begun(out, eval_every=7)
+    assert re.fullmatch(r"threads was \d+, now 99", note)
     now = run_folder.provenance()
     later = dict(commit="abc", versions=now["versions"] | {"torch": "9.9"}, hardware=now["hardware"] | {"ranks": 2})
     monkeypatch.setattr(run_folder, "provenance", lambda: now | later)
     notes = [f"commit was {now['commit']}, now abc", f"torch was {torch.__version__}, now 9.9", "ranks was 1, now 2"]
     assert begun(out, eval_every=7) == notes
     beginnings = json.loads((out / "config.json").read_text())["beginnings"]
-    assert [start["after_step"] for start in beginnings] == [0, 4, 4]
-    assert all(start.items() >= now.items() for start in beginnings[:2]) and beginnings[2].items() >= later.items()
+    assert [start["after_step"] for start in beginnings] == [0, 4, 4, 4]
+    assert beginnings[2].items() >= now.items() and beginnings[3].items() >= later.items()
 
 
 CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]

@@ -105,6 +105,23 @@ def test_settings_from_a_file_and_from_a_run(tmp_path):
     assert read(f"--out {out}") == Config(out=str(out))
 
 
+def test_a_path_means_the_same_in_every_directory(tmp_path, monkeypatch):
+    """Names on the hub and of modules stay as they are, and so do paths that do not exist."""
+    (tmp_path / "inside").mkdir()
+    for name in ("rows.jsonl", "mine.py"):
+        (tmp_path / name).touch()
+    words = "--model Qwen/Qwen2.5 --data {0}rows.jsonl --eval_data none.jsonl --reference {0}inside --beta 1"
+    words += " --reward {0}mine.py:f overlong package.module:g --reply {0}mine.py:h"
+    expected = read(words.format(f"{tmp_path}/"))
+    assert expected.reward == [f"{tmp_path}/mine.py:f", "overlong", "package.module:g"]
+    assert (expected.model, expected.eval_data) == ("Qwen/Qwen2.5", "none.jsonl")
+    for folder, prefix in (tmp_path, ""), (tmp_path / "inside", "../"):
+        monkeypatch.chdir(folder)
+        assert read(words.format(prefix)) == expected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read(words.format("~/")) == expected
+
+
 # A command line -> a part of each line of its error message. " | " separates the lines. " ... " stands for any words.
 MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi ... 0.3 ... oops"),
