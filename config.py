@@ -154,7 +154,7 @@ class Config:
     minibatches: int = setting(1, "optimizer updates in each pass", at_least=1)
     learning_rate: float | None = setting(None, "of AdamW, after the warm-up", above=0)
     lr_schedule: str = setting("constant", "after the warm-up", names=("constant", "linear", "cosine"))
-    warmup_steps: int | None = setting(None, "steps in which the learning rate grows from 0", at_least=0)
+    warmup_steps: int | None = setting(None, "steps in which the rate grows from 0", at_least=0, may_change=True)
     adam_beta1: float = setting(0.9, "of AdamW: decay of the mean gradient", at_least=0, below=1)
     adam_beta2: float = setting(0.99, "of AdamW: decay of the mean squared gradient", at_least=0, below=1)
     weight_decay: float = setting(0.0, "of AdamW: decoupled decay of the weights", at_least=0)
@@ -220,7 +220,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
 
     1. the user, on the command line or in the file of --config
     2. the preset of the algorithm
-    3. the task
+    3. the task; its warm-up becomes at most a tenth of the steps
     4. what follows from other settings (the task, the folder) or from the machine (dtype, decode, the two budgets)
 
     What is still None after this is off. Only the two budgets, rollout_tokens and micro_batch_tokens, may stay open: on
@@ -230,7 +230,10 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     name = "-".join(task.split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     defaults = dict(task=task, out=out) | task_defaults | ALGORITHMS[config.algorithm]
+    is_given = config.warmup_steps is not None
     config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
+    if config.warmup_steps and not is_given:  # a short run reaches its learning rate, too
+        config = replace(config, warmup_steps=min(config.warmup_steps, config.steps // 10))
     auto = dict(dtype="bfloat16", decode="graph") if on_gpu else dict(dtype="float32", decode="plain")
     config = replace(config, **{name: x for name, x in auto.items() if getattr(config, name) == "auto"})
     return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)

@@ -51,7 +51,7 @@ def test_a_run_goes_on_with_the_settings_that_decide_its_steps():
     dtype and the seed."""
     headings = [*dict.fromkeys(x.metadata["heading"] for x in fields(Config))]
     free = {x.name for x in fields(Config) if x.metadata["may_change"] and x.metadata["heading"] in headings[:4]}
-    assert free == {"reward_timeout", "server", "server_folder", "server_timeout", "steps"}
+    assert free == {"reward_timeout", "server", "server_folder", "server_timeout", "steps", "warmup_steps"}
     kept = {x.name for x in fields(Config) if not x.metadata["may_change"] and x.metadata["heading"] in headings[4:]}
     assert kept == {"dtype", "seed"}
 

@@ -200,6 +200,8 @@ def warnings(config: Config) -> Iterator[str]:
     """Yield a line for each combination that is allowed but seldom wanted."""
     if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
         yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
+    if 0 < config.steps < config.warmup_steps:
+        yield f"learning_rate {config.learning_rate:g} is never reached: the warm-up is longer than the run"
     if (config.attn_implementation or "").startswith("flash"):
         yield "attn_implementation: flash-attn copies the cache for each token of a rollout; sdpa has the same kernels"
     if any("\\n" in stop for stop in config.stop):

@@ -56,6 +56,10 @@ ACCEPTED = [  # a command line -> some of its resolved settings
     ("--num_generations 1 --baseline none --scale_rewards none --ratio sequence_token --top_entropy 0.5", {}),
     ("--delta 3 --epsilon_high 0.3 --beta 0.1 --ref_sync_every 5 --kl_importance --tis_cap 2 --tis_floor 2", {}),
     ("--micro_batch_size 3", dict(micro_batch_tokens=None)),
+    ("--steps 79", dict(warmup_steps=5)),
+    ("--steps 49", dict(warmup_steps=4)),
+    ("--steps 3 --warmup_steps 9", dict(warmup_steps=9)),
+    ("--steps 0", dict(warmup_steps=0)),
     # reinforce does not read epsilon_low, but 3e-4 is its value in the preset gspo, so it is not refused.
     ("--algorithm gspo --objective reinforce --epsilon_low 3e-4", {}),
     ("--algorithm rloo --old_policy sampler --beta 0.1 --kl_importance --kl_estimator k1", {}),
@@ -229,6 +233,7 @@ SELDOM_WANTED = [  # settings that are noted, and others with which they are not
     (dict(beta=0.1, kl_estimator="k1"), dict(kl_importance=True)),
     (dict(lora_rank=8, model="m"), dict(learning_rate=1e-3)),
     (dict(stop=["#", "\\n"]), dict(stop=["\n"])),
+    (dict(steps=3, warmup_steps=4), dict(steps=4)),
     (dict(attn_implementation="flash_attention_2"), dict(attn_implementation="sdpa")),
     (dict(delay=2, beta=0.1, kl_importance=True), dict(old_policy="sampler")),
     (dict(delay=2, beta=0.1, old_policy="sampler"), dict(kl_importance=True)),
