@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -32,6 +33,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -324,6 +328,103 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
 def die() -> None:
     """Kill this process, which gets no chance to clean up."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- What a GPU would have to do: operations and waits, counted on a CPU; and CUDA graphs ----
+
+NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}  # the host needs their results
+COPIES = {"cpu", "tolist", "tensor", "as_tensor"}  # between host and GPU
+
+
+class Operations(TorchDispatchMode):
+    """Counts, by name, the operations inside a `with` block for which Python would launch a kernel on a GPU (views need
+    none), and those for which the host would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.waits, self.copies = Counter(), Counter(), Copies(self)
+
+    def __enter__(self) -> "Operations":
+        self.copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        self.copies.__exit__(*error)
+
+    def wait(self, name: str) -> None:
+        self.waits[name] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        indices = args[1] if name.startswith("index") and isinstance(args[1], list) else []
+        if name in WAITS or any(x is not None and x.dtype == torch.bool for x in indices):
+            self.wait(name)
+        elif not func.is_view and name not in NO_KERNEL:
+            self.launches[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies between the host and the device, which are no operations if the device is a CPU."""
+
+    def __init__(self, operations: Operations):
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in COPIES and (name in ("cpu", "tolist") or "device" in (kwargs or {})):
+            self.operations.wait(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Graph:
+    """Stands in for `torch.cuda.CUDAGraph`: repeats the recorded operations on the tensors of the capture. A number
+    that was read on the host keeps its recorded value."""
+
+    def replay(self) -> None:
+        with _disable_current_modes():  # for `Operations`, a replay is no operation
+            for func, args, kwargs, out in self.recorded:
+                for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                    # A result in new memory goes where the recorded one is. An operation in place has put it there.
+                    if isinstance(old, Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                        old.copy_(new)
+
+
+class Capture(Operations):
+    """Stands in for `torch.cuda.graph`, and raises where the host would wait. A GPU would only record the operations.
+    Here they also run, so the tensors that they change are put back at the end."""
+
+    def __init__(self, graph: Graph, **settings):
+        super().__init__()
+        graph.recorded, graph.launches, self.graph, self.changed = [], self.launches, graph, []
+
+    def wait(self, name: str) -> None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self.changed.append((args[0], args[0].clone()))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.graph.recorded.append((func, args, kwargs or {}, out))
+        return out
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        for tensor, before in reversed(self.changed):
+            tensor.copy_(before)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Graph]:
+    """Let `--decode graph` capture graphs on a CPU, and return the list of all graphs that are made."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Graph()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr("infra.decoding.CAPTURING", {"cpu"})
+    return made
 
 
 # ---- Calls, updates of the weights, and what a run writes ----

@@ -21,6 +21,7 @@ from infra import faults
 from infra.shard import unsharded
 from rollout import Sampling, cache_of, rollout
 
+CAPTURING = {"cuda"}  # the kinds of devices that have graphs
 FIRST_ROOM = 256  # the first cache of fixed length has room for this many tokens after the prompt
 sync_debug_mode = getattr(torch._C, "_cuda_set_sync_debug_mode", lambda mode: None)  # which PyTorch without CUDA lacks
 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # PyTorch says this at its first use
@@ -82,7 +83,7 @@ class GraphForward:
         # `out` is None at the first token with new tensors. That token is computed without a graph. This warms up the
         # kernels, and it raises an error if the model makes the CPU wait for the GPU, which is impossible in a graph.
         # On a CPU, which has no graphs, all tokens are computed like this.
-        if self.out is None or not self.ids.is_cuda:
+        if self.out is None or self.ids.device.type not in CAPTURING:
             try:
                 sync_debug_mode(2)  # from now on, waiting for the GPU raises an error
                 self.out = call()

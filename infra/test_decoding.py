@@ -1,6 +1,6 @@
-"""Decoding steps that can be CUDA graphs sample the same tokens as plain steps, on a CPU and on a pretended GPU."""
+"""Decoding steps that can be CUDA graphs sample the same tokens as plain steps. Here, stand-ins for graphs are captured
+on a CPU."""
 
-from collections import Counter
 from functools import update_wrapper
 from itertools import count
 
@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import train
-from conftest import VOCAB, as_lists, flags, tiny_model
-from infra import decoding, loading, pretend_gpu
+from conftest import VOCAB, Operations, as_lists, flags, tiny_model
+from infra import decoding, loading
 from infra.model import reads_together
-from infra.pretend_gpu import gpu, needs_pretended_gpu, on_pretended_gpu
 from rollout import Completion, Sampling, rollout, uniforms
 
 PROMPTS = [prompt for prompt in ([5], [9, 10, 11, 12, 13], [3, 4, 5, 6, 7], [20, 21]) for _ in range(2)]
@@ -28,8 +27,8 @@ SAMPLINGS = [
 KINDS = {"llama": 4, "qwen2": 1, "qwen3": 2, "gemma": 2}  # the heads of keys and values; there are 4 heads of queries
 
 
-def model_of(kind: str, device: str = "cpu") -> nn.Module:
-    return tiny_model(kind, torch.float32, spread=2.0, num_key_value_heads=KINDS.get(kind, 2)).to(device)
+def model_of(kind: str, **sizes) -> nn.Module:
+    return tiny_model(kind, torch.float32, spread=2.0, num_key_value_heads=KINDS.get(kind, 2), **sizes)
 
 
 def sampled(model: nn.Module, sampling: Sampling, decode: str, dtype: torch.dtype = torch.float32) -> list[Completion]:
@@ -79,24 +78,12 @@ def test_steps_of_fixed_shapes_sample_the_same(monkeypatch, kind, capsys):
     assert_same(all_sampled(model_of(kind), "graph", dtype), plain, dtype)
 
 
-def graphs(dtype: torch.dtype, first_room: int) -> tuple[list[Completion], int, int]:
-    """Return the completions, how many graphs were replayed, and how many more bytes are allocated afterwards than
-    before. The first cache has room for `first_room` tokens after the prompt. As this runs in a process of its own, it
-    need not restore what it replaces."""
-    decoding.FIRST_ROOM = first_room
-    replays, replay, model = [], pretend_gpu.Graph.replay, model_of("qwen3", "cuda")
-    # Count the replays. What is appended does not matter.
-    pretend_gpu.Graph.replay = lambda graph: replays.append(replay(graph))
-    held = gpu.held
-    return all_sampled(model, "graph", dtype), len(replays), gpu.held - held
-
-
-@needs_pretended_gpu
 @pytest.mark.parametrize("dtype, first_room", [(torch.float32, 256), (torch.float32, 1), (torch.bfloat16, 256)])
-def test_graphs_sample_the_same_even_if_the_cache_doubles(dtype, first_room):
-    found, replays, held = on_pretended_gpu(graphs, dtype, first_room)
-    assert replays > LENGTH and held == 0
-    assert_same(found, all_sampled(model_of("qwen3"), "plain", dtype), dtype)
+def test_graphs_sample_the_same_even_if_the_cache_doubles(monkeypatch, graphs, dtype, first_room):
+    plain = all_sampled(model_of("qwen3"), "plain", dtype)
+    monkeypatch.setattr(decoding, "FIRST_ROOM", first_room)
+    assert_same(all_sampled(model_of("qwen3"), "graph", dtype), plain, dtype)
+    assert graphs
 
 
 def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
@@ -111,26 +98,38 @@ def test_the_cache_is_no_longer_than_twice_what_is_in_it(monkeypatch):
     assert [mask.shape[-1] for mask in seen[1:]] == [5] * 2 + [10] * 5 + [20] * 10 + [23] * 2
 
 
-def waits(decode: str, cut: dict) -> Counter[str]:
-    """Count how often the host waits for the GPU in 16 tokens."""
-    model, found = model_of("qwen2", "cuda"), []
-    for length in (16, 16, 32):  # the first rollout also finds out whether the model changes its logits
-        gpu.waits.clear()
-        sampling, streams = Sampling(length, NO_ENDS, **cut), uniforms(0, 1, [(0, 0), (1, 0)], length)
-        with decoding.decoding(model, torch.float32, decode, length):
-            rollout(model, PROMPTS[1:3], streams, sampling, progress=lambda *_: None)
-        found.append(gpu.waits.copy())
-    return found[2] - found[1]  # the waits that a rollout has once cancel out
+def sampling_of(decode: str, length: int, **cut) -> Operations:
+    """Count the operations of a rollout with completions of this length."""
+    model, streams = model_of("qwen2"), uniforms(0, 1, [(0, 0), (1, 0)], length)
+    with decoding.decoding(model, torch.float32, decode, length), Operations() as operations:
+        rollout(model, PROMPTS[1:3], streams, Sampling(length, NO_ENDS, **cut), progress=lambda *_: None)
+    return operations
 
 
-@needs_pretended_gpu
 @pytest.mark.parametrize("decode, numbers_read", [("graph", 16 // 8), ("plain", 16 // 8 + 16)])
-@pytest.mark.parametrize("cut, kept", [({}, {}), (dict(top_p=0.8), {"nonzero": 16, "_to_copy": 3 * 16})])
-def test_the_host_reads_only_at_every_eighth_token_how_many_rows_have_ended(decode, numbers_read, cut, kept):
+@pytest.mark.parametrize("cut, copied", [({}, {}), (dict(top_p=0.8), {"nonzero": 16, "cpu": 2 * 16, "tolist": 16})])
+def test_the_host_reads_only_at_every_eighth_token_how_many_rows_have_ended(
+    monkeypatch, graphs, decode, numbers_read, cut, copied
+):
     """Without a graph it also reads, for each token, whether there is padding. If the vocabulary is cut, the kept ids,
     their numbers and the numbers of the rows are copied as well."""
-    # The operation that reads one number is called _local_scalar_dense.
-    assert on_pretended_gpu(waits, decode, cut) == {"_local_scalar_dense": numbers_read} | kept
+    monkeypatch.setattr("rollout.CHECK_EVERY", {"cpu": 8})
+    one, two = (sampling_of(decode, length, **cut) for length in (16, 32))
+    # What a rollout does once cancels out. The operation that reads one number is called _local_scalar_dense.
+    assert two.waits - one.waits == {"_local_scalar_dense": numbers_read} | copied
+    assert bool(graphs) == (decode == "graph")
+
+
+def test_how_many_kernels_a_token_takes(graphs):
+    """The tokens of one cache are one graph. With weights in bf16, it has this many kernels for each layer, and beside
+    the layers."""
+    found = []
+    for layers in (2, 3):
+        model = model_of("qwen2", num_hidden_layers=layers)
+        sampled(model, SAMPLINGS[0], "graph", torch.bfloat16)
+        found.append(graphs[-1].launches.total())
+    each = found[1] - found[0]
+    assert each <= 46 and found[0] - 2 * each <= 22
 
 
 REFUSED = {
