@@ -67,7 +67,8 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
 
 def trained_on_before(cfg: Config) -> Iterator[str]:
     """Yield a note if --model comes from a run that has trained on prompts of --data that are held out now."""
-    for folder in Path(cfg.model or "").absolute().parents[:2]:  # of RUN/model, or of RUN/checkpoint/000040
+    is_folder = cfg.model is not None and Path(cfg.model).is_dir()  # and not a name on the hub
+    for folder in Path(cfg.model).absolute().parents[:2] if is_folder else ():  # of RUN/model, RUN/checkpoint/000040
         there = run_folder.settings_of(folder)
         has_same_data = there and there.data and realpath(there.data) == realpath(cfg.data or "")
         if has_same_data and there.held_out < cfg.held_out:

@@ -71,7 +71,7 @@ def claim(config: Config) -> Start:
     before, saved, has_model = config_json(out), saved_steps(out), (out / "model").exists()
     newest = max(saved, default=0)
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
-    if others and "settings" not in before:
+    if others and not before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
     if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
         raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
@@ -79,6 +79,8 @@ def claim(config: Config) -> Start:
         (out / REPLACE).touch()  # is renamed with the folder. A restart by torchrun looks for it in `starts_over`
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
         return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
+    if gone := outdated(before["settings"]):
+        raise UserError(f"the run in {out} has settings that no longer exist; only --overwrite starts over: {gone}")
     there = with_absolute_paths(settings_of(out))
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
@@ -140,7 +142,19 @@ def settings_of(out: Path) -> Config | None:
     """Return the settings of the run in this folder, or None if there is no run."""
     settings = config_json(out).get("settings")
     # If the code has gained a switch since the run, the file lacks it. `resolve` takes its value from the run's preset.
-    return resolve(Config(**settings), {}, on_gpu=False) if settings else None
+    return resolve(still_there(settings, out), {}, on_gpu=False) if settings else None
+
+
+def still_there(settings: dict, out: Path) -> Config:
+    """Return the settings of a run without those that no longer exist, which are noted."""
+    if gone := outdated(settings):
+        faults.warn(f"the run in {out} has settings that no longer exist: {gone}")
+    return Config(**{name: x for name, x in settings.items() if name in SETTINGS and x is not None})
+
+
+def outdated(settings: dict) -> str:
+    """Name the settings that no longer exist, unless they were off."""
+    return ", ".join(f"--{name} {x}" for name, x in settings.items() if name not in SETTINGS and x)
 
 
 def settings_in(file: Path) -> Config:
@@ -148,7 +162,8 @@ def settings_in(file: Path) -> Config:
     typed, since another task or algorithm has other defaults. --out and --overwrite are left out."""
     content = read_json(file)
     if "given" in content:
-        content = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
+        typed = {name: x for name, x in content["given"].items() if name not in ("out", "overwrite")}
+        return still_there(typed, file.parent)
     if unknown := sorted(content.keys() - SETTINGS.keys()):
         raise UserError(f"{file}: there is no setting {', '.join(unknown)}")
     return Config(**{name: x for name, x in content.items() if x is not None})
@@ -169,8 +184,12 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def config_json(out: Path) -> dict:
-    """Return the content of a run's config.json, or an empty dict if there is no such file."""
-    return read_json(out / "config.json") if (out / "config.json").exists() else {}
+    """Return the content of a run's config.json, or an empty dict if there is no such file, or it is not of a run."""
+    with suppress(UserError):
+        about = read_json(out / "config.json")
+        if isinstance(about.get("settings"), dict) and "algorithm" in about["settings"]:
+            return about
+    return {}
 
 
 def read_json(file: Path) -> dict:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -311,6 +312,14 @@ def with_file(make: Callable, name: str, text: str, out: Path) -> None:
     (out / name).write_text(text)
 
 
+def of_an_older_version(value: object, out: Path) -> None:
+    """Make a run with a setting that no longer exists."""
+    made(out)
+    about = run_folder.config_json(out)
+    about["settings"]["mystery"] = about["given"]["mystery"] = value
+    (out / "config.json").write_text(json.dumps(about))
+
+
 def extended_and_killed(out: Path) -> None:
     """Twice, a finished run got more steps, and was killed before its next checkpoint."""
     made(out, left=("checkpoint/000002",))
@@ -333,6 +342,9 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     *[(partial(with_file, Path.mkdir, f"thesis.{x}", "mine"), {}, NOT_A_RUN) for x in ("tex", "partial")],
     (partial(with_file, Path.mkdir, "config.json.partial", "{"), {}, 0),  # killed while it wrote its first file
     (partial(with_file, Path.mkdir, "config.json", '{"model_type": "gpt2"}'), dict(overwrite=True), NOT_A_RUN),
+    (partial(with_file, Path.mkdir, "config.json", '{"settings": {"theme": "dark"}}'), {}, NOT_A_RUN),
+    (partial(of_an_older_version, 7), dict(steps=9), "no longer exist; only --overwrite starts over: --mystery 7$"),
+    (partial(of_an_older_version, 0), dict(steps=9), 4),
     (begun, dict(beta=0.1), 0),  # it was killed before its first line
     (no_step_made, dict(beta=0.1), f"{OTHER}--beta 0.0 there, 0.1 here$"),
     (partial(made, left=()), dict(steps=3), 0),
@@ -402,6 +414,30 @@ def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, m
     (file := out / "config.json").write_text(re.sub('"normalization": .*', "", file.read_text()))
     monkeypatch.setattr(run_folder, "digest_of_code", lambda: "other")
     assert run_folder.claim(config_of(out)).is_finished and said in capsys.readouterr().err
+
+
+def test_a_setting_that_no_longer_exists_is_noted_where_a_run_is_read(out, capsys, monkeypatch):
+    """In a file of the user's own, it is a mistake. A config.json of something else is not read."""
+    of_an_older_version(7, out)
+    note = f"note: rank 0: the run in {out} has settings that no longer exist: --mystery 7\n"
+    reads = {
+        "a model": lambda: [*loading.trained_on_before(config_of(out, model=f"{out}/model"))],
+        "a grid": lambda: run_folder.settings_of(out),
+        "--config": lambda: run_folder.settings_in(out / "config.json"),
+    }
+    for name, read in reads.items():
+        read()
+        assert capsys.readouterr().err == note, name
+    (own := out / "own.json").write_text('{"mystery": 0}')
+    with pytest.raises(UserError, match="there is no setting mystery$"):
+        run_folder.settings_in(own)
+    monkeypatch.chdir(out)
+    for text in ('{"settings": {"theme": "dark"}}', '{"settings": "of algorithm"}', "// not JSON"):
+        (out / "config.json").write_text(text)
+        for model in (f"{out}/model", "hub/addition", None):
+            assert [*loading.trained_on_before(replace(config_of(out), model=model))] == []
+        assert run_folder.settings_of(out) is None
+    assert not capsys.readouterr().err
 
 
 def test_prompts_that_an_earlier_run_has_trained_on_are_not_held_out_in_silence(out):

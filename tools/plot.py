@@ -37,7 +37,8 @@ Log = namedtuple("Log", "settings lines made_by", defaults=[{}])  # the last has
 
 
 def read_log(folder: Path) -> Log:
-    about = run_folder.read_json(folder / "config.json")
+    about = run_folder.config_json(folder)
+    run_folder.still_there(about["settings"], folder)  # only for its note
     made_by = {"code": about.get("code")} | about.get("digests", {})
     return Log(about["settings"], run_folder.read_lines(folder / "metrics.jsonl"), made_by)
 
@@ -121,7 +122,8 @@ def save(picture: Figure, fingerprint: str, out: Path) -> list[Path]:
 def picture_of(args: argparse.Namespace) -> tuple[Figure, str]:
     """Return the picture and its fingerprint. Panels without data are skipped. So are folders without a run, and runs
     that --overwrite has renamed."""
-    logs = [read_log(run) for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
+    runs = [run for run in args.runs if (run / "metrics.jsonl").exists() and ".replaced-" not in run.name]
+    logs = [read_log(run) for run in runs if run_folder.config_json(run)]
     has = {name for log in logs for line in log.lines for name in line if line[name] is not None}
     panels = [panel for panel in args.panels if METRICS.get(panel, panel) in has]
     if unknown := [panel for panel in args.panels if panel not in panels]:

@@ -79,7 +79,9 @@ def test_curves_against_what_was_spent():
 def test_a_picture_is_reproducible_and_has_a_fingerprint_of_its_logs_and_flags(tmp_path):
     lines = [{"step": s, "reward": s / 10, "eval/accuracy": 0.5, "kl": None, "reward/x": s} for s in range(9)]
     run, replaced, no_run = folder(tmp_path / "run", lines), folder(tmp_path / "run.replaced-1", lines), tmp_path
-    words = f"{run} {replaced} {no_run} --panels reward accuracy kl reward/x --columns 2 --out".split()
+    foreign = folder(tmp_path / "foreign", lines)
+    (foreign / "config.json").write_text('{"model_type": "gpt2"}')
+    words = f"{run} {replaced} {no_run} {foreign} --panels reward accuracy kl reward/x --columns 2 --out".split()
     for name in ("a", "b"):
         plot.main([*words, f"{tmp_path}/{name}.png"])
     drawn, again = ((tmp_path / f"{name}.svg").read_text() for name in ("a", "b"))
