@@ -26,13 +26,14 @@ from safetensors.torch import load_file
 import conftest
 import train
 from batch import Batch, Group
+from bench import evidence
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, for_argparse, parse, ready
 from loss import token_weights
 from rollout import Completion
 from tasks import guess
-from tools import ablate, evidence
+from tools import ablate
 
 HERE = Path(__file__).parent.parent
 PATHS = [HERE / "README.md", *HERE.glob("docs/*.md"), *HERE.glob("results/*/*.md")]
@@ -80,7 +81,8 @@ def test_the_table_of_presets_has_their_switches():
 
 
 def test_every_flag_is_there():
-    tools = "\n".join(path.read_text() for path in [*HERE.glob("tools/*.py"), *HERE.glob("results/*/*.py")])
+    places = ("bench/*.py", "tools/*.py", "results/*/*.py")
+    tools = "\n".join(path.read_text() for place in places for path in HERE.glob(place))
     known = {field.name for field in dataclasses.fields(Config)} | {*re.findall(r"\w+", tools)}
     # Settings that the diffs of extending.md add to Config.
     known |= {*re.findall(r"^\+    (\w+): .*setting\(", EXTENDING, re.MULTILINE)}
@@ -114,7 +116,8 @@ def test_every_command_is_understood(page, monkeypatch):
         raise StopIteration  # so that the tool itself does not run
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parses)
-    for module, text in re.findall(r"python -m ((?:tools|results)\.[\w.]+)([^`\n]*)", PAGES[page].replace("\\\n", " ")):
+    command = r"python -m ((?:bench|tools|results)\.[\w.]+)([^`\n]*)"
+    for module, text in re.findall(command, PAGES[page].replace("\\\n", " ")):
         words = shlex.split(text, comments=True)
         monkeypatch.setattr(sys, "argv", [module, *words])
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -130,7 +133,7 @@ def test_every_command_is_understood(page, monkeypatch):
 
 def test_imports_run_one_way():
     """Imports follow the order that docs/contributing.md gives."""
-    order, imports = {"results": 0, "tools": 1, "minimal": 2, "train": 3, "infra": 4, "tasks": 5}, {}
+    order, imports = {"results": 0, "bench": 1, "tools": 2, "minimal": 3, "train": 4, "infra": 5, "tasks": 6}, {}
     for path in HERE.rglob("*.py"):
         if "test" not in path.name and ".venv" not in path.parts:
             name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
@@ -141,7 +144,7 @@ def test_imports_run_one_way():
             imports[name] |= {found for module, alias in pairs for found in (module, f"{module}.{alias.name}")}
     imports = {name: found & imports.keys() for name, found in imports.items()}
     # The place of a module is that of its folder. All modules that are not in `order` come last.
-    place = {name: order.get(name.split(".")[0], 6) for name in imports}
+    place = {name: order.get(name.split(".")[0], 7) for name in imports}
     against = [(name, other) for name, found in imports.items() for other in found if place[other] < place[name]]
     assert against == [], "train may not import tools, for example"
     # loss, advantage and the modules of fast/ import no module of this repository.

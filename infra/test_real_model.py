@@ -11,7 +11,7 @@ from conftest import ROOT, distance, flat_gradient
 from infra.command_line import parse, ready
 
 MODEL = ROOT / "models" / "smollm2"
-pytestmark = [pytest.mark.real, pytest.mark.skipif(not MODEL.is_dir(), reason="python -m tools.make_models smollm2")]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(not MODEL.is_dir(), reason="python -m bench.make_models smollm2")]
 
 
 def varied(completion_ids, **columns):

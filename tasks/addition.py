@@ -2,7 +2,7 @@
 left and with the carry: "7+5+0=12,4+8+1=13#132".
 
 The reward is 1 for a completion that ends by itself and has the sum after its last "#", and 0 otherwise. The model
-comes with the repository (tools/make_models.py made it). At first it writes the steps of short sums, but answers most
+comes with the repository (bench/make_models.py made it). At first it writes the steps of short sums, but answers most
 long sums at once, and wrongly. It has to learn that the steps help there too. Columns: prompt, answer.
 """
 

@@ -3,7 +3,7 @@ worked out from left to right, modulo 100.
 
 The reward is 1 for a completion that ends by itself and has the result after its last "=", and 0 otherwise. A guess is
 right one time in a hundred, and a mistake in any step makes the result wrong. The model comes with the repository
-(tools/make_models.py made it). It can do each step, but not reliably, and often writes a result without the steps.
+(bench/make_models.py made it). It can do each step, but not reliably, and often writes a result without the steps.
 Columns: prompt, answer.
 """
 

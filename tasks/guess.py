@@ -3,7 +3,7 @@ the secret number is higher, or "l" if it is lower, and the model guesses again.
 
 The reward is 1 if the last guess is the number, and 0 otherwise. Even perfect play does not always win: five guesses
 are always enough for up to 31 numbers, but a range may have 99. The model comes with the repository
-(tools/make_models.py made it). It has learned from games in which each guess is a random one of the numbers that are
+(bench/make_models.py made it). It has learned from games in which each guess is a random one of the numbers that are
 still possible. Columns: prompt, number.
 """
 

@@ -75,7 +75,7 @@ def check_settings(run: Run, made: Config) -> None:
 def log_if_finished(run: Run) -> Lines:
     """Return the log of the run if it is finished, otherwise an empty list. Exit if it was made with other settings."""
     if made := run_folder.settings_of(run.folder):
-        check_settings(run, made)
+        check_settings(run, run_folder.with_absolute_paths(made))
     lines = run_folder.read_lines(run.folder / "metrics.jsonl")
     return lines if lines and lines[-1]["step"] >= run.config.steps else []
 
@@ -276,8 +276,8 @@ def name_and_values(switch: str) -> tuple[str, list[str]]:
 
 
 def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Add the options that this tool shares with tools/bench.py, and parse the words before "--". The words after it
-    become `flags`."""
+    """Add the options that this tool shares with bench/against_trl.py, and parse the words before "--". The words
+    after it become `flags`."""
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, required=True)
     own = list(itertools.takewhile(lambda word: word != "--", words))

@@ -26,8 +26,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench import evidence
 from config import Config
-from tools import ablate, evidence, plot
+from tools import ablate, plot
 from tools.ablate import Lines
 
 HERE = Path(__file__).parent

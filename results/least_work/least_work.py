@@ -1,10 +1,10 @@
-"""Print the least CPU time that the steps of `tools.bench step` could take on this machine, next to the time that
+"""Print the least CPU time that the steps of `bench.against_trl step` could take on this machine, next to the time that
 our code and TRL took, which is read from results/step_NxG/.
 
     OMP_NUM_THREADS=1 python results/least_work/least_work.py 8,40,32 6,90,48 3,12,96 > results/least_work/least_work.md
 
 Each shape is given as prompts, tokens of a prompt, limit of a completion. There are 8 completions for each prompt, and
-their lengths are those of `tools.bench step`.
+their lengths are those of `bench.against_trl step`.
 
 An update reads each prompt once for all of its completions, and each completion once. The least time is a sum:
 the time for the matrix products and for attention, at the rate that this core reaches for products of the model's
@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
+from bench import against_trl
 from infra import command_line, run_folder
-from tools import ablate, bench
+from tools import ablate
 
 
 def rate_of(weights: list[Tensor], tokens: int) -> float:
@@ -61,10 +62,10 @@ def least_work(shape: str) -> list[str]:
     """Return the row of the table for one shape."""
     prompts, prompt_tokens, limit = map(int, shape.split(","))
     flags = ["--prompts_per_step", f"{prompts}", "--max_completion_length", f"{limit}"]
-    args = bench.parse(["step", "--out", tempfile.mkdtemp(), "--prompt_tokens", f"{prompt_tokens}", "--", *flags])
+    args = against_trl.parse(["step", "--out", tempfile.mkdtemp(), "--prompt_tokens", f"{prompt_tokens}", "--", *flags])
     config = command_line.ready(command_line.parse([*args.flags, "--out", str(args.out)], on_gpu=False), on_gpu=False)
     run = train.set_up(config, torch.device("cpu"))[0]
-    completions = bench.plan_step(run, args)
+    completions = against_trl.plan_step(run, args)
     lengths = (completions != run.tokenizer.pad_token_id).sum(1)
 
     head = run.model.get_output_embeddings().weight.detach()

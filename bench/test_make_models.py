@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from bench.make_models import RECIPES, example, training_parts
 from config import Config
 from tasks import guess, task_module
 from tasks._characters import EOS, char_tokenizer, held_out
-from tools.make_models import RECIPES, example, training_parts
 
 
 def result_of(prompt: str) -> str:

@@ -1,10 +1,10 @@
 """Make the model that a task starts from (models/addition, models/chain, models/guess), or a small chat model
 (models/smollm2).
 
-    python -m tools.make_models addition     takes about six CPU-minutes
-    python -m tools.make_models chain        takes about one
-    python -m tools.make_models guess        takes about eight
-    python -m tools.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
+    python -m bench.make_models addition     takes about six CPU-minutes
+    python -m bench.make_models chain        takes about one
+    python -m bench.make_models guess        takes about eight
+    python -m bench.make_models smollm2      a chat model of 135M weights; needs the packages gguf and accelerate
 
 For addition and chain, supervised training teaches two ways to answer: at once, and with the steps first. Both are
 shown for every kind of prompt. But most examples with a long prompt are answered at once, so the trained model learns

@@ -1,23 +1,20 @@
 """What was measured on one H100, beside tools/first_hour.py: where the time of a rollout and of an update goes, whether
 completions should share the row of their prompt, and whether 7B weights with adapters fit on a GPU of 24 GB.
 
-    python results/h100/measure.py rollout        rollout.txt
-    python results/h100/measure.py shared_rows    the end of rollout.txt
-    python results/h100/measure.py adapters       adapters.txt
-    python results/h100/measure.py model          saves the model of 0.5B in runs/half, for tools/bench.py
+    python -m bench.h100 rollout        results/h100/rollout.txt
+    python -m bench.h100 shared_rows    the end of rollout.txt
+    python -m bench.h100 adapters       results/h100/adapters.txt
+    python -m bench.h100 model          saves the model of 0.5B in runs/half, for bench/against_trl.py
 
 The models have the shapes of Qwen2.5-0.5B and 7B and random weights. Random weights never write the end token that is
 given here, so every completion has its full length. The logs were made with an earlier form of this script, which
 measured the same and printed more.
 """
 
-import sys
+import argparse
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -118,4 +115,7 @@ def model() -> None:
 
 
 if __name__ == "__main__":
-    {"rollout": rollout, "shared_rows": shared_rows, "adapters": adapters, "model": model}[sys.argv[1]]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    measures = {"rollout": rollout, "shared_rows": shared_rows, "adapters": adapters, "model": model}
+    parser.add_argument("what", choices=measures)
+    measures[parser.parse_args().what]()

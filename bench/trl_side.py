@@ -1,4 +1,4 @@
-"""Make TRL's trainer for a run of this codebase, so that tools/bench.py can compare the two.
+"""Make TRL's trainer for a run of this codebase, so that bench/against_trl.py can compare the two.
 
 The trainer gets the run's model, tokenizer and rewards, its prompts in the same order, and every setting that TRL has
 too. `plain_head` can replace TRL's output head, which is written for Triton and slow on a CPU.

@@ -1,10 +1,10 @@
 """Make the tables and pictures of README.md and docs/ from the logs in results/.
 
-    python -m tools.evidence                    writes every table and picture
-    python -m tools.evidence --check            reports every table and picture that does not match the logs
-    python -m tools.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
+    python -m bench.evidence                    writes every table and picture
+    python -m bench.evidence --check            reports every table and picture that does not match the logs
+    python -m bench.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
 
-On a page, a table stands between `<!-- made by tools.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
+On a page, a table stands between `<!-- made by bench.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
 in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME`, must be on one of the
 pages. It is not run again, but its flags decide what the table shows. The table `default` needs no command. Each
 command `python -m tools.plot ... --out results/...` on a page makes a picture, which contains a fingerprint of its logs

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from bench import evidence
 from conftest import contents
-from tools import evidence
 
-BLOCK = "<!-- made by tools.evidence: {} -->\n<!-- end -->\n"
+BLOCK = "<!-- made by bench.evidence: {} -->\n<!-- end -->\n"
 # The logs of runs/NAME are kept in results/NAME. Two of the commands below are ignored: the one for runs/not_kept,
 # because there is no results/not_kept, and the one that draws elsewhere.png, which is not in results/.
 FINDING = """

@@ -1,10 +1,10 @@
 """Compare this codebase with TRL: what a training step costs, and how fast each of them learns.
 
-    python -m tools.bench step --out runs/step               ours, TRL, and TRL with a plain output head
-    python -m tools.bench step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
-    python -m tools.bench learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
+    python -m bench.against_trl step --out runs/step               ours, TRL, and TRL with a plain output head
+    python -m bench.against_trl step --out runs/long --ways "ours; TRL" --prompt_tokens 150 -- --prompts_per_step 8
+    python -m bench.against_trl learn --out runs/learn --seeds 1,2,3 -- --steps 80 --eval_every 5
 
-Install tools/requirements-bench.txt first. What is compared are three ways to train: "ours", "TRL", and "TRL, plain
+Install bench/requirements.txt first. What is compared are three ways to train: "ours", "TRL", and "TRL, plain
 head", where TRL's tiled output head is replaced by one that computes all logits at once; --ways chooses some of them.
 Flags after `--` go to train.py, and TRL gets the same settings where it has them. Every run is a separate process with
 its own folder, and runs of the different ways alternate. Repeating a command makes only the runs that are missing. The
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
         for step in range(1, 1 + config.steps):
             end_step(train.training_step(run, step)[0])
     else:
-        from tools import trl_side  # imports TRL, which `ours` does not need
+        from bench import trl_side  # imports TRL, which `ours` does not need
 
         if args.what == "step":
             wrap(run.model, "generate", partial(trl_side.force, plan_step(run, args), LIKELY))

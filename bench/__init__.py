@@ -1,0 +1,1 @@
+"""What makes the numbers on the pages: `python -m bench.NAME`."""
