@@ -295,7 +295,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws + waits) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
     # As if the file of the task had these weights.
-    monkeypatch.setattr("infra.loading.load_task", lambda cfg: replace(load_task(cfg), weights=[0.5, 2.0]))
+    monkeypatch.setattr("infra.model.load_task", lambda cfg: replace(load_task(cfg), weights=[0.5, 2.0]))
     of_loss = dict(beta=0.1, kl_importance=True, off_policy_mask=0.05, tis_cap=9.0)
     out = go(
         steps=1, seed=1, prompts_per_step=16, num_generations=3, max_completion_length=16, micro_batch_size=4,

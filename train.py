@@ -25,7 +25,7 @@ from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import SETTINGS, Config, with_budgets
 from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder
 from infra.decoding import decoding
-from infra.loading import load_run
+from infra.model import load_run
 from infra.server import Server, ask_servers
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
@@ -346,10 +346,17 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     return metrics | report.of_logged([*sampled, *greedy], [], "eval/logged/"), sampled
 
 
+def make_optimizer(model: PreTrainedModel, cfg: Config) -> torch.optim.Optimizer:
+    """Return the optimizer of a run. Each update sets its learning rate."""
+    adam = dict(betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, **adam)
+
+
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     fields, longest_prompt, notes = load_run(cfg, device)
-    run = Run(**fields)
+    server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(fields["model"]))) if cfg.server else None
+    run = Run(**fields, optimizer=make_optimizer(fields["model"], cfg), server=server)
     measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
     notes += [measured] if measured else []
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)

@@ -19,9 +19,10 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+import infra.model
 import train
 from batch import Limits, micro_batches
-from infra import loading, memory, ranks
+from infra import memory, ranks
 from infra.command_line import parse, ready
 from infra.lora import add_adapters
 from infra.model import Opened
@@ -103,7 +104,7 @@ def adapters(capacity: float = 24e9) -> None:
     before, whole = free()
     torch.cuda.mem_get_info = lambda: (int(capacity - before + free()[0]), int(capacity))  # PyTorch's context counts
     torch.cuda.set_per_process_memory_fraction(capacity / whole)
-    loading.open_model = opened
+    infra.model.open_model = opened
     flags = "--model x/y --task addition --lora_rank 16 --learning_rate 1e-5 --gradient_checkpointing --eval_every 0"
     run = set_up(f"{flags} --max_completion_length 1024 --prompts_per_step 8 --entropy_coef 1e-6 --out /tmp/adapters")
     print({name: x for name, x in train.training_step(run, 1)[0].items() if "seconds" in name or "peak" in name})

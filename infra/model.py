@@ -1,13 +1,15 @@
-"""Load a model: first its configuration and its tokenizer, to find mistakes early, and then its weights.
+"""Everything that a run needs before its first step: the task, the model, and how completions are sampled.
 
-`open_model` does the first part and `load` the second, for one process or many.
+`open_model` reads the configuration and the tokenizer of a model, to find mistakes early. `load` loads its weights, for
+one process or many.
 """
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,70 @@ from batch import Limits
 from config import Config, UserError
 from fast.output_head import returns_head_output
 from fast.shared_prompts import model_inputs
-from infra import checkpoint, ranks, run_folder
+from infra import checkpoint, command_line, faults, lora, ranks, run_folder
+from infra.decoding import graph_decoding_works
 from infra.lora import add_adapters
 from infra.shard import make_mesh, shard
-from tasks import task_module
+from rollout import Sampling
+from tasks import load_task, task_module
+from tasks._prompts import check_prompts, notes
 
 # Under autocast, compute the matrix products of mixture-of-experts layers in bf16, as a rollout does. PyTorch's own
 # rules leave them out, so an update would compute them in fp32, which is slow.
 for device_type in ("cpu", "cuda"):
     torch.library.register_autocast("aten::_grouped_mm", device_type, torch.bfloat16)
+
+
+def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
+    """Return the fields of `Run` (train.py) but for the optimizer and the server, the number of tokens of the longest
+    prompt, and notes for the user. Mistakes that can be found before the weights are loaded are found first."""
+    ranks.seed_everything(cfg.seed)  # the same for all ranks, because a task may shuffle its rows
+    with ranks.fail_together():
+        task = load_task(cfg)
+        task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
+        opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
+        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+        longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
+    ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
+    model, reference, eos_ids = load(opened, cfg, device)
+    if cfg.server or (cfg.decode == "graph" and not graph_decoding_works(model, getattr(torch, cfg.sampler_dtype))):
+        cfg = replace(cfg, decode="plain")
+    sampling = Sampling(
+        max_completion_length=cfg.max_completion_length,
+        eos_ids=eos_ids,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        keep_set=cfg.keep_set,
+        head=cfg.score_centering,
+        stop=cfg.stop,
+        to_text=opened.tokenizer.decode,
+        tokens_at_once=cfg.rollout_tokens,
+        drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
+    )
+    fields = dict(
+        config=cfg,
+        device=device,
+        task=task,
+        tokenizer=opened.tokenizer,
+        model=model,
+        reference=reference,
+        sampling=sampling,
+        limits=limits_of(cfg, [model] if reference in (None, model) else [model, reference], longest_prompt),
+    )
+    noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
+    return fields, longest_prompt, [*noted, *trained_on_before(cfg)]
+
+
+def trained_on_before(cfg: Config) -> Iterator[str]:
+    """Yield a note if --model comes from a run that has trained on prompts of --data that are held out now."""
+    is_folder = cfg.model is not None and Path(cfg.model).is_dir()  # and not a name on the hub
+    for folder in Path(cfg.model).absolute().parents[:2] if is_folder else ():  # of RUN/model, RUN/checkpoint/000040
+        there = run_folder.settings_of(folder)
+        has_same_data = there and there.data and realpath(there.data) == realpath(cfg.data or "")
+        if has_same_data and there.held_out < cfg.held_out:
+            yield f"the run in {folder} held out fewer prompts, so it has trained on some that are held out now"
 
 
 @dataclass

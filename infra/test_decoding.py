@@ -10,7 +10,7 @@ from torch import nn
 
 import train
 from conftest import VOCAB, Operations, as_lists, flags, tiny_model
-from infra import decoding, loading
+from infra import decoding
 from infra.model import reads_together
 from rollout import Completion, Sampling, rollout, uniforms
 
@@ -166,7 +166,7 @@ def test_a_graph_that_computes_one_token_otherwise_is_not_used(monkeypatch, caps
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_run_decodes_plainly_where_the_trial_fails(sorting, tmp_path, monkeypatch, watch, works):
-    monkeypatch.setattr(loading, "graph_decoding_works", lambda model, dtype: works and dtype == torch.bfloat16)
+    monkeypatch.setattr("infra.model.graph_decoding_works", lambda model, dtype: works and dtype == torch.bfloat16)
     graphs = watch(decoding, "GraphForward")
     settings = sorting | dict(decode="graph", steps=1, rollout_dtype="bfloat16")
     assert train.main(flags(settings, tmp_path / "out")) == 0 and bool(graphs) == works

@@ -168,7 +168,7 @@ UNLIKE = {  # how rank 1 differs, which function it replaces, and by what
     "--eval_k": ("train.set_up", lambda set_up: lambda cfg, device: set_up(dataclasses.replace(cfg, eval_k=7), device)),
     "the code": ("infra.run_folder.sha256_of", lambda sha256_of: lambda file: file.name),
     "the rows": (
-        "infra.loading.load_task",
+        "infra.model.load_task",
         lambda load: lambda cfg: dataclasses.replace(load(cfg), eval=load(cfg).eval[::-1]),
     ),
     "the weights": ("tasks.sorting.model", lambda model: lambda cfg: model(dataclasses.replace(cfg, seed=7))),

@@ -213,7 +213,7 @@ def test_with_adapters_training_does_not_start_from_a_checkpoint(whole, tmp_path
     """Neither from the adapters of a run, nor with new adapters on the weights of another run."""
     (of_weights := tmp_path / "checkpoint/000001").mkdir(parents=True)
     (of_weights / "state.pt").touch()
-    (tmp_path / "config.json").write_text('{"settings": {"task": "sorting"}}')
+    (tmp_path / "config.json").write_text('{"settings": {"task": "sorting", "algorithm": "grpo"}}')
     for folder, rank in (whole / "checkpoint/000003", 0), (whole / "checkpoint/000003", 2), (of_weights, 2):
         with pytest.raises(UserError, match=f"^{folder}: with adapters, .* only be evaluated"):
             open_model(str(folder), Config(lora_rank=rank, steps=1))

@@ -92,7 +92,7 @@ def set_up(shape: str, gigabytes: float, prompt: int, length: int, flags: str) -
         adapt = partial(add_adapters, rank=cfg.lora_rank, alpha=1) if cfg.lora_rank else None
         return Opened(config, Counting(), partial(load, cfg), adapt)
 
-    conftest.replace("infra.loading.open_model", lambda _: opened)
+    conftest.replace("infra.model.open_model", lambda _: opened)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text(f'{{"prompt": "{prompt}"}}\n' * 64)
