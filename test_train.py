@@ -408,13 +408,12 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
         w += ((old_logp - call.kwargs["sampler_logp"]).double() * mask)[mask.any(1)].sum(1).exp().tolist()
     ess = statistics.fmean(w) ** 2 / statistics.fmean(x**2 for x in w)
     assert last["ess"] == pytest.approx(ess, rel=1e-5) and ess < 0.9 and 2 < len(w) < 12, "some are not trained on"
-    assert last["sampler_chi2"] == pytest.approx(1 / ess - 1, rel=1e-4)
     # A statistic whose name ends in _max is a maximum over the step.
     highest = [float(call.result[1]["tis_ratio_max"][0]) for call in calls[earlier:]]
     assert last["tis_ratio_max"] == pytest.approx(max(highest)) and max(highest) > min(highest) + 0.01
     # On-policy, the two differ by rounding only, also in the updates after the first one.
     (line,) = metrics(go("on-policy", steps=1, old_policy="sampler", num_iterations=2, learning_rate=0.02))
-    assert line["ess"] == pytest.approx(1.0, abs=1e-6) and abs(line["sampler_chi2"]) < 1e-6
+    assert line["ess"] == pytest.approx(1.0, abs=1e-6)
     assert report.of_weights(torch.full((3,), 800.0).double())["ess"] == 1.0, "long completions have large ratios"
     # What rewards draw depends on the step that trains.
     now, before = (samples(go(f"drawn {k}", delay=k, reward=paths("drawn"))) for k in (0, 2))

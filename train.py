@@ -249,7 +249,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
     if not (loss.isfinite() and grad_norm.isfinite()):
         what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
-        ranks.fail(f"{what}; the update was not made, and the last checkpoint is intact")
+        ranks.fail(f"{what}; the update was not made; is --learning_rate too high?")
     # Without a token to train on, momentum and weight decay must not move the weights. If there are tokens, but all
     # advantages are 0, they may.
     if batch.mask.any():
@@ -386,6 +386,7 @@ def train(typed: Config) -> int:
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     if cfg.eval_every and not start.after_step:
+        log.before_evaluation(len(run.task.eval))
         eval_metrics, evaluated = evaluate(run, 0)
         log.write({"step": 0} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):
@@ -393,6 +394,8 @@ def train(typed: Config) -> int:
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
+        if evaluates:
+            log.before_evaluation(len(run.task.eval))
         eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
         log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)

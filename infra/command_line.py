@@ -202,11 +202,3 @@ def warnings(config: Config) -> Iterator[str]:
         yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
     if 0 < config.steps < config.warmup_steps:
         yield f"learning_rate {config.learning_rate:g} is never reached: the warm-up is longer than the run"
-    if (config.attn_implementation or "").startswith("flash"):
-        yield "attn_implementation: flash-attn copies the cache for each token of a rollout; sdpa has the same kernels"
-    if any("\\n" in stop for stop in config.stop):
-        yield r"stop: \n is a backslash and an n; for the end of a line, many shells take $'\n'"
-    if config.beta and config.kl_estimator == "k1" and not config.kl_importance:
-        yield "kl_estimator k1: its gradient is 0 on average, so beta adds nothing but noise; use k2 or k3"
-    if config.delay and config.beta and not (config.kl_importance and config.old_policy == "sampler"):
-        yield "delay: nothing corrects the KL term for it; --kl_importance with --old_policy sampler does"

@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics.jsonl, samples.jsonl, a line on the screen for each step, a table at the end.
+"""What a run writes and shows: metrics.jsonl, samples.jsonl, a line on the screen for each step.
 
 Every metric covers the whole step on all ranks, except the peak of memory, which covers the run so far. A metric
 without a value is null, for instance the length of wrong completions if every completion was right.
@@ -12,6 +12,7 @@ import math
 import resource
 import statistics
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -114,10 +115,9 @@ def of_weights(log_w: Tensor) -> dict[str, float | None]:
     completion, where W is its probability under that policy divided by its probability under the sampler. `ess` is the
     effective sample size, as a share of the completions. 2602.17616"""
     if not len(log_w):
-        return {"ess": None, "sampler_chi2": None}
+        return {"ess": None}
     w = (log_w - log_w.max()).exp()  # a factor changes nothing
-    ess = float(w.mean() ** 2 / (w**2).mean())
-    return {"ess": ess, "sampler_chi2": 1 / ess - 1}
+    return {"ess": float(w.mean() ** 2 / (w**2).mean())}
 
 
 def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
@@ -202,6 +202,8 @@ class RunLog:
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names, self.out = config, decode, reward_names, Path(config.out)
         self.say_once = functools.cache(say)  # says a line only the first time
+        self.first = (0, 0.0)  # the step before the first one of this process, and the time at which it was over
+        self.doing, self.begun = "", 0  # what is sampled, for the progress line, and how many completions were begun
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], after_step: int) -> None:
         """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
@@ -213,6 +215,8 @@ class RunLog:
         for note in notes:
             say(f"note: {note}")
         say(f"continued after step {after_step} in {self.out}/" if after_step else f"started in {self.out}/")
+        self.before_step(after_step + 1)
+        self.first = (after_step, time.monotonic())
 
     def open(self, after_step: int) -> None:
         """Open the files. Remove the lines of steps that will be run again, and an incomplete last line. A run that
@@ -238,12 +242,22 @@ class RunLog:
         if self.track:
             self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, step)
         if groups:
-            names = "reward", "without_signal", "truncated", "completion_length", "entropy", "tokens_per_second"
-            say(f"step {step}/{self.config.steps}  {'  '.join(f'{name} {show(metrics[name])}' for name in names)}")
+            names = "reward", "loss", "learning_rate", "completion_length", "truncated", "without_signal", "entropy"
+            values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
+            say(f"step {step}/{self.config.steps}  {values}  {self.time_of(metrics)}")
             for hint in hints(metrics, groups, self.config):
                 self.say_once(f"note: {hint}")
-        if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
-            say(f"step {step}, held out: {'  '.join(values)}")
+        else:
+            self.first = (step, time.monotonic())  # without the evaluation before the first step
+        show_evaluation(metrics)
+        self.before_step(step + 1)
+
+    def time_of(self, metrics: dict) -> str:
+        """Return how long a step took, and about how long the others will take, with evaluations and checkpoints."""
+        first, since = self.first
+        each = (time.monotonic() - since) / (metrics["step"] - first)
+        left = duration(each * (self.config.steps - metrics["step"]))
+        return f"{metrics['seconds_rollout'] + metrics['seconds_update']:.1f} s, {left} left"
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob. The
@@ -267,10 +281,25 @@ class RunLog:
             "tokens": [[self.decode([id]), round(float(x), 2) if by_model else None] for id, x, by_model in tokens],
         }
 
+    def before_step(self, step: int) -> None:
+        self.doing, self.begun = f"step {step}", 0
+
+    def before_evaluation(self, held_out: int) -> None:
+        """Say how much an evaluation samples, before the first one starts."""
+        k, most = self.config.eval_k, self.config.max_completion_length
+        prompts = min(held_out, self.config.eval_prompts)
+        n = prompts * (k + 1)
+        what = f"{prompts} prompts, for each a greedy completion and {k} samples of at most {most:,} tokens"
+        self.say_once(f"an evaluation samples {n:,} completions: {what}")
+        self.doing, self.begun = f"evaluation, {len(ranks.share(n)):,} completions", 0
+
     def generating(self, tokens: int, rows: int) -> None:
-        """Show in a terminal that a rollout makes progress. The next line is longer, so it covers this one."""
-        if tokens % 16 == 0 and sys.stdout.isatty():
-            say(f"token {tokens:5}, {rows:5} completions unfinished", end="\r")
+        """Show in a terminal that a rollout makes progress. `tokens` is 1, 2, 3 ... on a CPU, and 1, 9, 17 ... on a
+        GPU. It begins again for every part of the completions. The next line is longer, so it covers this one."""
+        if tokens == 1:
+            self.begun += rows  # without those that have ended already
+        if tokens % 16 == 1 and sys.stdout.isatty():
+            say(f"{self.doing}: token {tokens:5}, {rows:5} unfinished, {self.begun - rows:5} finished", end="\r")
 
 
 def say(line: str, end: str = "\n") -> None:
@@ -306,37 +335,36 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
     # An advantage is a number, or a tensor with a number for each token.
     has_advantages = any(torch.as_tensor(A).any() for group in groups for A in group.advantages)
     if has_advantages and metrics["grad_norm"] == 0.0:
-        yield "there are advantages, but the gradient of this step is 0; a gate or a mask may drop every completion"
-    if metrics["reward"] is None:
-        yield "no completion of this step has a reward"
-    if config.dynamic_sampling and metrics["without_signal"] == 1.0 and metrics["reward_std"]:
-        yield "rewards differ, but no group has right and wrong answers, so none is trained on; see --dynamic_sampling"
+        yield (
+            "there are advantages, but no gradient: every token has probability 1 (--top_k 1? --learning_rate?), "
+            "or a gate or a mask drops every completion"
+        )
     if metrics["truncated"] >= 0.9:
         yield "nine of ten completions are cut off at the limit; see --max_completion_length"
     if metrics["delay"] and not config.reads_sampler:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
-    if config.server and not metrics["delay"] and (metrics["sampler_gap"] or 0.0) > 0.1:  # more than the trial allows
-        yield "the log-probs of the server are not those of the model; see sampler_gap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
         yield "no completion of this step is right; look at some with python -m tools.look"
-    if metrics["step"] <= 3 and metrics["reward_std"] == 0.0 and any(config.reward_weights or [1.0]):
-        yield "in every group of this step, all rewards are equal; look at some with python -m tools.look"
+    is_flat = metrics["reward"] is None or metrics["reward_std"] == 0.0
+    if metrics["step"] <= 3 and is_flat and any(config.reward_weights or [1.0]):
+        yield "in every group of this step, all rewards are equal or missing; look at some with python -m tools.look"
 
 
 def finished(out: Path, already: bool = False) -> int:
-    """Print the result of a run from its files: the metrics of the first and of the last evaluation. Return the exit
-    code. `already` says that the run was finished when this process started."""
-    lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
+    """Say that a run is finished, and return the exit code. If it was finished when this process started, show its
+    first and its last evaluation again."""
     if already:
         say(f"the run in {out}/ is finished; only --overwrite starts it over")
-    if lines:
-        shown = lines if len(lines) == 1 else [lines[0], lines[-1]]
-        say(f"{'held out (± 95 %)':24}" + "".join(f"{'step ' + str(line['step']):>19}" for line in shown))
-        for name in held_out(shown[-1]):
-            cells = (f"{show(line.get(name))} ± {show(line.get(f'{name}_ci'))}" for line in shown)
-            say(f"{name.removeprefix('eval/'):24}" + "".join(f"{cell:>19}" for cell in cells))
+        lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
+        for line in lines[:1] + lines[1:][-1:]:
+            show_evaluation(line)
     say(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
     return 0
+
+
+def show_evaluation(metrics: dict) -> None:
+    if values := [f"{name.removeprefix('eval/')} {show(metrics[name])}" for name in held_out(metrics)]:
+        say(f"step {metrics['step']}, held out: {'  '.join(values)}")
 
 
 def held_out(metrics: dict) -> list[str]:
@@ -345,4 +373,12 @@ def held_out(metrics: dict) -> list[str]:
 
 
 def show(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3f}"
+    if value is None:
+        return "-"
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:,.3f}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

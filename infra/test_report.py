@@ -53,23 +53,20 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
 
 
 STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0.1, completion_length=7.0)
-STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, tokens_per_second=1234.4, grad_norm=0.1)
-STEP["sampler_gap"] = 0.1
+STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, grad_norm=0.1, loss=-0.0123)
+STEP |= dict(learning_rate=2e-4, seconds_rollout=1.5, seconds_update=0.44)
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
-    (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step, all rewards are equal; look at some with "),
+    (dict(reward_std=0.0, first=3), [1] * 4, "in every group of this step, all rewards are equal or missing; look"),
     (dict(reward_std=0.0, reward_weights=[0.0, 0.0]), [1] * 4, ""),  # distillation
     (dict(length_correct=None, reward_std=0.0, first=4), [1] * 4, ""),  # by now, that is not unusual
-    (dict(length_correct=None, length_incorrect=None, sampler_gap=None), [1] * 4, ""),  # nothing judged or trained on
-    (dict(reward=None), [1] * 4, "no completion of this step has a reward"),
-    (dict(without_signal=1.0, dynamic_sampling=1), [1] * 4, "no group has right and wrong answers"),
-    (dict(without_signal=1.0), [1] * 4, ""),
-    (dict(without_signal=1.0, reward_std=0.0, dynamic_sampling=1, first=4), [1] * 4, ""),
+    (dict(length_correct=None, length_incorrect=None), [1] * 4, ""),  # nothing is judged
+    (dict(reward=None, reward_std=None), [1] * 4, "in every group of this step, all rewards are equal or missing"),
+    (dict(reward_std=None), [1] * 4, ""),  # groups of one
     (dict(delay=0.5), [1] * 4, "completions of earlier steps are trained on"),
-    (dict(sampler_gap=0.11), [1] * 4, "the log-probs of the server"),
-    (dict(delay=0.5, tis_cap=2.0, sampler_gap=0.2), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
-    (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask may drop every completion"),
+    (dict(delay=0.5, tis_cap=2.0), [1] * 4, ""),  # tis_cap is a setting, which corrects for it
+    (dict(grad_norm=0.0), [0, 0, 1, 1], "a gate or a mask drops every completion"),
     (dict(grad_norm=0.0), [0] * 4, ""),
 ]
 
@@ -79,8 +76,8 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
     groups = [group([0.0, 1.0], 1) for _ in advantages]
     for made, A in zip(groups, advantages):
         made.advantages = [torch.tensor([-A, A]), 0.0]  # of each token, or of the completion
-    settings = dict(prompts_per_step=4, samples_per_step=0, server=["a"], tis_cap=metrics.get("tis_cap"))
-    settings |= dict(reward_weights=metrics.get("reward_weights", []), dynamic_sampling=metrics.get("dynamic_sampling"))
+    settings = dict(prompts_per_step=4, samples_per_step=0, tis_cap=metrics.get("tis_cap"), steps=4)
+    settings |= dict(reward_weights=metrics.get("reward_weights", []))
     log = RunLog(Config(out=str(tmp_path), **settings), decode=str, reward_names=NAMES)
     log.track = None
     for step in range(metrics.get("first", 1), 5):
@@ -129,8 +126,8 @@ def test_every_line_that_is_written_is_json():
 
 
 def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path, capsys):
-    """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line. The table at
-    the end has the first and the last evaluation."""
+    """The run repeats the later steps, so it writes their lines again. A kill has cut off the last line. A finished run
+    shows its first and its last evaluation."""
     evaluated = [{"step": s, "eval/x": s, "eval/x_ci": s + 7, "eval/y": s or None} for s in range(4)]
     (tmp_path / "metrics.jsonl").write_text(report.as_json(evaluated) + '{"step": ')
     # Here "inf" is a text, not a number, so the line must stay as it is.
@@ -138,9 +135,9 @@ def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path, capsys):
     (log := RunLog(Config(out=str(tmp_path), steps=2), decode=str, reward_names=NAMES)).open(2)
     assert (tmp_path / "samples.jsonl").read_text() == samples
     assert [line["step"] for line in run_folder.read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    report.finished(tmp_path)
-    table = "held out (± 95 %) step 0 step 2 x 0.000 ± 7.000 2.000 ± 9.000 y - ± - 2.000 ± - for a plot".split()
-    assert capsys.readouterr().out.split()[: len(table)] == table
+    report.finished(tmp_path, already=True)
+    said, *shown, _, _ = capsys.readouterr().out.splitlines()
+    assert shown == ["step 0, held out: x 0.000", "step 2, held out: x 2.000  y 2.000"] and "is finished" in said
     # A run without a checkpoint starts from the beginning, and evaluates at step 0 again.
     assert log.open(0) is None and run_folder.read_lines(tmp_path / "metrics.jsonl") == []
 
@@ -148,20 +145,31 @@ def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path, capsys):
 def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: True
-    log, tracked = RunLog(Config(out=str(tmp_path), steps=2, prompts_per_step=1, samples_per_step=0), str, NAMES), []
+    settings = dict(steps=3, samples_per_step=0, eval_prompts=1, max_completion_length=9)
+    log, tracked = RunLog(Config(out=str(tmp_path), **settings), str, NAMES), []
     writer = SimpleNamespace(add_scalar=lambda *scalar: tracked.append(scalar), close=tracked.clear)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
     log.track = report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"))
-    for tokens in range(1, 33):
-        log.generating(tokens, 3)
+    now = iter((0.0, 90.0, 0.0))  # at the evaluation before the first step, after that step, and later
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    log.before_evaluation(held_out=9)
+    log.generating(1, 5)
+    log.write({"step": 0, "eval/x": 1.0}, [], [])
+    for tokens in (*range(1, 41, 8), *range(1, 41)):  # in two parts, one of them as on a GPU
+        log.generating(tokens, 3 if tokens < 17 else 2)
     made = group([1.0], 1)
     made.advantages = [1.0]
     log.write(STEP, [made], [])
-    progress, _, line = screen.getvalue().rpartition("\r")
-    assert progress.count("unfinished") == 2, "after every 16 tokens, and there were 32"
-    assert line.startswith("step 1/2  reward 0.500  without_signal 0.250  truncated 0.100  ")
-    assert line.endswith("entropy -  tokens_per_second 1,234.400\n")
+    of_evaluation, _, of_step = screen.getvalue().partition("step 0, held out: x 1.000\n")
+    assert of_evaluation.startswith("an evaluation samples 5 completions: 1 prompts, for each ")
+    assert of_evaluation.endswith("evaluation, 5 completions: token     1,     5 unfinished,     0 finished\r")
+    *progress, line = of_step.split("\r")
+    assert progress[::3] == [f"step 1: token     1,     3 unfinished,     {n} finished" for n in (0, 3)]
+    assert progress[5] == "step 1: token    33,     2 unfinished,     4 finished" and len(progress) == 6
+    values = "reward 0.500  loss -0.012  learning_rate 2.0e-04  completion_length 7.000  truncated 0.100"
+    # The two steps that are left are expected to take 90 s each, as this one did with all that is around it.
+    assert line == f"step 1/3  {values}  without_signal 0.250  entropy -  1.9 s, 3 min left\n"
     log.write({"step": 2, "eval/x": 1.0}, [], [])
     # A metric without a value is not sent to the tracker.
     of_step_1 = [(name, x, 1) for name, x in STEP.items() if name not in ("step", "entropy")]
-    assert tracked == [*of_step_1, ("eval/x", 1.0, 2)]
+    assert tracked == [("eval/x", 1.0, 0), *of_step_1, ("eval/x", 1.0, 2)]

@@ -70,12 +70,6 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and tokenizer.chat_template is not None:
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
-    if any(text.startswith("[{") for text in texts):
-        found.append("a prompt is a string that begins with [{; give the messages of a chat as JSON, not as text")
-    if any(chat[-1]["role"] == "assistant" for chat in chats):
-        found.append("a prompt ends with a message of the assistant, which the model reads before it answers")
-    if chats and "strftime_now" in tokenizer.chat_template:
-        found.append("the chat template shows the date, so prompts change overnight; see --chat_template_kwargs")
     one_of_each_kind = {tuple(message["role"] for message in chat): chat for chat in chats}.values()
     if roles := {role for chat in one_of_each_kind for role in left_out(tokenizer, chat)}:
         found.append(f"the model's chat template leaves out messages with the role {', '.join(sorted(roles))}")

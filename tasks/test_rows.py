@@ -163,10 +163,7 @@ def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_eval
     *shown, last = notes(task, WITH_TEMPLATE, trains=True)
     assert shown == ["before", "2 of the 3 held-out prompts are trained on as well"] and "strings do not get" in last
     assert notes(task, WITH_TEMPLATE, trains=False) == ["before", last]
-    assert "begins with [{" in notes(task_of(str(CHAT)), PLAIN, trains=True)[0]
     assert notes(task_of(CHAT, held_out=["2"]), WITH_TEMPLATE, trains=False) == [last], "also in what is evaluated only"
-    (note,) = notes(task_of([*CHAT, {"role": "assistant", "content": "2"}]), WITH_TEMPLATE, trains=True)
-    assert note.startswith("a prompt ends with a message of the assistant")
 
 
 def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
@@ -175,5 +172,3 @@ def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
     monkeypatch.setattr(WITH_TEMPLATE, "chat_template", TEMPLATE.replace("messages", "messages if m['role'] == 'user'"))
     (note,) = notes(task, WITH_TEMPLATE, trains=True)
     assert note == "the model's chat template leaves out messages with the role system, tool"
-    monkeypatch.setattr(WITH_TEMPLATE, "chat_template", TEMPLATE + "{# strftime_now #}")
-    assert "shows the date" in notes(task, WITH_TEMPLATE, trains=True)[0]
