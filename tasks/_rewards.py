@@ -130,10 +130,16 @@ def check_arguments(rewards: list[Callable], names: list[str]) -> None:
             raise UserError(f"reward function {reward.__name__}: {error}; there are {', '.join(names)}") from error
 
 
+def copied(value: Any) -> Any:
+    """Return a deep copy. For a list of numbers or texts, a shallow one is as good and takes a fifth of the time."""
+    is_flat = type(value) is list and {*map(type, value)} <= {int, float, str}
+    return value.copy() if is_flat else copy.deepcopy(value)
+
+
 def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, Any]) -> list[float]:
     """Call a reward function, and return one value for each completion. None becomes NaN, which means "no reward". The
     function gets its own copy of the columns, but not of `of_the_run`."""
-    copies = {name: [*map(copy.deepcopy, x)] for name, x in accepted(reward, columns).items()}
+    copies = {name: [*map(copied, x)] for name, x in accepted(reward, columns).items()}
     with torch_settings_put_back():
         values = reward(**copies | accepted(reward, of_the_run))
         if inspect.iscoroutine(values):

@@ -92,12 +92,13 @@ def test_a_reward_gets_the_arguments_that_it_accepts():
 def test_a_reward_gets_copies():
     """Each function gets its own copies. If several completions belong to one row, each gets a copy of its values."""
 
-    def spoils(prompts, completions, completion_ids, more):
-        for value in (prompts[0], completions, completion_ids[0], more[0]["n"]):
+    def spoils(prompts, completions, completion_ids, more, mixed):
+        for value in (prompts[0], completions, completion_ids[0], more[0]["n"], mixed[0][1]):
             value.append("spoiled")
         return [len(a) + len(b) + len(c["n"]) for a, b, c in zip(prompts, completion_ids, more, strict=True)]
 
     given = dict(prompts=[[{}]] * 2, completions=["a", "b"], completion_ids=[[9]] * 2, more=[{"n": [1]}] * 2)
+    given["mixed"] = [[1, []]] * 2  # not a list of numbers, though it begins as one
     before = copy.deepcopy(given)
     # For the first completion, the prompt, the ids and `n` then have 2 items each. For the second, they still have 1.
     assert values_of(spoils, given, {}) == [6.0, 3.0] and given == before
