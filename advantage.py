@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 SCALES = ("group", "batch", "mean", "whiten", "none")
-BASELINES = ("mean", "leave_one_out", "length", "batch", "none")
+GROUP_BASELINES = ("mean", "leave_one_out", "length")  # from the rewards of the completion's group
+BASELINES = (*GROUP_BASELINES, "batch", "none")
 COMBINATIONS = ("sum", "gdpo")
 
 
@@ -49,6 +50,7 @@ class Group:
     # Set by `set_advantages`, unless dynamic sampling replaced the group: (G,), or a list of G tensors with one value
     # for each token.
     advantages: Tensor | list[Tensor] | None = None
+    extra: dict = field(default_factory=dict)  # for your own code; saved with the group; keep it the same on all ranks
     # Where the group comes from:
     index: int | None = None  # the position of the row in the task's list of rows
     step: int = 0  # the step in which the completions were sampled
@@ -64,22 +66,29 @@ def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any)
     rewards = combine_rewards(parts, weights, settings.combine_rewards)  # (P, G)
     # (P, G), the number of tokens of each completion that are trained on
     lengths = [[int(mask.sum()) for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
-    advantages = group_advantages(rewards, settings.scale_rewards, settings.baseline, lengths=torch.tensor(lengths))
+    scale, baseline, switches = settings.scale_rewards, settings.baseline, advantage_switches(settings)
+    advantages = group_advantages(rewards, scale, baseline, lengths=torch.tensor(lengths), **switches)
     for group, own in zip(groups, advantages, strict=True):
         # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
         without_signal = settings.dynamic_sampling and not group.has_signal
         group.advantages = torch.zeros_like(own) if without_signal else own
 
 
+def advantage_switches(settings: Any) -> dict[str, Any]:
+    """Return each setting that has the name of a keyword argument of group_advantages. A new one needs no code here."""
+    return {name: getattr(settings, name) for name in group_advantages.__kwdefaults__ if hasattr(settings, name)}
+
+
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:
     """Return the weighted sum (P, G) of the values of K reward functions (P, G, K). NaN is a missing value. It is left
     out of the sum. If all values are missing, the sum is NaN. With "gdpo", each function is first normalized to mean 0
     and std 1 within every group, so that no function dominates by its scale."""
-    if how not in COMBINATIONS:
-        raise ValueError(f"how is {how!r}, but must be one of {', '.join(COMBINATIONS)}")
-    values = parts
-    if how == "gdpo":
+    if how == "sum":
+        values = parts
+    elif how == "gdpo":
         values = torch.stack([group_advantages(part) for part in parts.unbind(-1)], dim=-1)
+    else:
+        raise _unknown("how", how, COMBINATIONS)
     weights = torch.tensor(weights, dtype=parts.dtype)
     return (values * weights).nansum(-1).masked_fill(parts.isnan().all(-1), torch.nan)
 
@@ -117,8 +126,10 @@ def group_advantages(
         b = (tokens * r).nansum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     elif baseline == "batch":
         b = batch.nanmean(1, keepdim=True)
-    else:
+    elif baseline == "none":
         b = 0.0
+    else:
+        raise _unknown("baseline", baseline, BASELINES)
 
     if scale == "group":
         s = _std(r) + eps
@@ -126,8 +137,10 @@ def group_advantages(
         s = _std(batch) + eps
     elif scale == "mean":
         s = r.nanmean(1, keepdim=True)
-    else:
+    elif scale in ("whiten", "none"):
         s = 1.0
+    else:
+        raise _unknown("scale", scale, SCALES)
 
     no_signal = r.isnan()
     if compares_in_group(scale, baseline):
@@ -147,7 +160,7 @@ def group_advantages(
 
 def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bool:
     """Return whether an advantage depends on the other rewards of its group."""
-    return scale in ("group", "mean") or baseline in ("mean", "leave_one_out", "length") or combination == "gdpo"
+    return scale in ("group", "mean") or baseline in GROUP_BASELINES or combination == "gdpo"
 
 
 def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -180,14 +193,14 @@ def _count(r: Tensor) -> Tensor:
 
 
 def _check(rewards: Tensor, scale: str, baseline: str, lengths: Tensor | None) -> None:
-    if scale not in SCALES:
-        raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(SCALES)}")
-    if baseline not in BASELINES:
-        raise ValueError(f"baseline is {baseline!r}, but must be one of {', '.join(BASELINES)}")
     if lengths is None and (scale == "whiten" or baseline == "length"):
         raise ValueError("baseline='length' and scale='whiten' need lengths (P, G)")
     if rewards.shape[1] == 1 and compares_in_group(scale, baseline):
         raise ValueError(f"baseline={baseline!r}, scale={scale!r} need at least 2 completions of a prompt")
+
+
+def _unknown(argument: str, value: str, valid: Sequence[str]) -> ValueError:
+    return ValueError(f"{argument} is {value!r}; it must be one of {', '.join(valid)}")
 
 
 # ---- Who has a signal ----

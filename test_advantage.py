@@ -4,11 +4,14 @@ import math
 from functools import partial
 from itertools import product
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from advantage import all_equal, combine_rewards, group_advantages, on_high_entropy
+import advantage
+from advantage import Group, all_equal, combine_rewards, group_advantages, on_high_entropy, set_advantages
 from conftest import rounding
 
 NAN = math.nan
@@ -112,6 +115,25 @@ def test_a_name_that_is_unknown_or_needs_lengths_is_an_error():
     for call in calls + [partial(group_advantages, TWO, **settings) for settings in UNCLEAR]:
         with pytest.raises(ValueError, match=r"must be one of|need lengths"):
             call()
+
+
+def test_a_name_without_a_branch_is_an_error(monkeypatch):
+    """Someone may add a name and forget its branch. Without an error, the baseline would be 0."""
+    for table in ("SCALES", "BASELINES", "COMBINATIONS"):
+        monkeypatch.setattr(advantage, table, (*getattr(advantage, table), "unheard"))
+    test_a_name_that_is_unknown_or_needs_lengths_is_an_error()
+
+
+def test_a_keyword_argument_that_has_the_name_of_a_setting_gets_its_value(monkeypatch):
+    def forked(rewards, scale, baseline, *, lengths=None, bonus=0.0):
+        return rewards + bonus
+
+    monkeypatch.setattr(advantage, "group_advantages", forked)
+    made = SimpleNamespace(ids=np.ones(2), written=None, truncated=False)
+    group = Group([1], {}, [made] * 2, torch.tensor([1.0, 2.0]), torch.tensor([[1.0], [2.0]]))
+    of_steps = dict(combine_rewards="sum", scale_rewards="none", baseline="none", mask_truncated=False)
+    set_advantages([group], [1.0], SimpleNamespace(**of_steps, dynamic_sampling=0, bonus=0.5))
+    assert group.advantages.tolist() == [1.5, 2.5]
 
 
 def test_gdpo_brings_each_reward_to_the_same_scale_first():

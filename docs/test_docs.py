@@ -411,11 +411,13 @@ def test_the_functions_of_the_page(fork):
         of_block.__globals__["BLOCK"] = n
         expected = token_weights(mask, same, prompts=torch.tensor([7, 7, 3, 3]))
         torch.testing.assert_close(of_block(mask, "block"), expected, rtol=1e-14, atol=0.0)
-    rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0]])
+    rewards = torch.tensor([[0.5, 2.0, 1.0, math.nan], [2.0, 2.0, 1.0, 0.0], [1.0, *[math.nan] * 3]])
     # The advantage of the best completion is its lead over the second best one. All others have the advantage 0. If two
-    # completions are equally good and best, the lead is 0.
+    # completions are equally good and best, the lead is 0, and so it is if there is no other reward.
     best = names_in(fork, "advantage").group_advantages(rewards, scale="none", baseline="second_best")
-    assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4]
+    assert best.tolist() == [[0.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4]
+    with pytest.raises(ValueError, match="at least 2 completions"):
+        names_in(fork, "advantage").group_advantages(rewards[:, :1], scale="none", baseline="second_best")
     fork_rollout = names_in(fork, "rollout")
     for cutoff, kept, least in [(0.25, [0, 1], 0.375), (0.9, [0], 1.0)]:  # 0.375 is 0.3 / (0.5 + 0.3)
         sampling = fork_rollout.Sampling(max_completion_length=1, eos_ids=[0], epsilon_cutoff=cutoff)

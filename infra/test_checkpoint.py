@@ -152,6 +152,7 @@ def update(model: nn.Module, optimizer: Optimizer) -> None:
 COMPLETION = Completion([3], [-0.1], True, kept=[np.array([3, 5], np.int32)], written=[True])
 COMPLETION.replies = [[{"role": "tool", "content": "7"}]]
 GROUP = Group([1, 2], {"prompt": "a"}, [COMPLETION], torch.tensor([math.nan]), advantages=[torch.ones(1)], index=7)
+GROUP.extra = {"seen": torch.ones(2), "of": ["a"]}
 # With only every second column, the tensor of the rates is not contiguous. NaN and -0.0 must come back as they are.
 STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "buffer": [GROUP, GROUP]}
 STATE["nested"] = {"": ({1, 2}, None, True, 2**70, math.inf, "\u4f60\n", {7: torch.tensor(3)})}

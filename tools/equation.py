@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advantage import combine_rewards, group_advantages
+from advantage import advantage_switches, combine_rewards, group_advantages
 from config import Config
 from infra import command_line
 from loss import policy_loss, token_weights
@@ -70,13 +70,11 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
     if name == "numel" and isinstance(x, tuple) and x[:2] == ("unique", "prompt"):
         return symbol(torch.tensor(out), "P")
     if name in TO_PYTHON or isinstance(out, torch.Size):
-        file, line = lines_traced()[0]
-        code = linecache.getline(file, line).strip()
-        what = "shape" if isinstance(out, torch.Size) else name
-        if what != "shape" or not code.startswith("if "):  # in a condition, it only decides what is computed
-            untraced[f"not traced: {what} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
+        not_traced("shape" if isinstance(out, torch.Size) else name)
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):  # that of topk has names for its parts
         node = apply(func, out[0], args, kwargs)
+        if len(out) > 1:
+            not_traced(name)
         return type(out)([symbol(part, node if len(out) == 1 else ("part", node, k)) for k, part in enumerate(out)])
     if not isinstance(out, Tensor):
         return out
@@ -85,6 +83,14 @@ def remember(func: Any, out: Any, args: tuple, kwargs: dict) -> Any:
         args[0].node = out.node
     places.update(lines_traced())
     return out
+
+
+def not_traced(what: str) -> None:
+    """Remember that the equation lacks what this operation did."""
+    file, line = lines_traced()[0]
+    code = linecache.getline(file, line).strip()
+    if what != "shape" or not code.startswith("if "):  # in a condition, it only decides what is computed
+        untraced[f"not traced: {what} at {file.rsplit('/', 1)[-1]}:{line}: {code}"] = None
 
 
 def lines_traced() -> list[tuple[str, int]]:
@@ -215,7 +221,8 @@ def trace(cfg: Config) -> dict[str, Node]:
     torch.manual_seed(0)  # numbers that cannot be traced are the same every time
     rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
     lengths = symbol(torch.full((P, G), T), "|o_i|")
-    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths)
+    switches = advantage_switches(cfg)
+    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths, **switches)
     mask = symbol(torch.ones(P * G, T, dtype=torch.bool), True)
     prompts = symbol(torch.arange(P).repeat_interleave(G), "prompt")
     weights = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
