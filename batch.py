@@ -7,16 +7,22 @@ every token is fixed before the minibatch is cut (loss.py), so the gradients of 
 sum.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from advantage import Group, trained_tokens
+from config import SMALLER, UserError
 from fast.shared_prompts import Row, Sample, row_length, shared_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,8 +66,11 @@ class Limits:
     """The limits of a micro-batch, which is full when it reaches `rows` or `tokens`."""
 
     rows: int | None  # how many completions
-    tokens: int | None  # how many tokens, with padding; halved when memory runs out
+    tokens: int | None  # how many tokens, with padding; `retry_smaller` lowers it
     hidden_size: int | None = None  # the model's; decides which completions share a row. None: no sharing
+    largest: int = (
+        0  # the tokens of the largest micro-batch of several completions since `retry_smaller` has set it to 0
+    )
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -134,6 +143,8 @@ def micro_batches(
 
     mine = pieces_of(shares[rank])
     for piece in mine:
+        if len(piece) > 1 or len(piece[0]) > 1:
+            limits.largest = max(limits.largest, _tokens(piece))
         rows = [one.index for row in piece for one in row]  # their numbers in the batch
         yield rows, replace(batch[rows], per_row=[len(row) for row in piece])
     if same_count:
@@ -169,9 +180,31 @@ def _pieces(rows: list[Row], limits: Limits) -> list[list[Row]]:
         extended = [*pieces[-1], row] if pieces else [row]
         # The first row is the longest, and the others are padded to its length. Rows with a gradient and rows without
         # one are never in the same piece.
-        fits = limits.allow(sum(map(len, extended)), len(extended) * row_length(extended[0]))
+        fits = limits.allow(sum(map(len, extended)), _tokens(extended))
         if pieces and fits and extended[0][0].has_gradient == row[0].has_gradient:
             pieces[-1].append(row)
         else:
             pieces.append([row])
     return pieces
+
+
+def _tokens(piece: list[Row]) -> int:
+    """Return how many tokens the model reads, with padding."""
+    return len(piece) * row_length(piece[0])
+
+
+def retry_smaller(compute: Callable, run: Any, batch: Batch) -> Any:
+    """Return compute(run, batch). Whenever memory runs out, halve the largest micro-batch and start again. The result
+    stays the same, because the size of a micro-batch does not change what is computed. Only the rank that ran out of
+    memory starts again, so `compute` must not call a collective before its last allocation."""
+    while True:
+        run.limits.largest = 0  # `micro_batches` raises it
+        # If memory runs out, the lines below this block run. The tensors of the failed try are free by then, which they
+        # would not be in an `except` block.
+        with suppress(torch.OutOfMemoryError):
+            return compute(run, batch)
+        torch.cuda.empty_cache()
+        if run.config.shard or not run.limits.largest:  # with --shard, no rank can start again by itself
+            raise UserError(f"out of memory in an update: {SMALLER}")
+        run.limits.tokens = run.limits.largest // 2
+        logger.warning(f"out of memory: from now on a micro-batch has at most {run.limits.tokens} tokens, with padding")

@@ -223,9 +223,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     3. the task; its warm-up becomes at most a tenth of the steps
     4. what follows from other settings (the task, the folder) or from the machine (dtype, decode, the two budgets)
 
-    What is still None after this is off. Only the two budgets, rollout_tokens and micro_batch_tokens, may stay open: on
-    a GPU, they come from the run that is continued, or else from a measurement after the model is loaded
-    (infra/memory.py)."""
+    What is still None after this is off."""
     task = task_of(config)
     name = "-".join(task.split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
@@ -234,19 +232,15 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
     if config.warmup_steps and not is_given:  # a short run reaches its learning rate, too
         config = replace(config, warmup_steps=min(config.warmup_steps, config.steps // 10))
-    auto = dict(dtype="bfloat16", decode="graph") if on_gpu else dict(dtype="float32", decode="plain")
-    config = replace(config, **{name: x for name, x in auto.items() if getattr(config, name) == "auto"})
-    return config if on_gpu else with_budgets(config, rollout_tokens=32768, micro_batch_tokens=2048)
-
-
-def with_budgets(config: Config, rollout_tokens: int | None, micro_batch_tokens: int | None) -> Config:
-    """Set these limits where they are None. If only micro_batch_size was given, tokens of a micro-batch stay
-    unlimited."""
-    if config.rollout_tokens is None:
-        config = replace(config, rollout_tokens=rollout_tokens)
+    # Enough to keep the device busy. Where memory runs out, both limits are halved. A sharded update cannot be tried
+    # again, so its limit is lower.
+    tokens = 2048 if not on_gpu else 4096 if config.shard else 1 << 14
     if config.micro_batch_tokens is None and config.micro_batch_size is None:
-        config = replace(config, micro_batch_tokens=micro_batch_tokens)
-    return config
+        config = replace(config, micro_batch_tokens=tokens)
+    if config.rollout_tokens is None:
+        config = replace(config, rollout_tokens=1 << 19 if on_gpu else 1 << 15)
+    auto = dict(dtype="bfloat16", decode="graph") if on_gpu else dict(dtype="float32", decode="plain")
+    return replace(config, **{name: x for name, x in auto.items() if getattr(config, name) == "auto"})
 
 
 # ---- What a setting may be ----

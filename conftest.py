@@ -325,6 +325,13 @@ def at(name: str, n: int, action: Callable, after: bool = False, rank: int | Non
     replace(name, watched, rank)
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
+oom = functools.partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+
+
 def die() -> None:
     """Kill this process, which gets no chance to clean up."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,9 @@ GIVEN |= dict(algorithm="dapo", out="here")
 
 
 # The values of `machine` are those of dtype, micro_batch_tokens and rollout_tokens.
-@pytest.mark.parametrize("on_gpu, machine", [(False, ("float32", 2048, 32768)), (True, ("bfloat16", None, None))])
+@pytest.mark.parametrize(
+    "on_gpu, machine", [(False, ("float32", 2048, 1 << 15)), (True, ("bfloat16", 1 << 14, 1 << 19))]
+)
 def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
     """Values come from the preset of the algorithm, from the task, and from what the machine has."""
     config = Config(**GIVEN)
@@ -37,6 +39,9 @@ def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
     assert config == Config(**GIVEN) and resolve(resolved, {name: 99 for name in TASK}, on_gpu) == resolved
     filled = resolve(Config(), TASK, on_gpu)
     assert (filled.dtype, filled.micro_batch_tokens, filled.rollout_tokens) == machine
+    # A limit of completions leaves tokens without a limit.
+    assert resolve(Config(micro_batch_size=3), TASK, on_gpu).micro_batch_tokens is None
+    assert resolve(Config(shard=True), TASK, on_gpu).micro_batch_tokens == (4096 if on_gpu else 2048)
 
 
 def test_the_loss_gets_every_setting_that_it_takes():

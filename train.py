@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
-from batch import Batch, Limits, collate, micro_batches, minibatches
-from config import SETTINGS, Config, with_budgets
-from infra import checkpoint, command_line, faults, lora, memory, ranks, report, run_folder
+from batch import Batch, Limits, collate, micro_batches, minibatches, retry_smaller
+from config import SETTINGS, Config
+from infra import checkpoint, command_line, faults, lora, ranks, report, run_folder
 from infra.decoding import decoding
 from infra.model import load_run
 from infra.server import Server, ask_servers
+from infra.shard import try_micro_batch
 from logprob import token_logprobs
 from loss import policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
@@ -51,7 +52,7 @@ class Run:
     reference: PreTrainedModel | None  # for the KL term; with LoRA, the model itself, whose adapters are switched off
     optimizer: torch.optim.Optimizer
     sampling: Sampling
-    limits: Limits  # the size of a micro-batch; `memory.in_parts_that_fit` lowers it when memory runs out
+    limits: Limits  # the size of a micro-batch; `retry_smaller` lowers it
     server: Server | None = None  # where completions are sampled, with --server
     pending: Callable[[], list[Group]] | None = None  # waits for the groups that a server samples during the updates
     progress: Progress | None = None  # called from time to time in a rollout
@@ -74,7 +75,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     ranks.check_same(report.checksums(step, groups, batch))
     updates_start = time.perf_counter()
 
-    memory.in_parts_that_fit(score_fixed_policies, run, batch)
+    retry_smaller(score_fixed_policies, run, batch)
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
@@ -243,7 +244,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
-    loss, totals = memory.in_parts_that_fit(accumulate, run, batch)
+    loss, totals = retry_smaller(accumulate, run, batch)
     ranks.sum_gradients(run.model)
     ranks.sum_(loss)
     grad_norm = ranks.clip_gradients(run.model, cfg.max_grad_norm)
@@ -357,8 +358,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     fields, longest_prompt, notes = load_run(cfg, device)
     server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(fields["model"]))) if cfg.server else None
     run = Run(**fields, optimizer=make_optimizer(fields["model"], cfg), server=server)
-    measured = memory.choose_budgets(run, longest_prompt, accumulate) if device.type == "cuda" else None
-    notes += [measured] if measured else []
+    if cfg.shard and cfg.steps:
+        try_micro_batch(run, longest_prompt, accumulate)
     log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
     return run, log, notes
@@ -373,7 +374,7 @@ def train(typed: Config) -> int:
     start = ranks.on_first(run_folder.claim, cfg)
     if start.is_finished:
         return report.finished(out, already=True)
-    run, log, notes = set_up(with_budgets(cfg, *start.budgets), device)
+    run, log, notes = set_up(cfg, device)
     models = {"model": run.model}
     if run.reference not in (None, run.model):
         models["reference"] = run.reference

@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import infra.model
 import train
 from batch import Limits, micro_batches
-from infra import memory, ranks
+from infra import ranks
 from infra.command_line import parse, ready
 from infra.lora import add_adapters
 from infra.model import Opened
+from infra.shard import made_up_batch
 from tasks import addition
 from tasks._characters import EOS_ID, char_tokenizer
 from tools import first_hour
@@ -71,7 +72,7 @@ def shared_rows() -> None:
     hidden_size = run.model.config.hidden_size
     for prompt, completion, prompts in SHAPES:
         run.config = replace(run.config, max_completion_length=completion)
-        batch, found = memory.made_up_batch(run, prompt, prompts, 8), {}
+        batch, found = made_up_batch(run, prompt, prompts, 8), {}
         for name, size in {"separate": None, "h/5": hidden_size // 5, "h": hidden_size, "all": 10**7}.items():
             run.limits = Limits(None, 16384, size)
             together = max(max(part.per_row) for _, part in micro_batches(batch, run.limits))

@@ -64,8 +64,7 @@ def start(shard: bool = False) -> torch.device:
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend(device), timeout=TIMEOUT, store=store, rank=number, world_size=count)
-        # PyTorch connects the ranks in the first collective call. Make one now: a failure then shows at once, and the
-        # memory of the connections is in use before the free memory is measured.
+        # PyTorch connects the ranks in the first collective call. Make one now, so that a failure shows at once.
         dist.all_reduce(torch.zeros(1, device=device))
     elif shard and not dist.is_initialized():
         dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)

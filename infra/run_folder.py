@@ -57,9 +57,6 @@ class Start:
     before: dict  # the config.json of the run that goes on; empty for a new run
     after_step: int  # the step of the newest checkpoint; 0 without a checkpoint
     is_finished: bool  # the run has made its steps, so that only its results are left to print
-    # The tokens of a rollout and of a micro-batch. On the same GPU, a run goes on with those that it has, since
-    # micro-batches of another size round differently. None: to be chosen.
-    budgets: tuple[int | None, int | None]
 
 
 def claim(config: Config) -> Start:
@@ -78,7 +75,7 @@ def claim(config: Config) -> Start:
     if starts_over(config) and before:
         (out / REPLACE).touch()  # is renamed with the folder. A restart by torchrun looks for it in `starts_over`
     if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
-        return Start(before={}, after_step=0, is_finished=False, budgets=(None, None))
+        return Start(before={}, after_step=0, is_finished=False)
     if gone := outdated(before["settings"]):
         raise UserError(f"the run in {out} has settings that no longer exist; only --overwrite starts over: {gone}")
     there = with_absolute_paths(settings_of(out))
@@ -97,9 +94,7 @@ def claim(config: Config) -> Start:
         made_by = [before["code"], *before["digests"].values()]  # of a file, the content counts and not the path
         if differing(EVALUATION, there, config) or made_by != [digest_of_code(), *digests(config).values()]:
             faults.warn(f"code, files or settings have changed since the run in {out}: its results are those of before")
-    budgets = before["settings"]["rollout_tokens"], before["settings"]["micro_batch_tokens"]
-    is_same_machine = before["hardware"] == provenance()["hardware"]
-    return Start(before, newest, is_finished, budgets if is_same_machine else (None, None))
+    return Start(before, newest, is_finished)
 
 
 def starts_over(config: Config) -> bool:

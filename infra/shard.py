@@ -18,9 +18,11 @@ micro-batch can leave parameters of a layer unused, such as mixtures of experts,
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,8 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from advantage import Group
+from batch import Batch, collate, retry_smaller
 from config import UserError
 from infra import ranks
+from rollout import Completion
+
+KEPT_IDS = 1000  # a guess at how many ids top_p or min_p keep
 
 
 def make_mesh(size: int, device: torch.device) -> DeviceMesh:
@@ -111,3 +118,37 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     once = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # the first name of each tensor
     return {name: x for name, x in weights.items() if name in once}
+
+
+def try_micro_batch(run: Any, longest_prompt: int, accumulate: Callable) -> None:
+    """Compute the gradients of one full micro-batch, beside empty gradients and moments of Adam. If memory runs out,
+    the run ends before its first step. No weight and no random generator changes."""
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    held = [torch.empty_like(p) for p in trained for _ in range(3)]
+    length = longest_prompt + run.config.max_completion_length
+    rows = run.limits.rows or max(1, run.limits.tokens // length)
+    retry_smaller(accumulate, run, made_up_batch(run, longest_prompt, rows * ranks.world(), completions=1))
+    run.optimizer.zero_grad()
+    del held
+
+
+def made_up_batch(run: Any, prompt_length: int, prompts: int, completions: int) -> Batch:
+    """Return a batch of prompts, all with the same random tokens, with this many random completions each, all of full
+    length. Whatever a batch may have is filled in."""
+    cfg, length = run.config, run.config.max_completion_length
+    vocabulary = run.model.config.get_text_config().vocab_size
+    draw, kept = np.random.default_rng(0), None
+    if cfg.cuts_vocabulary and cfg.keep_set:
+        kept = length * [np.arange(min(cfg.top_k or KEPT_IDS, vocabulary), dtype=np.int32)]
+    prompt, ones = draw.integers(vocabulary, size=prompt_length).tolist(), torch.ones(completions)
+    ids = draw.integers(vocabulary, size=(completions, length))
+    made = [Completion(ids=row, logp=np.zeros(length), truncated=False, kept=kept) for row in ids]
+    # Advantages of 0 would not do: a micro-batch in which all are 0 may need no backward pass.
+    group = Group(prompt, completions=made, rewards=ones, advantages=ones)
+    batch = collate([group] * prompts, cfg.mask_truncated, run.device)
+    batch.weights = batch.mask.double()
+    batch.old_logp = batch.ref_logp = batch.sampler_logp
+    if cfg.score_centering:
+        batch.sampler_head_logp = batch.sampler_logp[..., None].repeat(1, 1, cfg.score_centering + 1)
+        batch.head_ids = torch.zeros_like(batch.sampler_head_logp[..., 1:], dtype=torch.int32)
+    return batch

@@ -30,7 +30,7 @@ from transformers.optimization import Adafactor
 
 import conftest
 from advantage import Group
-from config import Config, UserError, with_budgets
+from config import Config, UserError
 from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
 from infra import checkpoint, ranks, report, run_folder
 from infra.command_line import ready
@@ -519,27 +519,6 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     assert [note.partition(" was ")[0] for note in notes] == ["commit", *([name] if is_told else [])]  # now "-dirty"
     fingerprint = run_folder.fingerprint_of_start(config_of(out.with_name("elsewhere"), **settings), [])
     assert (fingerprint != on_other_ranks) == (is_told and changed.endswith(".py"))
-
-
-def test_a_run_that_goes_on_with_the_same_hardware_keeps_its_budgets(out, monkeypatch):
-    made(out, left=("checkpoint/000004",))  # with budgets that were not typed
-
-    def budgets(**typed) -> tuple[int | None, int | None]:
-        # With a GPU, the budgets that are not typed are None until the run has measured what fits.
-        config = ready(Config(out=str(out), steps=4, dtype="float32", **typed), on_gpu=True)
-        config = with_budgets(config, *run_folder.claim(config).budgets)
-        return config.rollout_tokens, config.micro_batch_tokens
-
-    assert budgets() == (32768, 2048) and budgets(rollout_tokens=7) == (7, 2048)
-    assert budgets(micro_batch_size=3) == (32768, None)  # a limit of completions leaves tokens without a limit
-    assert budgets(overwrite=True) == (None, None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    assert budgets() == (None, None)
-    begun(out)
-    assert budgets() == (32768, 2048)  # those of its last start
-    monkeypatch.setattr(ranks, "world", lambda: 2)
-    assert budgets() == (None, None)
 
 
 def write(out: Path, to_test: object) -> None:

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from config import Config, UserError
-from conftest import assert_same_run, at, die, errors, metrics, replace, run, run_supervised
+from conftest import assert_same_run, at, die, errors, fail, metrics, oom, replace, run, run_supervised
 from infra import faults, ranks, run_folder
 
 
@@ -48,13 +47,6 @@ def whole(small, tmp_path_factory) -> Path:
 
 LOSS, LOGPROBS, SAMPLES = "train.policy_loss", "train.logprobs", "rollout._generate"
 OPTIMIZER = "torch.optim.AdamW.step"
-
-
-def fail(error: Exception) -> None:
-    raise error
-
-
-oom = partial(fail, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
 
 def oom_above(rows: int, name: str, rank: int | None = None) -> None:

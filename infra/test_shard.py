@@ -1,12 +1,15 @@
 """A run that is sharded over processes and machines equals the run of one process. Also: how a rank starts, and what
 ranks send to each other."""
 
+import dataclasses
 import json
 import os
+import random
 import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import assert_same_run, at, die, metrics, replace, run, tiny_model
+from batch import micro_batches
+from config import Config
+from conftest import assert_same_run, at, die, metrics, oom, replace, run, tiny_model
 from infra import faults, ranks, shard
 from logprob import token_logprobs
 from tasks import sorting as sorting_task
@@ -90,6 +95,53 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
     run(settings | sharded | dict(shard=True), out, *before, world=world)
     assert_same_run(out, one)
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
+
+
+def test_a_micro_batch_that_does_not_fit_ends_a_sharded_run_before_its_first_step(small, tmp_path):
+    settings, on_one_rank = small | dict(shard=True), partial(at, "train.token_logprobs", 1, oom, rank=1)
+    shown = run(settings, tmp_path / "out", on_one_rank, code=None, world=2)
+    assert "error: out of memory in an update" in shown and "--micro_batch_tokens" in shown
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def noted_trial(call):
+    """Print the shape of the made-up micro-batch, and whether anything else changes."""
+
+    def calling(run: train.Run, longest_prompt: int, accumulate) -> None:
+        def accumulating(run: train.Run, batch) -> tuple:
+            [(_, part)] = micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=True)
+            print("a micro-batch of", tuple(part.ids.shape), bool(part.has_gradient.all()))
+            return accumulate(run, batch)
+
+        before, states = (
+            [p.detach().clone() for p in run.model.parameters()],
+            (torch.get_rng_state(), random.getstate()),
+        )
+        call(run, longest_prompt, accumulating)
+        same = all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, run.model.parameters()))
+        same = same and torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+        print("unchanged", same, all(p.grad is None for p in run.model.parameters()), not run.optimizer.state)
+
+    return calling
+
+
+def test_the_micro_batch_of_the_trial_is_full_and_leaves_everything_as_it_was(small, tmp_path):
+    """The longest prompt, with up to 6 letters and ">", has 7 tokens."""
+    settings = small | dict(shard=True, max_completion_length=13, micro_batch_tokens=100, steps=1)
+    shown = run(settings, tmp_path / "out", partial(replace, "train.try_micro_batch", noted_trial), world=2)
+    assert shown.count("a micro-batch of (5, 20) True") == shown.count("unchanged True True True") == 2, shown
+
+
+def test_a_made_up_batch_has_all_that_a_batch_may_have():
+    cfg = dataclasses.replace(Config(), max_completion_length=5, top_k=3, score_centering=2, mask_truncated=True)
+    run = SimpleNamespace(config=cfg, model=tiny_model(), device=torch.device("cpu"))
+    batch = shard.made_up_batch(run, 4, 2, 3)
+    assert batch.ids.shape == (6, 9) and batch.prompts.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()
+    assert all(x.shape == (6, 9) for x in (batch.weights, batch.old_logp, batch.ref_logp)) and batch.mask[:, 4:].all()
+    assert batch.head_ids.shape == (6, 9, 2) and batch.sampler_head_logp.shape == (6, 9, 3)
+    assert [None if ids is None else len(ids) for ids in batch.kept[5]] == [None] * 4 + [3] * 5
+    run.config = dataclasses.replace(cfg, keep_set=False)
+    assert shard.made_up_batch(run, 4, 2, 3).kept is None
 
 
 def in_parts(step):

@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 
 import train
 from advantage import Group, set_advantages
-from batch import Batch, collate
+from batch import Batch, collate, retry_smaller
 from config import ALGORITHMS, SETTINGS, Config
-from infra import faults, memory, ranks
+from infra import faults, ranks
 from infra.command_line import parse, ready
 from infra.lora import trained_tensors
 
@@ -81,7 +81,7 @@ def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list
     groups, _ = train.next_groups(run, 1)
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)
-    memory.in_parts_that_fit(train.score_fixed_policies, run, fixed)
+    retry_smaller(train.score_fixed_policies, run, fixed)
     size = sum(p.numel() for p in trained_tensors(run.model).values())
     kept = kept or AT_ONCE // len(variants)
     coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)) if kept < size else None

@@ -53,7 +53,7 @@ def measure(
 ) -> tuple[dict, list[dict]]:
     """Train for some steps. Return what the last one shows of time and memory, and the metrics of all steps."""
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
-    run, _, noted = train.set_up(config, device)
+    run, *_ = train.set_up(config, device)
     if hidden_size != "own":
         run.limits.hidden_size = hidden_size
     if torch.cuda.is_available():
@@ -71,7 +71,6 @@ def measure(
     found |= {name: getattr(run.config, name) for name in ("rollout_tokens", "micro_batch_tokens", "dtype")}
     if torch.cuda.is_available():
         sync_debug_mode(0)
-        found["budgets"] = noted[-1]  # what was measured and chosen
         found["gpu_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
     if run.config.decode == "plain":  # a graph switches the warnings off
         found["waits_per_token"] = len(waits) / longest

@@ -1,15 +1,15 @@
-"""The report of the first hour on a GPU, here a pretended one."""
+"""The report of the first hour on a GPU, here of a CPU."""
 
 import json
 import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import conftest
-from conftest import ROOT
-from infra.pretend_gpu import needs_pretended_gpu, on_pretended_gpu
+from conftest import PROCESSES, ROOT
 from tools import first_hour
 
 
@@ -21,23 +21,21 @@ def first_hour_of(words: list[str], folder: Path) -> None:
     first_hour.main(words)
 
 
-@needs_pretended_gpu
 def test_the_first_hour(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 9)  # few prompts are soon encoded
-    # A budget that is given is not measured, which saves time.
     words = f"--model {ROOT}/models/addition --task addition --data {tmp_path}/rows.jsonl --eval_every 0"
     words += " --prompts_per_step 2 --num_generations 4 --max_completion_length 2 --micro_batch_tokens 64"
-    on_pretended_gpu(first_hour_of, words.split(), tmp_path)
+    with ProcessPoolExecutor(1, PROCESSES) as pool:  # in a process of its own, which joins a group
+        pool.submit(first_hour_of, words.split(), tmp_path).result()
     lines = (tmp_path / "first_hour.txt").read_text().splitlines()
     found = dict(line.split(": ", 1) for line in lines)
-    assert found["hardware, gpu"] == "pretended GPU" and found["pytest -m gpu"] == "7 passed" and found["ranks"] == "1"
+    assert found["pytest -m gpu"] == "7 passed" and found["ranks"] == "1"
     assert found["first difference of two runs"] == "none in five steps"
     for kind in first_hour.KINDS:
         numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
-        assert "GB may be filled" in numbers.pop("budgets")
-        assert numbers.pop("dtype") == "bfloat16" and len(json.loads(numbers.pop("rewards"))) == 2
-        assert all(float(x) > 0 for name, x in numbers.items() if name != "waits_per_token")
-        assert float(numbers["peak_memory_gb"]) < float(numbers["gpu_memory_gb"])
+        assert numbers.pop("dtype") == "float32" and len(json.loads(numbers.pop("rewards"))) == 2
+        assert numbers.pop("peak_memory_reserved_gb") == "None"
+        assert all(float(x) > 0 for name, x in numbers.items() if name not in ("waits_per_token", "sampler_gap"))
     speed = {kind: float(found[f"{kind}, tokens_per_second_update"]) for kind in ("separate rows", "shared rows")}
     assert found["faster update"] == max(speed, key=speed.get)
 
