@@ -411,7 +411,9 @@ def train(typed: Config) -> int:
 
 
 def main(words: list[str]) -> int:
-    return faults.run_to_the_end(train, command_line.parse(words, torch.cuda.is_available()))
+    if {"-h", "--help"} & {*words}:
+        return command_line.show_help(torch.cuda.is_available())
+    return faults.run_to_the_end(lambda: train(command_line.read(words, torch.cuda.is_available())))
 
 
 if __name__ == "__main__":

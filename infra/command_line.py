@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import Field, replace
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from transformers.hf_argparser import string_to_bool
 
@@ -20,22 +21,26 @@ from advantage import compares_in_group
 from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, kind_of, resolve, task_of
 from infra import run_folder
 from loss import SWITCHES_READ
-from tasks import task_defaults, task_module, task_names
+from tasks import REAL_MODEL_DEFAULTS, task_defaults, task_module, task_names
 
 # ---- From the words of a command line to settings ----
 
 
 def parse(words: list[str], on_gpu: bool) -> Config:
-    """Return the settings that the user has typed, as flags or in the file of --config. All others are as in Config,
-    where many are None. A mistake ends the process with exit code 2."""
-    parser = flags()
-    typed = vars(parser.parse_args([*for_argparse(words)]))
+    """As `read`, for tools: a mistake ends the process with exit code 2."""
     try:
-        in_file = run_folder.settings_in(Path(typed.pop("config"))) if "config" in typed else Config()
-        config = replace(in_file, **typed)
-        ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
+        return read(words, on_gpu)
     except UserError as error:
-        parser.error(str(error))
+        flags().exit(2, f"train.py: error: {error}\n")
+
+
+def read(words: list[str], on_gpu: bool) -> Config:
+    """Return the settings that the user has typed, as flags or in the file of --config. All others are as in Config,
+    where many are None."""
+    typed = vars(flags().parse_args([*for_argparse(words)]))
+    in_file = run_folder.settings_in(Path(typed.pop("config"))) if "config" in typed else Config()
+    config = replace(in_file, **typed)
+    ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     return run_folder.with_absolute_paths(config)
 
 
@@ -52,13 +57,24 @@ def for_argparse(words: list[str]) -> Iterator[str]:
             yield f" {word}"
 
 
+def show_help(on_gpu: bool) -> int:
+    """Print every flag with its default, and return the exit code."""
+    flags(on_gpu, tuple(task_names())).print_help()
+    return 0
+
+
+def refuse(message: str) -> NoReturn:
+    raise UserError(message)
+
+
 @cache  # a grid of runs parses hundreds of command lines
-def flags() -> argparse.ArgumentParser:
+def flags(on_gpu: bool = False, tasks: tuple[str, ...] = ()) -> argparse.ArgumentParser:
     """Return a parser with a flag for each setting, for the words of `for_argparse`. Its result has no entry for a flag
-    that is not given."""
-    about = "GRPO of a language model. Where a default is None, the task, the algorithm or the machine decides."
+    that is not given. --help shows the defaults of these tasks."""
+    about = "GRPO of a language model. Defaults are those of --algorithm grpo, other algorithms have others. None: off."
     usage = "train.py [--setting value ...]"
     parser = argparse.ArgumentParser("train.py", usage, about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.error = refuse  # in the place of a usage and an exit, which every rank would print
     # What turns a word into a value: int and float ignore the space.
     convert = {str: lambda word: word[1:], bool: lambda word: string_to_bool(word[1:]), int: int, float: float}
     parser.add_argument("--config", metavar="FILE", type=convert[str], help="settings, e.g. the config.json of a run")
@@ -68,7 +84,7 @@ def flags() -> argparse.ArgumentParser:
             kind = kind_of(setting)
             how = {"type": convert[kind]} | ({"nargs": "+", "action": "extend"} if is_list(setting) else {})
             how |= {"nargs": "?", "const": True} if kind is bool else {"choices": setting.metadata["names"]}
-            text = f"{setting.metadata['text']} ({allowed(setting)}; default {getattr(Config(), setting.name)})"
+            text = f"{setting.metadata['text']} ({allowed(setting)}; default {default_of(setting, on_gpu, tasks)})"
             group.add_argument(f"--{setting.name}", help=text.replace("%", "%%"), **how)
     return parser
 
@@ -82,6 +98,16 @@ def allowed(setting: Field) -> str:
     bounds = [f"{name.replace('_', ' ')} {x:g}" for name, x in setting.metadata["bounds"].items() if math.isfinite(x)]
     each = f"{kind_of(setting).__name__} {' and '.join(bounds)}".rstrip()
     return f"list of {each}" if is_list(setting) else each
+
+
+def default_of(setting: Field, on_gpu: bool, tasks: tuple[str, ...]) -> str:
+    """Describe the value of a setting that is not given: with a real model and, where it differs, with each task."""
+    name, usual = setting.name, getattr(Config(), setting.name)
+    if usual is None:
+        usual = getattr(resolve(Config(), REAL_MODEL_DEFAULTS, on_gpu), name)
+    own = {task: getattr(task_module(task), "DEFAULTS", {}).get(name, usual) for task in tasks}
+    others = [f"{task} {value}" for task, value in own.items() if value != usual]
+    return f"{usual}; with --task {', '.join(others)}" if others else f"{usual}"
 
 
 # ---- Mistakes in settings ----

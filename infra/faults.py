@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
-from config import SMALLER, Config, UserError
+from config import SMALLER, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 caught: list[int] = []  # those that have come since `stop_requests` was called
@@ -34,12 +34,12 @@ class FailedElsewhere(UserError):
     """Another rank has raised a UserError and reports it, so this rank ends without a message."""
 
 
-def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
+def run_to_the_end(train: Callable[[], int]) -> int:
     """Train, report any error, and return the exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed when the program started
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        code = train(config)
+        code = train()
         if dist.is_initialized():
             dist.barrier()  # a rank that left earlier would look like one that failed
             dist.destroy_process_group()
@@ -53,7 +53,12 @@ def run_to_the_end(train: Callable[[Config], int], config: Config) -> int:
         if isinstance(error, torch.OutOfMemoryError):
             error = UserError(f"{error}: {SMALLER}")
         is_mistake = isinstance(error, UserError)
+        # Before the ranks have met, all those of a machine find the same mistake, for instance in the command line.
+        if is_mistake and not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+            return stand_by(2)
         say(f"error: {error}" if is_mistake else traceback.format_exc().rstrip())
+        if is_mistake:  # torchrun's report needs no stack trace of it
+            error.__traceback__ = error.__cause__ = error.__context__ = None
         get_error_handler().record_exception(error)  # for the report that torchrun prints at the end
         return 2 if is_mistake else 1
     finally:

@@ -203,6 +203,7 @@ class RunLog:
         self.config, self.decode, self.reward_names, self.out = config, decode, reward_names, Path(config.out)
         self.say_once = functools.cache(say)  # says a line only the first time
         self.first = (0, 0.0)  # the step before the first one of this process, and the time at which it was over
+        self.is_terminal = sys.stdout.isatty()
         self.doing, self.begun = "", 0  # what is sampled, for the progress line, and how many completions were begun
 
     def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], after_step: int) -> None:
@@ -298,7 +299,7 @@ class RunLog:
         GPU. It begins again for every part of the completions. The next line is longer, so it covers this one."""
         if tokens == 1:
             self.begun += rows  # without those that have ended already
-        if tokens % 16 == 1 and sys.stdout.isatty():
+        if tokens % 16 == 1 and self.is_terminal:
             say(f"{self.doing}: token {tokens:5}, {rows:5} unfinished, {self.begun - rows:5} finished", end="\r")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from config import Config, UserError
+from config import UserError
 from conftest import assert_same_run, at, die, errors, fail, metrics, oom, replace, run, run_supervised
 from infra import faults, ranks, run_folder
 
@@ -121,6 +121,15 @@ def test_under_torchrun_the_failing_rank_is_reported_last(small, tmp_path):
     assert code == 1 and re.search(said, report, re.DOTALL), shown
 
 
+def test_a_mistyped_flag_is_named_by_one_rank_and_then_by_torchrun(small, tmp_path):
+    code, shown = run_supervised(small | dict(mistyped=3), tmp_path / "out")
+    said = "unrecognized arguments: --mistyped  3"
+    assert errors(shown) == [f"error: {said}"] and "usage" not in shown
+    report = shown.partition("Root Cause (first observed failure):")[2]
+    assert code == 1 and report.strip("\n =").endswith(f"config.UserError: {said}"), shown
+    assert f"traceback : config.UserError: {said}" in report, "torchrun shows no stack trace of a mistake"
+
+
 def unwritable_stdout() -> None:
     """Make every write to stdout fail, as on a full disk. Send a signal that nohup ignores."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -200,7 +209,7 @@ def test_a_rank_that_is_done_waits_for_the_others(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     for name in ("barrier", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda name=name: events.append(name))
-    assert faults.run_to_the_end(lambda config: 0, Config()) == 0 and events == ["barrier", "destroy_process_group"]
+    assert faults.run_to_the_end(lambda: 0) == 0 and events == ["barrier", "destroy_process_group"]
 
 
 def test_a_run_in_a_notebook_forgets_the_signal_that_stopped_the_run_before(monkeypatch):

@@ -63,7 +63,7 @@ def check_settings(run: Run, made: Config) -> None:
     """Exit if the run in this folder was made with other settings, or is evaluated otherwise. A run with fewer steps
     can be continued, if its learning rates would be those of a run that is made at once."""
     other = run_folder.other_settings(made, run.config)
-    other += run_folder.differing(run_folder.EVALUATION, made, run.config)
+    other += run_folder.differing(run_folder.EVALUATION | {"warmup_steps"}, made, run.config)
     if made.steps > run.config.steps or (made.steps < run.config.steps and made.lr_schedule != "constant"):
         other.append("steps")
     for name in other:
