@@ -1,17 +1,18 @@
 """The equations: importance ratio, clipping, KL, token weights. All functions take and return tensors.
 
-Every objective of the GRPO family is one weighted sum over the completions i of an optimizer update and their tokens t:
+Every objective here is one weighted sum over the completions i of an optimizer update and their tokens t:
 
-    loss = sum_i sum_t  w_it * ( policy_it + beta * kl_it + tau * (log pi_it - log mu_it)^2 )
+    loss = sum_i sum_t  w_it * ( policy_it + beta kl_it + sampler_coef (log pi_it - log mu_it)^2 - entropy_coef H_it )
 
     w_it       token_weights    the normalization, computed once for the whole update before it is split
-    policy_it  policy_loss      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO, VESPO or REINFORCE
+    policy_it  policy_term      minus the surrogate: clipped (PPO, GRPO), CISPO, SAPO, DPPO, VESPO or REINFORCE
     kl_it      kl_divergence    an estimate of KL(policy || reference)
-    mu         sampler_logp     the policy that sampled; sampler_coef is tau, the strength of the pull towards it
+    mu         sampler_logp     the policy that sampled
+    H_it       entropy          that of the policy
 
 The weights are computed from the whole update. So the loss of a micro-batch is a partial sum, and the partial sums of
 any split (into micro-batches, over ranks, in any order, with any padding) add up to the same loss and the same
-gradient. The policy term and the KL share the weights, so they cannot be normalized differently.
+gradient. All terms share the weights, so no two of them can be normalized differently.
 
 Only tokens where `mask` (B, T) is 1 count. Values at other tokens, even NaN, affect neither the loss nor the gradient.
 Dual-clip, also called two-sided clipping, is the argument `delta`. Not here: KL inside the reward, value losses,
@@ -19,28 +20,103 @@ Clip-Cov and KL-Cov.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+# ---- The choices, and what they say about themselves ----
+
 NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
-# Each of these tables lists the values of one argument of policy_loss and, for each value, the other arguments that are
-# read with it. If a table lists an argument, but not for the value that was chosen, the argument has no effect, and the
-# command line refuses it. An argument that no table lists, such as beta, is always read.
+TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+class Objective(NamedTuple):
+    """The defaults are safe for a new objective: at worst, a backward pass is made in vain, or a combination of
+    switches is refused that would be right."""
+
+    clips: bool = False  # it has bounds, and counts the tokens beyond them: clip_low, clip_high
+    needs_A: bool = False  # where the advantage is 0, it has no gradient
+    by_ratio: bool = True  # its gradient goes through the ratio
+    reads: tuple[str, ...] = ()  # see SWITCHES_READ
+    centered_with: tuple[str, ...] = ()  # each old policy with which its weight is a function of policy / sampler
+
+
+class Ratio(NamedTuple):
+    mixes_tokens: bool = True  # the ratio at a token has a gradient at other tokens of its completion
+    reads: tuple[str, ...] = ()
+
+
 OBJECTIVES = {
-    "clip": ("ratio", "epsilon_low", "epsilon_high", "delta"),
-    "cispo": ("ratio", "epsilon_high"),
-    "sapo": ("ratio", "sapo_tau_pos", "sapo_tau_neg"),
-    "dppo": ("ratio", "epsilon_low", "epsilon_high"),
-    "vespo": (),
-    "reinforce": (),
+    #                     clips, needs_A, by_ratio, reads                                centered_with
+    "clip":      Objective(True,  True, True,  ("ratio", "epsilon_low", "epsilon_high", "delta"), ("policy",)),
+    "cispo":     Objective(True,  True, False, ("ratio", "epsilon_high"),                ("policy", "sampler")),
+    "sapo":      Objective(False, True, True,  ("ratio", "sapo_tau_pos", "sapo_tau_neg")),
+    "dppo":      Objective(True,  True, False, ("ratio", "epsilon_low", "epsilon_high")),
+    "vespo":     Objective(False, True, False),
+    "reinforce": Objective(False, True, False, (),                                       ("policy", "sampler")),
+}  # fmt: skip
+RATIOS = {
+    "token": Ratio(mixes_tokens=False, reads=("delta",)),
+    "sequence": Ratio(reads=("delta",)),
+    "sequence_token": Ratio(mixes_tokens=False, reads=("delta",)),
+    "geometric": Ratio(),
 }
-RATIOS = {"token": ("delta",), "sequence": ("delta",), "sequence_token": ("delta",), "geometric": ()}
 OLD_POLICIES = {"policy": ("tis_mode", "tis_cap", "tis_floor", "gate_low", "gate_high"), "sampler": ()}
 KL_ESTIMATORS = {"k1": ("kl_importance",), "k2": (), "k3": ("kl_importance",), "abs": (), "k1+": (), "k3+": ()}
-SWITCHES_READ = dict(objective=OBJECTIVES, ratio=RATIOS, old_policy=OLD_POLICIES, kl_estimator=KL_ESTIMATORS)
-TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# The arguments of policy_loss that are read with each choice. If an argument is listed, but not for what was chosen, it
+# has no effect, and the command line refuses it: --objective cispo --delta 3, for example. An argument that is listed
+# nowhere, such as beta, is always read.
+SWITCHES_READ = {
+    "objective": {name: objective.reads for name, objective in OBJECTIVES.items()},
+    "ratio": {name: ratio.reads for name, ratio in RATIOS.items()},
+    "old_policy": OLD_POLICIES,
+    "kl_estimator": KL_ESTIMATORS,
+}
+
+
+def needs_advantages(objective: str, beta: float, sampler_coef: float, entropy_coef: float, **others: object) -> bool:
+    """Return whether a loss with these switches has no gradient at tokens whose advantage is 0."""
+    return OBJECTIVES[objective].needs_A and beta == sampler_coef == entropy_coef == 0.0
+
+
+# ---- Statistics ----
+
+
+class Mean(NamedTuple):
+    sum: Tensor
+    count: Tensor  # of what was summed
+
+
+class Max(NamedTuple):
+    max: Tensor  # of numbers that are not negative
+    count: Tensor  # 1, or 0 if there were no numbers
+
+
+class Each(NamedTuple):
+    values: Tensor  # one for each completion
+
+
+Statistic = Mean | Max | Each
+
+
+def combine(parts: Sequence[dict[str, Statistic]]) -> dict[str, Statistic]:
+    """Return the statistics, by name, of all these parts of a step together, in float64."""
+    combined = {}
+    for name in dict.fromkeys(name for stats in parts for name in stats):
+        found = [stats[name] for stats in parts if name in stats]
+        columns = [[x.double() for x in column] for column in zip(*found, strict=True)]
+        if isinstance(found[0], Each):
+            combined[name] = Each(torch.cat(*columns))
+        elif isinstance(found[0], Max):
+            combined[name] = Max(*(torch.stack(column).max() for column in columns))
+        else:
+            combined[name] = Mean(*(torch.stack(column).sum() for column in columns))
+    return combined
+
+
+# ---- The weight of a token ----
 
 
 def token_weights(
@@ -54,43 +130,27 @@ def token_weights(
     mask = mask.bool()
     lengths = mask.sum(1, keepdim=True)  # (N, 1), |o_i|
     n_trained = (lengths > 0).sum()  # the number of completions that are trained on
-    one = mask.double()  # (N, T), 1 at the tokens that are trained on
+    counted = mask.double()  # (N, T), 1 at the tokens that are trained on
 
     if normalization == "sequence":  # GRPO 2402.03300: the mean over each completion, then over completions
-        w = one / (n_trained * lengths)
+        w = counted / (n_trained * lengths)
     elif normalization == "global":  # DAPO 2503.14476: every token of the update has the same weight
-        w = one / lengths.sum()
+        w = counted / lengths.sum()
     elif normalization == "prompt":  # eq. 8 of the DAPO paper: the mean over a group's tokens, then over groups
         same_prompt = prompts[:, None] == prompts  # (N, N)
-        tokens = same_prompt.double() @ lengths.double()  # (N, 1), in all completions of the prompt
+        tokens = same_prompt.double() @ lengths.double()  # (N, 1), of all completions of the same prompt
         trained_prompts = prompts[lengths[:, 0] > 0].unique().numel()  # those with a completion that is trained on
-        w = one / (trained_prompts * tokens)
+        w = counted / (trained_prompts * tokens)
     elif normalization == "constant":  # Dr. GRPO 2503.20783: divided by the limit L, not by the longest completion
-        w = one / (n_trained * max_completion_length)
+        w = counted / (n_trained * max_completion_length)
     elif normalization == "sum":  # RLOO 2402.14740: the sum over each completion, then the mean over completions
-        w = one / n_trained
+        w = counted / n_trained
     else:
         raise _unknown("normalization", normalization, NORMALIZATIONS)
     return w.masked_fill(~mask, 0.0)  # a fully masked completion may have 0 / 0
 
 
-def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled, http://joschu.net/blog/kl-approx.html.
-    On-policy, only k2 has the gradient of the KL. So "k1+" has the value of k1 and the gradient of k2, and "k3+" has
-    the value of k3 and the gradient of k2."""
-    log_r = ref_logp - logp  # the ratio of reference to policy, not the other way round
-    if estimator == "k1":
-        return -log_r
-    if estimator == "k2":
-        return log_r.square() / 2
-    if estimator == "k3":
-        return torch.expm1(log_r) - log_r
-    if estimator == "abs":
-        return log_r.abs()
-    if estimator in ("k1+", "k3+"):
-        k2 = kl_divergence(logp, ref_logp, "k2")
-        return kl_divergence(logp, ref_logp, estimator[:2]).detach() + k2 - k2.detach()
-    raise _unknown("kl_estimator", estimator, KL_ESTIMATORS)
+# ---- The loss of a token ----
 
 
 def policy_loss(
@@ -100,202 +160,207 @@ def policy_loss(
     weights: Tensor,
     mask: Tensor,
     *,
+    # the ratio and the policy term
     objective: str = "clip",
     ratio: str = "token",
     old_policy: str = "policy",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
-    ref_logp: Tensor | None = None,
-    beta: float = 0.0,
-    kl_estimator: str = "k3",
-    kl_importance: bool = False,
+    sapo_tau_pos: float = 1.0,
+    sapo_tau_neg: float = 1.05,
+    # the sampler
     sampler_logp: Tensor | None = None,
-    head_logp: Tensor | None = None,
-    sampler_head_logp: Tensor | None = None,
     tis_mode: str = "token_truncate",
     tis_cap: float | None = None,
     tis_floor: float | None = None,
     gate_low: float | None = None,
     gate_high: float | None = None,
     off_policy_mask: float | None = None,
+    head_logp: Tensor | None = None,
+    sampler_head_logp: Tensor | None = None,
+    # what is added
+    ref_logp: Tensor | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_importance: bool = False,
     sampler_coef: float = 0.0,
-    sapo_tau_pos: float = 1.0,
-    sapo_tau_neg: float = 1.05,
-) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the loss of these completions, which is a partial sum of the update's loss, and its statistics by name,
-    each as (sum, count). A statistic whose name ends in _max is (maximum, 1), or (0, 0) if every token is masked.
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, dict[str, Mean | Max]]:
+    """Return the loss of these completions, which is a partial sum of the update's loss, and statistics by name.
 
-    logp, old_logp, ref_logp, sampler_logp, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp are the
-    log-probs under the policy before the updates of this step, computed like logp. sampler_logp are those that the
-    sampler recorded. They may differ from old_logp, because sampling and training round differently. The denominator of
-    the ratio is old_logp, or sampler_logp if old_policy is "sampler".
+    logp, old_logp, sampler_logp, ref_logp, entropy, weights, mask are (B, T); advantages are (B,) or (B, T). old_logp
+    are the log-probs under the policy before the updates of this step, computed like logp. sampler_logp are those that
+    the sampler recorded. They may differ from old_logp, because sampling and training round differently. The
+    denominator of the ratio is old_logp, or sampler_logp if old_policy is "sampler".
 
     The tis_* arguments (truncated importance sampling) correct the policy term for the difference between the old
     policy and the sampler. The gate_* arguments drop completions in which this difference is too large. head_logp and
-    sampler_head_logp (B, T, K) center the scores: they have the log-probs of the sampler's likeliest ids at each token,
-    under the policy and under the sampler. The last of the K may be the log-prob of all other ids together.
-    infra/command_line.py checks which arguments make sense together.
+    sampler_head_logp (B, T, K) center the scores, see `expected_score`. infra/command_line.py checks which arguments
+    make sense together.
     """
-    if old_policy not in OLD_POLICIES:
-        raise _unknown("old_policy", old_policy, OLD_POLICIES)
-    has_tis = tis_cap is not None or tis_floor is not None
-    has_gate = gate_low is not None or gate_high is not None
+    _check(
+        objective, ratio, old_policy, tis_mode, kl_estimator, kl_importance,
+        delta, beta, ref_logp, entropy_coef, entropy,
+    )  # fmt: skip
     mask = mask.bool()
-    tokens, stats = mask.sum(), {}
-    logp, old_logp, ref_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, ref_logp, sampler_logp))
+    logp, old_logp, sampler_logp = (_clean(x, mask) for x in (logp, old_logp, sampler_logp))
+    ref_logp, entropy = (_clean(x, mask) for x in (ref_logp, entropy))
     A = advantages[:, None] if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
     A, w = (_clean(x, mask).to(logp.dtype) for x in (A, weights))  # (B, T)
-    if sampler_logp is not None:
-        stats["sampler_gap"] = ((old_logp - sampler_logp).detach().abs().sum(), tokens)
     denominator = sampler_logp if old_policy == "sampler" else old_logp  # of the ratio, as log-probs
+    tokens, stats = mask.sum(), {}
 
-    # The ratio of the new to the old policy. The statistics clip_low and clip_high count `too_low` and `too_high`.
-    # `too_low` marks tokens whose ratio is below the lower bound and would fall further, because A is negative.
-    # `too_high` marks tokens whose ratio is above the upper bound and would rise further, because A is positive.
-    too_low = too_high = torch.zeros_like(mask)
-    lowest, highest = 1 - epsilon_low, 1 + epsilon_high
-    log_rho = logp - denominator  # (B, T)
+    # Which ratio?
+    log_rho, too_low, too_high = log_ratio(ratio, logp, denominator, A, mask, epsilon_low, epsilon_high)
+    if ratio == "geometric":  # it has clipped already
+        epsilon_low, epsilon_high = 1.0, math.inf
+
+    # Which correction for the sampler?
+    correction, dropped = torch.ones_like(logp), torch.zeros_like(mask)
+    if sampler_logp is not None:
+        stats["sampler_gap"] = Mean((old_logp - sampler_logp).detach().abs().sum(), tokens)
+    if any(bound is not None for bound in (tis_floor, tis_cap, gate_low, gate_high)):
+        log_u = (denominator - sampler_logp).detach()  # (B, T), of old policy / sampler
+        u = sampler_ratio(log_u, tis_mode)
+        correction = within_bounds(u, tis_mode, tis_floor, tis_cap)
+        dropped = outside_gate(log_u, mask, gate_low, gate_high)
+        stats |= _statistics_of_correction(u, dropped, mask, tis_floor, tis_cap)
+    if off_policy_mask is not None:
+        far = far_from_sampler(logp, sampler_logp, A, mask, off_policy_mask)
+        stats["off_policy"] = Mean((far & mask).sum(), tokens)
+        dropped = dropped | far
+
+    # Which policy term?
+    policy, low, high = policy_term(
+        objective, log_rho.exp(), A, logp, denominator, correction, mask,
+        epsilon_low, epsilon_high, delta, sapo_tau_pos, sapo_tau_neg,
+    )  # fmt: skip
+    if OBJECTIVES[objective].clips:
+        stats["clip_low"] = Mean(((too_low | low) & mask).sum(), tokens)
+        stats["clip_high"] = Mean(((too_high | high) & mask).sum(), tokens)
+
+    # What is added?
+    if head_logp is not None:
+        is_capped = objective == "cispo" and old_policy == "sampler"
+        bounds = ("token_truncate", None, epsilon_high) if is_capped else (tis_mode, tis_floor, tis_cap)
+        policy = policy + A * expected_score(head_logp, sampler_head_logp, mask, *bounds)
+    loss = policy.masked_fill(dropped, 0.0)
+    if ref_logp is not None:
+        kl = kl_divergence(logp, ref_logp, kl_estimator)
+        stats["kl"] = Mean(kl.detach().sum(), tokens)
+        if kl_importance:  # DeepSeek-V3.2 2512.02556, eq. 7: times the ratio of the token, whatever `ratio` is
+            kl = (logp - denominator).exp() * kl
+        loss = loss + beta * kl if beta != 0.0 else loss
+    if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276, by token; Kimi-k1.5 and DRO square the sum over the completion
+        loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
+    if entropy is not None:
+        stats["entropy"] = Mean(entropy.detach().sum(), tokens)
+        loss = loss - entropy_coef * entropy if entropy_coef != 0.0 else loss
+    return (w * loss).sum(), stats
+
+
+# ---- Which ratio? ----
+
+
+def log_ratio(
+    ratio: str, logp: Tensor, denominator: Tensor, A: Tensor, mask: Tensor, epsilon_low: float, epsilon_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logarithm of the new policy's ratio to the old one at each token, and where it was clipped because it
+    was too low, and too high; all (B, T)."""
+    log_rho = logp - denominator
+    nowhere = torch.zeros_like(mask)
+    if ratio == "token":
+        return log_rho, nowhere, nowhere
     if ratio == "sequence":  # GSPO 2507.18071: s_i = exp( 1/|o_i| sum_t log rho_it ), the same at every token of o_i
-        log_rho = _mean_over_tokens(log_rho, mask)
-    elif ratio == "sequence_token":  # GSPO-token, 2507.18071 eq. 13: sg(s_i) pi / sg(pi), where sg stops the gradient
-        log_rho = _mean_over_tokens(log_rho, mask).detach() + logp - logp.detach()
-    elif ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
-        if delta is not None:
-            raise ValueError("ratio='geometric' clips log-ratios, so it cannot be used with delta")
-        too_low, too_high = (log_rho < -epsilon_low) & (A < 0), (log_rho > epsilon_high) & (A > 0)
-        log_rho = torch.where(too_low, -epsilon_low, torch.where(too_high, epsilon_high, log_rho))
-        log_rho = _mean_over_tokens(log_rho, mask)
-        lowest, highest = 0.0, math.inf  # the mean is not clipped again
-    elif ratio != "token":
-        raise _unknown("ratio", ratio, RATIOS)
-    rho = log_rho.exp()
+        return _mean_over_tokens(log_rho, mask), nowhere, nowhere
+    if ratio == "sequence_token":  # GSPO-token, 2507.18071 eq. 13: sg(s_i) pi / sg(pi), where sg stops the gradient
+        return _mean_over_tokens(log_rho, mask).detach() + logp - logp.detach(), nowhere, nowhere
+    if ratio == "geometric":  # GMPO 2507.20673: clip the log-ratio of each token, then take the same mean
+        too_low, too_high = _beyond_bounds(log_rho, -epsilon_low, epsilon_high, A)
+        clipped = log_rho.masked_fill(too_low, -epsilon_low).masked_fill(too_high, epsilon_high)
+        return _mean_over_tokens(clipped, mask), too_low, too_high
+    raise _unknown("ratio", ratio, RATIOS)
 
-    # The correction for sampling from a slightly different policy multiplies the policy term. It has no gradient.
-    correction = torch.ones_like(log_rho)
-    if has_tis or has_gate:
-        # log(pi_old / pi_sampler); 0 if old_policy is "sampler", because that denominator is the sampler itself
-        log_tis_ratio = (denominator - sampler_logp).detach()  # (B, T)
-        tis_ratio = _sampler_ratio(log_tis_ratio, tis_mode)  # of the token, or of its whole completion
-        beyond = _is_beyond(tis_ratio, tis_floor, tis_cap)
-        if has_tis:
-            correction = _bounded(tis_ratio, tis_mode, tis_floor, tis_cap)
-        # The geometric sequence mask of Liu, Li et al. 2025, "When Speed Kills Stability": drop the completions whose
-        # geometric mean of pi_old / pi_sampler is outside of the gate.
-        outside_gate = _is_beyond(_mean_over_tokens(log_tis_ratio, mask).exp(), gate_low, gate_high)
-        tis_ratio = tis_ratio.masked_fill(~mask, 0.0)
-        stats["tis_bounded"] = ((beyond & mask).sum(), tokens)
-        stats["tis_ratio"] = (tis_ratio.sum(), tokens)
-        stats["tis_ratio_max"] = (tis_ratio.max(), mask.any().to(tis_ratio.dtype))
-        stats["gate_dropped"] = ((outside_gate & mask).any(1).sum(), mask.any(1).sum())
 
-    # The policy term. It is minimised, so it is minus the objective of the paper.
+# ---- Which correction for the sampler? ----
+
+
+def sampler_ratio(log_u: Tensor, tis_mode: str) -> Tensor:
+    """Return u = pi_old / pi_sampler of each token, or the product over its completion, (B, T), from its logarithm."""
+    if tis_mode.startswith("sequence"):
+        log_u = log_u.sum(1, keepdim=True).expand_as(log_u)
+    return log_u.exp()
+
+
+def within_bounds(u: Tensor, tis_mode: str, floor: float | None, cap: float | None) -> Tensor:
+    """Return the factor by which a ratio to the sampler corrects: the ratio truncated to its bounds (TIS), or 0 outside
+    of them (IcePop, MIS). Without bounds, there is no correction, and the factor is 1."""
+    if floor is None and cap is None:
+        return torch.ones_like(u)
+    if tis_mode.endswith("truncate"):
+        return u.clamp(floor, cap)
+    return u.masked_fill(_is_outside(u, floor, cap), 0.0)
+
+
+def outside_gate(log_u: Tensor, mask: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Return which completions have a geometric mean of pi_old / pi_sampler outside of the gate, (B, T): the geometric
+    sequence mask of Liu, Li et al. 2025, "When Speed Kills Stability"."""
+    return _is_outside(_mean_over_tokens(log_u, mask).exp(), low, high)
+
+
+def far_from_sampler(logp: Tensor, sampler_logp: Tensor, A: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Return where A < 0 in a completion that has become much less likely than it was for the sampler, (B, T)."""
+    # DeepSeek-V3.2 2512.02556, eq. 9
+    return (_mean_over_tokens((sampler_logp - logp).detach(), mask) > threshold) & (A < 0)
+
+
+# ---- Which policy term? ----
+
+
+def policy_term(
+    objective: str,
+    rho: Tensor,
+    A: Tensor,
+    logp: Tensor,
+    denominator: Tensor,
+    correction: Tensor,
+    mask: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the policy term of each token, minus the objective of the paper, with the correction for the sampler.
+    Return also which tokens are below their lower bound and would fall further, because A is negative, and which are
+    above their upper bound and would rise further, because A is positive; all (B, T)."""
+    too_low = too_high = torch.zeros_like(mask)
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
-        clipped = rho.clamp(lowest, highest)
+        low, high = 1 - epsilon_low, 1 + epsilon_high
         # If A < 0, the min below selects the larger of the two ratios, because A reverses their order. Then clipping
         # sets no upper bound on the ratio; only delta does.
         capped = rho if delta is None else rho.clamp(max=delta)
-        policy = -torch.min(capped * A, clipped * A)
-        too_low = too_low | ((rho < lowest) & (A < 0))
-        too_high = too_high | ((rho > highest) & (A > 0))
+        policy = -torch.min(capped * A, rho.clamp(low, high) * A)
+        too_low, too_high = _beyond_bounds(rho, low, high, A)
     elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant, so every token has a gradient
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp  # here epsilon_high is the cap itself
-        too_high = (rho > epsilon_high) & (A > 0)
+        too_low, too_high = _beyond_bounds(rho, -math.inf, epsilon_high, A)
     elif objective == "sapo":  # SAPO 2511.20347: a sigmoid in place of clipping, steeper where A is negative
-        sapo_tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
-        policy = -(4 / sapo_tau) * torch.sigmoid(sapo_tau * (rho - 1)) * A
+        tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
+        policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A  # its slope at rho = 1 is -A for every tau
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
-        change = logp.exp() - denominator.exp()
-        too_low, too_high = (change < -epsilon_low) & (A < 0), (change > epsilon_high) & (A > 0)
+        too_low, too_high = _beyond_bounds(logp.exp() - denominator.exp(), -epsilon_low, epsilon_high, A)
         policy = (-rho.detach() * A * logp).masked_fill(too_low | too_high, 0.0)
     elif objective == "vespo":  # VESPO 2602.10693: weighted by a smooth function of the completion's ratio
         policy = -_vespo_weight((logp - denominator).detach(), correction, A, mask) * A * logp
+        correction = torch.ones_like(correction)  # the weight includes it
     elif objective == "reinforce":
         policy = -A * logp
     else:
         raise _unknown("objective", objective, OBJECTIVES)
-
-    if has_tis and objective != "vespo":  # the weight of VESPO includes the correction
-        policy = policy * correction
-    if head_logp is not None:  # 2609.20807: subtract the score that the sampler expects at each token
-        # -A [ sg(f(rho)) log pi(a) - sum_v sg(mu_v f(pi_v / mu_v)) log pi_v ], where sg stops the gradient and f is the
-        # weight of the token: a capped ratio, a correction, or 1. The command line refuses objectives with others.
-        outcome_logp, mu = _outcomes(head_logp, sampler_head_logp, mask)  # (B, T, K + 1)
-        outcome_ratio = outcome_logp.detach().exp() / mu  # infinite where the sampler has probability 0
-        if objective == "cispo" and old_policy == "sampler":
-            f = outcome_ratio.clamp(max=epsilon_high)
-        elif has_tis:
-            f = _bounded(outcome_ratio, tis_mode, tis_floor, tis_cap)
-        else:
-            f = torch.ones_like(mu)
-        c = (mu * f).masked_fill(mu == 0.0, 0.0)
-        policy = policy + A * (c * outcome_logp).sum(-1)
-    if has_gate:
-        policy = policy.masked_fill(outside_gate, 0.0)
-    if off_policy_mask is not None:  # DeepSeek-V3.2 2512.02556, eq. 9: drop A < 0 where the policy has moved far
-        far = _mean_over_tokens((sampler_logp - logp).detach(), mask) > off_policy_mask
-        policy = policy.masked_fill(far & (A < 0), 0.0)
-        stats["off_policy"] = ((far & (A < 0) & mask).sum(), tokens)
-
-    # The KL term and the pull towards the sampler have the same weights as the policy term.
-    loss = policy
-    if kl_importance and kl_estimator not in ("k1", "k3"):
-        raise ValueError(f"kl_importance needs kl_estimator k1 or k3: it does not correct {kl_estimator}")
-    if beta != 0.0 and ref_logp is None:
-        raise ValueError(f"beta={beta} needs ref_logp")
-    if ref_logp is not None:
-        kl = kl_divergence(logp, ref_logp, kl_estimator)
-        stats["kl"] = (kl.detach().sum(), tokens)
-        if kl_importance:  # DeepSeek-V3.2, eq. 7: times the ratio of the token, whatever `ratio` is
-            kl = (logp - denominator).exp() * kl
-        if beta != 0.0:
-            loss = loss + beta * kl
-    if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276, by token; Kimi-k1.5 and DRO square the sum over the completion
-        loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
-
-    if "epsilon_high" in OBJECTIVES[objective]:
-        stats["clip_low"] = ((too_low & mask).sum(), tokens)
-        stats["clip_high"] = ((too_high & mask).sum(), tokens)
-    return (w * loss).sum(), stats
-
-
-def _sampler_ratio(log_ratio: Tensor, tis_mode: str) -> Tensor:
-    """Return the ratio pi_old / pi_sampler of each token, or the product of the ratios of its completion."""
-    if tis_mode not in TIS_MODES:
-        raise _unknown("tis_mode", tis_mode, TIS_MODES)
-    if tis_mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    return log_ratio.exp()
-
-
-def _bounded(ratio: Tensor, tis_mode: str, floor: float | None, cap: float | None) -> Tensor:
-    """Return the ratio truncated to its bounds (TIS), or 0 outside of them (IcePop, MIS)."""
-    if tis_mode.endswith("truncate"):
-        return ratio.clamp(floor, cap)
-    return ratio.masked_fill(_is_beyond(ratio, floor, cap), 0.0)
-
-
-def _outcomes(head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probs under the policy and the probabilities under the sampler, both (B, T, K + 1), of the
-    outcomes at each token: the K that are given, and the rest as one more. In the rest, the paper takes the sampler to
-    be proportional to the policy.
-
-    If the given outcomes have probability 1 together, nothing is left, and the rest gets probability 0. This is so if
-    one of them is already "all other ids together", which a caller should give in fp32: 1 minus the probabilities of
-    the likeliest ids would be rounded."""
-    head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
-    mu, given = sampler_head_logp.exp(), head_logp.exp().sum(-1, keepdim=True)
-    others = 1 - mu.sum(-1, keepdim=True)
-    has_others = others > 1e-5  # in fp32, a sum of 1000 probabilities is accurate to 1e-6
-    # Where nothing is left for the others, this is log 1 = 0.
-    log_others = (1 - given).clamp(min=torch.finfo(given.dtype).tiny).where(has_others, 1.0).log()
-    mu = torch.cat([mu, others.where(has_others, 0.0)], -1)
-    return torch.cat([head_logp, log_others], -1).masked_fill(mu == 0.0, 0.0), mu
-
-
-def _is_beyond(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return where a ratio is outside of [low, high]. None means that there is no bound."""
-    return (ratio < (0.0 if low is None else low)) | (ratio > (math.inf if high is None else high))
+    return policy * correction, too_low, too_high
 
 
 def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) -> Tensor:
@@ -310,6 +375,78 @@ def _vespo_weight(log_rho: Tensor, correction: Tensor, A: Tensor, mask: Tensor) 
     return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp()
 
 
+# ---- What is added? ----
+
+
+def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tensor:
+    """Estimate KL(policy || reference) at each token that the policy sampled, http://joschu.net/blog/kl-approx.html.
+    On-policy, only k2 has the gradient of the KL. So "k1+" has the value of k1 and the gradient of k2, and "k3+" has
+    the value of k3 and the gradient of k2."""
+    log_r = ref_logp - logp  # reference / policy, so k1 is -log_r
+    if estimator == "k1":
+        return -log_r
+    if estimator == "k2":
+        return log_r.square() / 2
+    if estimator == "k3":
+        return torch.expm1(log_r) - log_r
+    if estimator == "abs":
+        return log_r.abs()
+    if estimator in ("k1+", "k3+"):
+        value, k2 = (kl_divergence(logp, ref_logp, name) for name in (estimator.removesuffix("+"), "k2"))
+        return value.detach() + k2 - k2.detach()
+    raise _unknown("kl_estimator", estimator, KL_ESTIMATORS)
+
+
+def expected_score(
+    head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor, tis_mode: str, floor: float | None, cap: float | None
+) -> Tensor:
+    """Return a number for each token, (B, T), whose gradient is the weighted score that the sampler expects there.
+
+    The score of a token a is grad log pi(a). The policy term gives it the weight f = within_bounds(pi(a) / mu(a), ...),
+    where mu is the sampler. The token was drawn from mu, so the expectation, over all ids v, is
+
+        sum_v  mu_v f(pi_v / mu_v) grad log pi_v
+
+    Score centering (2609.20807) subtracts it. head_logp and sampler_head_logp (B, T, K) are log pi and log mu of K ids.
+    All other ids together are one more v, for which the paper takes mu to be proportional to pi. It may be given as the
+    last of the K, and in fp32 it should be, because 1 minus the probabilities of the likeliest ids is rounded.
+    """
+    head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
+    mu, pi_others = sampler_head_logp.exp(), 1 - head_logp.exp().sum(-1, keepdim=True)
+    mu_others = 1 - mu.sum(-1, keepdim=True)
+    exist = mu_others > 1e-5  # in fp32, a sum of 1000 probabilities is accurate to 1e-6
+    pi_others = pi_others.clamp(min=torch.finfo(pi_others.dtype).tiny)  # rounding may make it negative
+    mu = torch.cat([mu, mu_others.where(exist, 0.0)], -1)  # (B, T, K + 1)
+    log_pi = torch.cat([head_logp, pi_others.where(exist, 1.0).log()], -1).masked_fill(mu == 0.0, 0.0)
+    f = within_bounds(log_pi.detach().exp() / mu, tis_mode, floor, cap)  # the ratio is infinite where mu is 0
+    return ((mu * f).masked_fill(mu == 0.0, 0.0) * log_pi).sum(-1)
+
+
+# ---- Helpers ----
+
+
+def _statistics_of_correction(
+    u: Tensor, dropped: Tensor, mask: Tensor, tis_floor: float | None, tis_cap: float | None
+) -> dict[str, Mean | Max]:
+    tokens, u = mask.sum(), u.masked_fill(~mask, 0.0)
+    return {
+        "tis_bounded": Mean((_is_outside(u, tis_floor, tis_cap) & mask).sum(), tokens),
+        "tis_ratio": Mean(u.sum(), tokens),
+        "tis_ratio_max": Max(u.max(), mask.any().to(u.dtype)),
+        "gate_dropped": Mean((dropped & mask).any(1).sum(), mask.any(1).sum()),
+    }
+
+
+def _beyond_bounds(x: Tensor, low: float, high: float, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where x is below `low` and A lets it fall further, and where it is above `high` and A lets it rise."""
+    return (x < low) & (A < 0), (x > high) & (A > 0)
+
+
+def _is_outside(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Return where x is outside of [low, high]. None means that there is no bound."""
+    return (x < (0.0 if low is None else low)) | (x > (math.inf if high is None else high))
+
+
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """Return for each token the mean of x (B, T) over its completion. x must be 0 where the mask is 0."""
     return (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
@@ -320,5 +457,24 @@ def _clean(x: Tensor | None, mask: Tensor) -> Tensor | None:
     return None if x is None else torch.where(mask, x, 0.0)
 
 
-def _unknown(setting: str, value: str, valid: Iterable[str]) -> ValueError:
-    return ValueError(f"{setting} is {value!r}; it must be one of {', '.join(valid)}")
+def _check(
+    objective: str, ratio: str, old_policy: str, tis_mode: str, kl_estimator: str, kl_importance: bool,
+    delta: float | None, beta: float, ref_logp: Tensor | None, entropy_coef: float, entropy: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise a ValueError for an unknown name, or for arguments of policy_loss that contradict one another."""
+    chosen = dict(objective=objective, ratio=ratio, old_policy=old_policy, tis_mode=tis_mode, kl_estimator=kl_estimator)
+    for name, valid in (SWITCHES_READ | {"tis_mode": TIS_MODES}).items():
+        if chosen[name] not in valid:
+            raise _unknown(name, chosen[name], valid)
+    if ratio == "geometric" and delta is not None:
+        raise ValueError("ratio='geometric' clips log-ratios, so it cannot be used with delta")
+    if kl_importance and kl_estimator not in ("k1", "k3"):
+        raise ValueError(f"kl_importance needs kl_estimator k1 or k3: it does not correct {kl_estimator}")
+    if beta != 0.0 and ref_logp is None:
+        raise ValueError(f"beta={beta} needs ref_logp")
+    if entropy_coef != 0.0 and entropy is None:
+        raise ValueError(f"entropy_coef={entropy_coef} needs entropy")
+
+
+def _unknown(name: str, value: str, valid: Iterable[str]) -> ValueError:
+    return ValueError(f"{name} is {value!r}; it must be one of {', '.join(valid)}")

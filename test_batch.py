@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import train
 from advantage import Group, group_advantages, has_signal, set_advantages
@@ -18,7 +18,7 @@ from batch import Batch, Limits, collate, micro_batches, minibatches
 from config import ALGORITHMS, GRPO, Config
 from conftest import EOS, distance, flat_gradient, tiny_model
 from infra import ranks
-from loss import token_weights
+from loss import Each, token_weights
 from rollout import Completion, Sampling, rollout, uniforms
 
 CPU = torch.device("cpu")
@@ -199,8 +199,8 @@ def test_any_split_gives_the_same_update_of_every_algorithm(algorithm):
         run = make_run(limits, **ALGORITHMS[algorithm] | chosen)
         loss, norm, stats = train.update(run, make_batch(), step=1)
         assert norm > run.config.max_grad_norm, "the gradient is clipped"
-        stats["log_w"] = stats["log_w"][~stats["log_w"].isnan()].sort().values  # the order depends on the split
-        assert len(stats["log_w"]) == 11, "the completion without a reward has no weight"
+        stats["log_w"] = Each(stats["log_w"].values.sort().values)  # the order depends on the split
+        assert len(stats["log_w"].values) == 11, "the completion without a reward has no weight"
         steps.append([loss, norm, stats, torch.cat([p.detach().flatten() for p in run.model.parameters()])])
     for step in steps[1:]:
         same_up_to_rounding(step, steps[0])
@@ -217,11 +217,11 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
     batch.advantages = batch.advantages * torch.arange(batch.mask.shape[1])  # each token has its own advantage
     batch.advantages[0, 3:] = torch.tensor([7.0, -7.0] + [0.0] * (batch.mask.shape[1] - 5))  # they add up to 0
     batch.advantages[2] = (1 - batch.mask[2]).float()  # 0 on all tokens that are trained on
-    ran_backward, logprobs = [], train.logprobs
+    ran_backward, logprobs = [], train.logprobs_of
 
-    def noting(run: train.Run, part: Batch, *rest, **more) -> tuple:
+    def noting(run: train.Run, model: nn.Module, part: Batch, **more) -> tuple:
         ran_backward.append(len(part) if torch.is_grad_enabled() else 0)
-        return logprobs(run, part, *rest, **more)
+        return logprobs(run, model, part, **more)
 
     def parts_of_ranks(limits: Limits, world: int, **switches) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Compute one rank after another. Return the gradient, the loss and the statistics of each rank."""
@@ -232,10 +232,12 @@ def test_any_split_is_the_same_step_and_only_rows_with_a_gradient_run_backward(m
             loss, totals = train.accumulate(run, batch)  # clears the gradients of the previous rank first
             # With shards, every rank must take part in the backward pass.
             assert not run.config.shard or all(p.grad is not None for p in run.model.parameters())
-            parts.append((flat_gradient(run.model), loss, torch.stack([totals[name] for name in train.STATS])))
+            parts.append(
+                (flat_gradient(run.model), loss, torch.stack([torch.stack(totals[name]) for name in train.STATS]))
+            )
         return parts
 
-    monkeypatch.setattr(train, "logprobs", noting)
+    monkeypatch.setattr(train, "logprobs_of", noting)
     # All splits are compared with this one: one rank, no limits, and a backward pass for every row. Because of
     # shard=True, even rows with advantage 0 have one.
     [(gradient, loss, totals)] = parts_of_ranks(WHOLE, 1, **also | dict(shard=True))

@@ -32,8 +32,18 @@ from advantage import group_advantages
 from config import Config, UserError, resolve
 from conftest import allowed_pairs
 from infra.command_line import ready
-from infra.report import combine
-from loss import KL_ESTIMATORS, NORMALIZATIONS, RATIOS, SWITCHES_READ, kl_divergence, policy_loss, token_weights
+from loss import (
+    KL_ESTIMATORS,
+    NORMALIZATIONS,
+    OBJECTIVES,
+    RATIOS,
+    SWITCHES_READ,
+    combine,
+    kl_divergence,
+    needs_advantages,
+    policy_loss,
+    token_weights,
+)
 
 F64, INF = torch.float64, math.inf
 LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]  # |o_i| of two prompts with four completions each
@@ -105,13 +115,13 @@ def minus_sum(b, J, A, weights):
 
 
 def run(logp, *args, **switches):
-    """Return what policy_loss computes: the loss, its gradient, and the statistics as numbers."""
+    """Return what policy_loss computes: the loss, its gradient, and the statistics."""
     logp = logp.clone().requires_grad_()
     loss, stats = policy_loss(logp, *args, **switches)
     loss.backward()
     assert loss.dtype == logp.dtype, "the loss must have the dtype of the log-probs, even if the weights have another"
     assert not any(getattr(x, "requires_grad", False) for pair in stats.values() for x in pair)
-    return loss.detach(), logp.grad, {name: (float(total), float(count)) for name, (total, count) in stats.items()}
+    return loss.detach(), logp.grad, stats
 
 
 def close(ours, theirs, tolerance=1e-10):
@@ -132,7 +142,7 @@ def check(b, A, normalization, J=None, advantage_settings=None, **switches):
     loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
     close((loss, grad), minus_sum(b, J or partial(surrogate, **switches), A, WEIGHTS[normalization]))
     if switches.get("objective", "clip") in ("clip", "dppo"):
-        assert stats["clip_low"][0] > 0 and stats["clip_high"][0] > 0, "the data must reach both bounds"
+        assert stats["clip_low"].sum > 0 and stats["clip_high"].sum > 0, "the data must reach both bounds"
 
 
 def test_grpo(b):
@@ -340,6 +350,21 @@ def test_the_loss_is_zero_and_its_gradient_is_not():
     assert abs(loss) > 0.01  # long completions weigh more than short ones
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_an_objective_and_a_ratio_say_about_themselves(objective, ratio):
+    """Here only token (0, 2) has an advantage."""
+    b, one = draw(0, [5, 4], spread=0.05), torch.zeros(2, 5, dtype=F64)
+    one[0, 2] = 1.0
+    weights = token_weights(b.mask, "global")
+    _, grad, stats = run(b.logp, b.old, one, weights, b.mask, objective=objective, ratio=ratio, epsilon_high=2.0)
+    says, says_ratio = OBJECTIVES[objective], RATIOS[ratio]
+    assert (grad[one == 0] != 0).any() == (says.by_ratio and says_ratio.mixes_tokens)
+    assert says.needs_A == (grad[1] == 0).all() == needs_advantages(objective, 0.0, 0.0, 0.0)
+    assert says.clips == ("clip_low" in stats) == ("clip_high" in stats)
+    assert not any(needs_advantages(objective, *switches) for switches in ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+
+
 # ---- Every switch with every other, in any split of the step ----
 
 # `completion_by_hand` states all equations of policy_loss a second time, with nothing but numbers. The gradient is that
@@ -428,10 +453,11 @@ def completion_by_hand(c, s):
         kl = {"k1": k1, "k2": k2, "k3": k3, "abs": most(d, -d), "k1+": sg(k1 - k2) + k2, "k3+": sg(k3 - k2) + k2}
         kls.append(kl[s.kl_estimator])
         importance = cmath.exp(log_rho[t]) if s.kl_importance else 1.0
-        loss += c.weight[t] * (-J + s.beta * importance * kls[t] + s.sampler_coef * (logp - c.sampler[t]) ** 2)
+        pull = s.sampler_coef * (logp - c.sampler[t]) ** 2
+        loss += c.weight[t] * (-J + s.beta * importance * kls[t] + pull - s.entropy_coef * c.entropy[t])
 
-    stats = {"kl": sg(sum(kls)), "sampler_gap": sum(map(abs, log_u))}
-    if "epsilon_high" in SWITCHES_READ["objective"][s.objective]:
+    stats = {"kl": sg(sum(kls)), "sampler_gap": sum(map(abs, log_u)), "entropy": sg(sum(c.entropy))}
+    if s.objective in ("clip", "cispo", "dppo"):
         stats |= {"clip_low": sum(lows), "clip_high": sum(highs)}
     if has_tis or has_gate:
         stats |= {"tis_bounded": is_inside.count(False), "tis_ratio": sum(u), "tis_ratio_max": max(u)}
@@ -449,9 +475,9 @@ def mixed():
     b = draw(19, [1, 5, 3, 5, 4, 5, 4, 3], spread=1.2)
     b.mask[3], b.mask[1, 2], b.mask[5, 0] = False, False, False
     b.sampler[[2, 6]] += 1.5  # off_policy_mask drops these two
-    b.A, b.weight = draw(10, [5] * 8).logp + 1.5, draw(20, [5] * 8).logp.abs()
+    b.A, b.weight, b.entropy = draw(10, [5] * 8).logp + 1.5, *(draw(seed, [5] * 8).logp.abs() for seed in (20, 23))
     garbage = torch.tensor([math.nan, INF, -INF, 1e30, -1e30] * 8, dtype=F64).view(8, 5)
-    for name in ("logp", "old", "ref", "sampler", "A", "weight"):
+    for name in ("logp", "old", "ref", "sampler", "A", "weight", "entropy"):
         setattr(b, name, torch.where(b.mask, getattr(b, name), garbage))
     # Two of the five ids of a vocabulary, at each token, and their log-probs under the policy and the sampler.
     heads = (draw(seed, [25] * 8, spread=1.0).old.view(8, 5, 5).log_softmax(-1)[..., :2] for seed in (21, 22))
@@ -474,17 +500,17 @@ def switches_of(settings):
 
 
 def step_by_hand(settings):
-    """Return the loss of `mixed`, its gradient with respect to logp and to the two of `head`, and each statistic as
-    [sum, count]."""
+    """Return the loss of `mixed`, its gradient with respect to logp, the entropy and the two of `head`, and each
+    statistic as [sum, count]."""
     b, loss, found = mixed(), 0.0, []
-    grad = torch.zeros(8, 5, 3, dtype=F64)
+    grad = torch.zeros(8, 5, 4, dtype=F64)
     s = SimpleNamespace(**{name: UNSET[name] if x is None else x for name, x in switches_of(settings).items()})
     s.score_centering = settings.get("score_centering", 0)
     for i in (0, 1, 2, 4, 5, 6, 7):
         tokens = b.mask[i].nonzero()[:, 0].tolist()
         c = SimpleNamespace(**{name: x[i, tokens].tolist() for name, x in vars(b).items()})
-        for (n, t), k in product(enumerate(tokens), range(3 if s.score_centering else 1)):
-            numbers, at = (c.logp, n) if k == 0 else (c.head[n], k - 1)
+        for (n, t), k in product(enumerate(tokens), range(4 if s.score_centering else 2)):
+            numbers, at = ((c.logp, n), (c.entropy, n), (c.head[n], 0), (c.head[n], 1))[k]
             numbers[at] += 1e-30j
             value, stats = completion_by_hand(c, s)
             numbers[at] -= 1e-30j
@@ -499,20 +525,22 @@ def step_by_hand(settings):
 @cache
 def step_in_parts(**settings):
     """Return the same from policy_loss, added up over micro-batches in the way of a run."""
-    b, loss, found, switches = mixed(), 0.0, {}, switches_of(settings)
-    grad = torch.zeros(8, 5, 3, dtype=F64)
+    b, loss, found, switches = mixed(), 0.0, [], switches_of(settings)
+    grad = torch.zeros(8, 5, 4, dtype=F64)
     for rows, width, one_each in PARTS:
         part = SimpleNamespace(**{name: x[rows, :width] for name, x in vars(b).items()})
         args = part.logp, part.old, part.A[:, 0] if one_each else part.A, part.weight, part.mask
-        more = dict(ref_logp=part.ref, sampler_logp=part.sampler)
+        more = dict(ref_logp=part.ref, sampler_logp=part.sampler, entropy=part.entropy.clone().requires_grad_())
         if settings.get("score_centering"):
             more |= dict(head_logp=part.head.clone().requires_grad_(), sampler_head_logp=part.sampler_head)
         part_loss, grad[rows, :width, 0], stats = run(*args, **more, **switches)
+        if more["entropy"].grad is not None:
+            grad[rows, :width, 1] = more["entropy"].grad
         if "head_logp" in more:
-            grad[rows, :width, 1:] = more["head_logp"].grad
+            grad[rows, :width, 2:] = more["head_logp"].grad
         loss += part_loss
-        found = {name: combine(name, found.get(name), torch.tensor(x, dtype=F64)) for name, x in stats.items()}
-    return loss, grad, {name: x.tolist() for name, x in found.items()}
+        found.append(stats)
+    return loss, grad, {name: [*map(float, x)] for name, x in combine(found).items()}
 
 
 def assert_is_by_hand(settings):
@@ -613,6 +641,7 @@ def test_token_weights(normalization):
 
 ERRORS = [{name: "k9"} for name in ("objective", "ratio", "old_policy", "kl_estimator")]
 ERRORS += [{"tis_cap": 2.0, "tis_mode": "k9"}, {"ratio": "geometric", "delta": 2.0}, {"beta": 0.1, "ref_logp": None}]
+ERRORS += [{"entropy_coef": 0.1, "entropy": None}]
 ERRORS += [{"kl_importance": True, "kl_estimator": estimator} for estimator in ("k2", "abs", "k1+", "k3+")]
 
 

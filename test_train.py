@@ -288,11 +288,11 @@ def test_a_step_is_the_papers_equation(go, updates, name):
 def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypatch, mask_truncated):
     """Compute every metric again, from samples.jsonl and from what the loss returns for each micro-batch. The metrics
     of replies are in infra/test_report.py."""
-    names = "draw_groups", "minibatches", "update", "logprobs", "policy_loss", "finish_sampling"
-    draws, minibatch_calls, update_calls, logprob_calls, loss_calls, waits = (watch(train, name) for name in names)
+    names = "start_sampling", "minibatches", "update", "logprobs_of", "policy_loss", "finish_sampling"
+    starts, minibatch_calls, update_calls, logprob_calls, loss_calls, waits = (watch(train, name) for name in names)
     advantage_calls = watch(advantage, "group_advantages")
-    # On this clock, drawing groups and waiting for a server take 3 s each, an update 5 s, and all else takes no time.
-    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(draws + waits) + 5.0 * len(update_calls))
+    # On this clock, sampling takes 3 s to start and 3 s to finish, an update 5 s, and all else no time.
+    clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(starts + waits) + 5.0 * len(update_calls))
     monkeypatch.setattr(train, "time", clock)
     # As if the file of the task had these weights.
     monkeypatch.setattr("infra.model.load_task", lambda cfg: replace(load_task(cfg), weights=[0.5, 2.0]))
@@ -330,10 +330,9 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
     entropies = [call.result[1].detach() for call in logprob_calls if "head_ids" in call.kwargs]
     for call, entropy in zip(loss_calls, entropies, strict=True):
         assert of_loss.items() <= call.kwargs.items()
-        *_, weights, mask = call.args
         part_loss, stats = call.result
-        loss += (part_loss - 0.2 * (weights * entropy).sum()).item() / 4  # 0.2 is entropy_coef; the step has 4 updates
-        stats = stats | {"entropy": (entropy.sum(), mask.sum())}
+        loss += part_loss.item() / 4  # the step has 4 updates
+        assert torch.equal(call.kwargs["entropy"], entropy)
         totals += np.array([[float(x) for x in stats[name]] for name in names])
 
     def mean(values) -> float:
@@ -408,8 +407,7 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
         w += ((old_logp - call.kwargs["sampler_logp"]).double() * mask)[mask.any(1)].sum(1).exp().tolist()
     ess = statistics.fmean(w) ** 2 / statistics.fmean(x**2 for x in w)
     assert last["ess"] == pytest.approx(ess, rel=1e-5) and ess < 0.9 and 2 < len(w) < 12, "some are not trained on"
-    # A statistic whose name ends in _max is a maximum over the step.
-    highest = [float(call.result[1]["tis_ratio_max"][0]) for call in calls[earlier:]]
+    highest = [float(call.result[1]["tis_ratio_max"].max) for call in calls[earlier:]]
     assert last["tis_ratio_max"] == pytest.approx(max(highest)) and max(highest) > min(highest) + 0.01
     # On-policy, the two differ by rounding only, also in the updates after the first one.
     (line,) = metrics(go("on-policy", steps=1, old_policy="sampler", num_iterations=2, learning_rate=0.02))
@@ -449,7 +447,7 @@ def test_a_run_with_a_delay_goes_on_with_what_it_has_sampled(go, watch, monkeypa
     loads = watch(train.checkpoint, "load")
     conftest.assert_same_files(go("out", steps=4, **settings), whole)
     queue = loads[0].result[1]["queue"]
-    assert [{bool(group.row) for group in drawn} for _, drawn in queue] == [{True}, {False}], "of steps 5 and 6"
+    assert [{"hint" in group.row for group in drawn} for _, drawn in queue] == [{True}, {False}], "of steps 5 and 6"
     assert {line["step"] for line in samples(whole) if "hint" in line["columns"]} == {1, 3}
 
 
@@ -616,11 +614,11 @@ def test_dapo_rejects_only_the_groups_of_a_graded_task_whose_rewards_are_all_equ
 
 def test_user_code_draws_other_random_numbers_on_each_rank(monkeypatch):
     monkeypatch.setattr(train, "pick_rows", lambda *args: np.random.rand())
-    monkeypatch.setattr(train, "ask_for_groups", lambda run, rows, *args: rows)
+    monkeypatch.setattr(train, "start_groups", lambda run, rows, *args: rows)
     drawn = []
     for number in (0, 1, 0):
         monkeypatch.setattr(train.ranks, "rank", lambda number=number: number)
-        drawn.append(train.first_round(SimpleNamespace(config=Config()), 1))
+        drawn.append(train.start_sampling(SimpleNamespace(config=Config()), 1))
     assert drawn[0] == drawn[2] != drawn[1]
 
 

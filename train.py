@@ -29,7 +29,7 @@ from infra.model import load_run
 from infra.server import Server, ask_servers
 from infra.shard import try_micro_batch
 from logprob import token_logprobs
-from loss import policy_loss, token_weights
+from loss import Each, Mean, Statistic, combine, needs_advantages, policy_loss, token_weights
 from rollout import Progress, Sampling, rollout, uniforms
 from tasks import Task, call_rewards
 from tasks._turns import replies_to
@@ -42,7 +42,7 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 @dataclass
 class Run:
     """Everything that is needed for more than one step. A checkpoint contains the model, the reference, the optimizer,
-    `cursor` and `state`. When a run is continued, the other fields are made again from its settings."""
+    `cursor`, `queue` and `state`. When a run is continued, the other fields are made again from its settings."""
 
     config: Config
     device: torch.device
@@ -54,10 +54,10 @@ class Run:
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `retry_smaller` lowers it
     server: Server | None = None  # where completions are sampled, with --server
-    pending: Callable[[], list[Group]] | None = None  # waits for the groups that a server samples during the updates
     progress: Progress | None = None  # called from time to time in a rollout
     cursor: int = 0  # the number of prompts drawn so far
-    state: dict[str, Any] = field(default_factory=dict)  # for your own code; saved; keep it the same on all ranks
+    queue: list[tuple] = field(default_factory=list)  # what `finish_sampling` returned for this step, for the next, ...
+    state: dict[str, Any] = field(default_factory=dict)  # for your own code; keep it the same on all ranks
     logged: list[tuple[str, float]] = field(default_factory=list)  # what `log` got on this rank in this step
 
     def log(self, name: str, value: float) -> None:
@@ -66,74 +66,62 @@ class Run:
 
 def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     """Do one rollout and all its updates. Return the metrics, and the groups that were trained on."""
-    cfg, start, run.logged = run.config, time.perf_counter(), []
+    cfg = run.config
+    start = time.perf_counter()
+    run.logged = []
 
-    # Prompts -> completions -> rewards -> advantages -> tensors.
-    groups, drawn = next_groups(run, step)  # those to train on, and all that were sampled
+    # Prompts -> completions -> rewards. queue[0] is for this step, and with --delay, queue[d] is for step + d.
+    while len(run.queue) < cfg.delay:  # before the first step
+        later = step + len(run.queue)
+        run.queue.append(finish_sampling(run, later, step, start_sampling(run, later)))
+    later = step + cfg.delay
+    wait = start_sampling(run, later)
+    during_updates = bool(cfg.server and cfg.delay)  # then a server goes on sampling until the end of the step
+    if not during_updates:
+        run.queue.append(finish_sampling(run, later, step, wait))
+    groups, drawn = run.queue.pop(0)  # those to train on, and all that were sampled
+
+    # Rewards -> advantages -> tensors. Every rank has those of the whole step.
     set_advantages(groups, run.task.weights, cfg)
     batch = collate(groups, cfg.mask_truncated, run.device)
     ranks.check_same(report.checksums(step, groups, batch))
-    updates_start = time.perf_counter()
 
-    retry_smaller(score_fixed_policies, run, batch)
+    updates_start = time.perf_counter()
+    retry_smaller(score_before_updates, run, batch)
     updates = []
     for iteration in range(cfg.num_iterations):
         for rows in minibatches(len(batch), cfg.minibatches, seed=(cfg.seed, step, iteration)):
             updates.append(update(run, batch[rows], step))
     seconds_update = time.perf_counter() - updates_start
-    finish_sampling(run, step)
 
+    if during_updates:
+        run.queue.append(finish_sampling(run, later, step, wait))
+    if run.server:
+        run.server.is_current = False  # from here on; the line above may sample extra rounds, with the same weights
     seconds_rollout = time.perf_counter() - start - seconds_update
     return report.of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
 
 
-def next_groups(run: Run, step: int) -> tuple[list[Group], list[Group]]:
-    """Take this step's groups from the queue, where they have waited for cfg.delay steps, and sample those of step +
-    cfg.delay. With a server and a delay, their first round is only requested here: the server samples during the
-    updates, and `finish_sampling` waits for it."""
-    cfg = run.config
-    queue = run.state.setdefault("queue", [])  # (groups, drawn) of this step, of the next, ...; the same on all ranks
-    while len(queue) <= cfg.delay:
-        later = step + len(queue)
-        wait = first_round(run, later)
-        if cfg.server and cfg.delay and len(queue) == cfg.delay:
-            run.pending = wait
-            break
-        queue.append(draw_groups(run, later, wait, now=step))
-    groups, drawn = queue.pop(0)
-    for group in drawn:
-        group.row = group.row or run.task.train[group.index]  # `draw_groups` may have left it out
-    return groups, drawn
-
-
-def finish_sampling(run: Run, step: int) -> None:
-    """Wait for what a server has sampled during the updates. From here on, its weights are old."""
-    if run.pending:
-        run.state["queue"].append(draw_groups(run, step + run.config.delay, run.pending, now=step))
-        run.pending = None
-    if run.server:
-        run.server.is_current = False
-
-
-def first_round(run: Run, step: int) -> Callable[[], list[Group]]:
-    """Start to sample the groups of a step. Return a function that waits for them. All random numbers are those of the
-    step that will train on them, so runs with different delays have the same ones."""
-    ranks.seed_everything(run.config.seed, step, ranks.rank())
+def start_sampling(run: Run, step: int) -> Callable[[], list[Group]]:
+    """Start to sample what `step` will train on. Return a function that waits for it. All random numbers are those of
+    that step, so runs with different delays have the same ones."""
+    ranks.seed_everything(run.config.seed, step, ranks.rank())  # for rewards and other user code
     rows = pick_rows(run, run.config.prompts_per_step, step)
-    return ask_for_groups(run, rows, run.config.num_generations, step)
+    return start_groups(run, rows, run.config.num_generations, step)
 
 
-def draw_groups(run: Run, step: int, wait: Callable[[], list[Group]], now: int) -> tuple[list[Group], list[Group]]:
-    """During the step `now`, sample what `step` will train on. `wait` waits for the groups of the first round. Return
-    the groups to train on, and all that were sampled.
+def finish_sampling(run: Run, step: int, now: int, wait: Callable[[], list[Group]]) -> tuple[list[Group], list[Group]]:
+    """Wait for what was started in the step `now`, and compute the rewards. Return the groups that `step` will train
+    on, and all that were sampled for it.
 
     With dynamic sampling (DAPO), groups without a signal are replaced, in at most cfg.dynamic_sampling further rounds.
     All ranks have all rewards, so they decide alike."""
-    cfg, groups, drawn = run.config, [], []
-    for number in range(1 + cfg.dynamic_sampling):
-        if number > 0:
+    cfg = run.config
+    groups, drawn = [], []
+    for extra_rounds in range(1 + cfg.dynamic_sampling):
+        if extra_rounds > 0:
             rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-            wait = ask_for_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+            wait = start_groups(run, rows, cfg.num_generations, step, first=len(drawn))
         sampled = wait()
         add_rewards(run, sampled, steps_done=step - 1)
         drawn += sampled
@@ -142,8 +130,6 @@ def draw_groups(run: Run, step: int, wait: Callable[[], list[Group]], now: int) 
             break
     for group in drawn:
         group.step = now
-        if group.index is not None and group.row is run.task.train[group.index]:
-            group.row = {}  # the index is enough to find it again, and a checkpoint stays small
     # If no group has a signal, this step has nothing to learn from, but it must have groups.
     return groups or drawn[: cfg.prompts_per_step], drawn
 
@@ -156,7 +142,7 @@ def pick_rows(run: Run, n: int, step: int) -> list[dict]:
     return run.task.rows_from(run.cursor - n, n, run.config.seed)
 
 
-def ask_for_groups(
+def start_groups(
     run: Run, rows: list[dict], n: int, step: int, first: int = 0, **changes: Any
 ) -> Callable[[], list[Group]]:
     """Start to sample n completions for each row. Return a function that waits for them and returns the groups. Only a
@@ -205,7 +191,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
 
 
 @torch.no_grad()
-def score_fixed_policies(run: Run, batch: Batch) -> None:
+def score_before_updates(run: Run, batch: Batch) -> None:
     """Compute what stays fixed during the updates of a step, where it is needed: the log-probs of the old policy and of
     the reference, and the entropies that choose the tokens for --top_entropy. Each rank computes a part, and every rank
     gets all of them."""
@@ -219,21 +205,21 @@ def score_fixed_policies(run: Run, batch: Batch) -> None:
     for rows, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         # `+=`, not `=`: with `same_count`, a row may come again, fully masked. Its zeros must not erase its log-probs.
         if needs_old or needs_entropy:
-            logp, entropy = logprobs(run, part, run.model, with_entropy=needs_entropy)
+            logp, entropy = logprobs_of(run, run.model, part, with_entropy=needs_entropy)
             scores[0, rows] += logp
             if needs_entropy:
                 scores[1, rows] += entropy
         if has_reference:
             with lora.without_adapters(run.reference):
-                scores[2, rows] += logprobs(run, part, run.reference)[0]
+                scores[2, rows] += logprobs_of(run, run.reference, part)[0]
     ranks.sum_(scores)
     batch.old_logp = scores[0] if needs_old else None
     batch.entropy = scores[1] if needs_entropy else None
     batch.ref_logp = scores[2] if has_reference else None
 
 
-def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Do one optimizer update. Return the loss, the gradient norm, and this rank's statistics (report.combine)."""
+def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str, Statistic]]:
+    """Do one optimizer update. Return the loss, the gradient norm, and this rank's statistics."""
     cfg = run.config
     for params in run.optimizer.param_groups:
         params.setdefault("initial_lr", params["lr"])  # the rate that the optimizer was made with
@@ -259,51 +245,47 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     return loss, grad_norm, totals
 
 
-def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     """Add up the gradients of this rank's micro-batches. Return this rank's part of the loss and of the statistics."""
     cfg = run.config
+    switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    totals = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in STATS}  # as report.combine says
+    stats = [dict.fromkeys(STATS, Mean(torch.zeros_like(loss), torch.zeros_like(loss)))]
     run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
-    # A micro-batch whose advantages are all 0 needs no backward pass, unless the KL, entropy or sampler term gives it a
-    # gradient, or the weights are sharded, so that every rank must take part in every backward pass.
-    entropy_grad = cfg.entropy_coef != 0.0
-    always_backward = cfg.beta != 0.0 or entropy_grad or cfg.sampler_coef != 0.0 or cfg.shard
+    # A micro-batch whose advantages are all 0 needs no backward pass, if nothing else gives it a gradient. With sharded
+    # weights, every rank must take part in every backward pass.
+    may_skip = needs_advantages(**switches) and not cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
-        has_gradient = always_backward or bool(part.has_gradient.any())
+        has_gradient = not may_skip or bool(part.has_gradient.any())
         with torch.set_grad_enabled(has_gradient):
-            how = dict(with_entropy=True, entropy_grad=entropy_grad, head_ids=part.head_ids)
-            logp, entropy, *head = logprobs(run, part, run.model, **how)
+            how = dict(with_entropy=True, entropy_grad=cfg.entropy_coef != 0.0, head_ids=part.head_ids)
+            logp, entropy, *head = logprobs_of(run, run.model, part, **how)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        part_loss, stats = policy_loss(
+        part_loss, part_stats = policy_loss(
             logp,
             old_logp,
             part.advantages,
             part.weights,
             part.mask,
+            sampler_logp=part.sampler_logp,  # for statistics, and for the switches that correct for the sampler
             ref_logp=part.ref_logp,
-            sampler_logp=part.sampler_logp,
+            entropy=entropy,
             head_logp=head[0] if head else None,
             sampler_head_logp=part.sampler_head_logp,
-            **{name: getattr(cfg, name) for name in LOSS_SWITCHES},
+            **switches,
         )
-        if cfg.entropy_coef:
-            part_loss = part_loss - cfg.entropy_coef * (part.weights * entropy).sum()
         if has_gradient:
             part_loss.backward()
 
         loss += part_loss.detach()
-        stats["entropy"] = entropy.detach().sum(), part.mask.sum()
-        for name, pair in stats.items():
-            totals[name] = report.combine(name, totals.get(name), torch.stack(pair).double())
         # The log of each completion's importance weight, pi_old / pi_sampler, from which report.of_weights computes the
-        # effective sample size. NaN if no token of the completion is trained on.
-        log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1).masked_fill(~part.mask.any(1), math.nan)
-        totals["log_w"] = report.combine("log_w", totals.get("log_w"), log_w)
-    return loss, totals
+        # effective sample size. Completions without a token that is trained on have none.
+        log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1)
+        stats.append(part_stats | {"log_w": Each(log_w[part.mask.any(1)])})
+    return loss, combine(stats)
 
 
-def logprobs(run: Run, part: Batch, model: PreTrainedModel, **more: Any) -> tuple[Tensor, Tensor | None] | tuple:
+def logprobs_of(run: Run, model: PreTrainedModel, part: Batch, **more: Any) -> tuple[Tensor, Tensor | None] | tuple:
     """Return what `token_logprobs` returns, with the settings of the run."""
     cfg = run.config
     with torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
@@ -337,9 +319,9 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     rows = run.task.eval[: cfg.eval_prompts]
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
     unrecorded = dict(head=0, keep_set=False)  # only training reads heads and kept sets
-    sampled = ask_for_groups(run, rows, cfg.eval_k, step=0, **unrecorded, **changes)()
+    sampled = start_groups(run, rows, cfg.eval_k, step=0, **unrecorded, **changes)()
     add_rewards(run, sampled, steps_done=step)
-    greedy = ask_for_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
+    greedy = start_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
     judged = [group for group in greedy if group.right is not None]
@@ -379,7 +361,9 @@ def train(typed: Config) -> int:
     if run.reference not in (None, run.model):
         models["reference"] = run.reference
     if start.after_step:
-        run.cursor, run.state = checkpoint.load(out, start.after_step, models, run.optimizer)
+        run.cursor, saved = checkpoint.load(out, start.after_step, models, run.optimizer)
+        checkpoint.put_rows_back(saved, run.task.train)
+        run.state, run.queue = saved["state"], saved["queue"]
     # Up to this line, only hidden files of the folder are new. A run that cannot start leaves all others as they were.
     notes += ranks.on_first(run_folder.begin, run.config, typed, start)
     ranks.on_first(log.open, start.after_step)
@@ -401,7 +385,9 @@ def train(typed: Config) -> int:
         log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
-            checkpoint.save(out, step, models, run.optimizer, run.cursor, run.state, cfg.keep_checkpoints)
+            saved = {"state": run.state, "queue": run.queue}
+            with checkpoint.rows_by_index(saved, run.task.train):
+                checkpoint.save(out, step, models, run.optimizer, run.cursor, saved, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
             report.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
             return 128 + stop  # the exit code of a process that this signal ends

@@ -166,6 +166,24 @@ def check(folder: Path) -> None:
         raise UserError(f"the checkpoint {folder} is damaged ({min(differing).strip()}): restore it, or move it away")
 
 
+@contextmanager
+def rows_by_index(saved: Any, rows: list[dict]) -> Iterator[None]:
+    """Take the rows out of all groups in `saved` for the duration of the block. Their indices are enough to find them
+    again, and rows may hold objects that cannot be saved."""
+    groups = [x for x in tree_leaves(saved) if isinstance(x, Group)]
+    of_task = [group for group in groups if group.index is not None and group.row is rows[group.index]]
+    for group in of_task:
+        group.row = {}
+    yield
+    put_rows_back(of_task, rows)
+
+
+def put_rows_back(saved: Any, rows: list[dict]) -> None:
+    for group in tree_leaves(saved):
+        if isinstance(group, Group) and group.index is not None and not group.row:
+            group.row = rows[group.index]
+
+
 def write_state(file: Path, about: dict) -> None:
     """Write state.pt. A state that could not be loaded is refused now, and not when the run is resumed."""
     if any(isinstance(x, DTensor) for x in tree_leaves(about)):

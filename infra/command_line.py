@@ -20,7 +20,7 @@ from transformers.hf_argparser import string_to_bool
 from advantage import compares_in_group
 from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, kind_of, resolve, task_of
 from infra import run_folder
-from loss import SWITCHES_READ
+from loss import OBJECTIVES, RATIOS, SWITCHES_READ
 from tasks import REAL_MODEL_DEFAULTS, task_defaults, task_module, task_names
 
 # ---- From the words of a command line to settings ----
@@ -201,7 +201,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "--steps 0 --eval_every 0: the run would neither train nor evaluate"
     if config.report_to and importlib.util.find_spec(config.report_to) is None:
         yield f"--report_to {config.report_to}: the package is not installed; pip install {config.report_to}"
-    if config.top_entropy < 1 and config.ratio in ("sequence", "geometric") and config.objective in ("clip", "sapo"):
+    if config.top_entropy < 1 and RATIOS[config.ratio].mixes_tokens and OBJECTIVES[config.objective].by_ratio:
         yield f"--top_entropy with --ratio {config.ratio}: trains all tokens through the ratio; use sequence_token"
 
 
@@ -209,12 +209,11 @@ def not_centered(config: Config, one_update: bool) -> list[str]:
     """Return each setting with which the weight of a token is not a function of pi / pi_sampler at that token. The
     score that is expected under the sampler needs this function at other ids."""
     has_tis = config.tis_cap is not None or config.tis_floor is not None
+    centered_with = OBJECTIVES[config.objective].centered_with
     has_ratio_of_policies = config.old_policy == "policy" and config.objective != "reinforce"
     refused = {
-        f"--objective {config.objective}": config.objective not in ("clip", "cispo", "reinforce"),
+        f"--objective {config.objective} --old_policy {config.old_policy}": config.old_policy not in centered_with,
         f"--ratio {config.ratio}": config.ratio != "token",
-        # Where it clips depends on the sign of A.
-        "--objective clip --old_policy sampler": config.objective == "clip" and config.old_policy == "sampler",
         "several updates": not one_update and (has_tis or has_ratio_of_policies),  # pi / pi_old is not pi / pi_sampler
         f"--tis_mode {config.tis_mode}": has_tis and not config.tis_mode.startswith("token"),
     }

@@ -26,6 +26,7 @@ from advantage import Group
 from batch import Batch
 from config import Config
 from infra import ranks, run_folder
+from loss import Statistic, combine
 from tasks import columns_of
 
 # ---- Metrics ----
@@ -93,18 +94,17 @@ def of_logged(groups: list[Group], by_code: list[tuple[str, float]], prefix: str
     return {prefix + name: mean(x for other, x in logged if other == name) for name in names}
 
 
-def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Tensor]]], optimizer: torch.optim.Optimizer) -> dict:
-    """Compute the metrics of the updates of a step. Each update is (loss, gradient norm, other metrics). The first two
-    are the same on all ranks. Each of the other metrics is a pair (sum, count) of this rank only. The loss and the
-    gradient norm are averaged over the updates. The other metrics are means over all tokens or completions that the
-    updates trained on, or maxima. If the optimizer has several groups of parameters, each has its own learning rate."""
-    losses, grad_norms, totals = zip(*updates, strict=True)
-    sums: dict[str, Tensor] = {}
-    for name, pair in ranks.gather([(name, pair.cpu()) for update in totals for name, pair in update.items()]):
-        sums[name] = combine(name, sums.get(name), pair)
-    log_w = sums.pop("log_w")
-    means = {name: float(total / count) if count else None for name, (total, count) in sums.items()}
-    means |= of_weights(log_w[~log_w.isnan()])
+def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Statistic]]], optimizer: torch.optim.Optimizer) -> dict:
+    """Compute the metrics of the updates of a step. Each update is (loss, gradient norm, statistics). The first two are
+    the same on all ranks, and are averaged over the updates. The statistics are those of this rank only, and of the
+    tokens and completions that it trained on. If the optimizer has several groups of parameters, each has its own
+    learning rate."""
+    losses, grad_norms, of_rank = zip(*updates, strict=True)
+    on_cpu = [{name: type(x)(*(y.cpu() for y in x)) for name, x in stats.items()} for stats in of_rank]
+    stats = combine(ranks.gather(on_cpu))
+    log_w = stats.pop("log_w").values
+    means = {name: float(total / count) if count else None for name, (total, count) in stats.items()}
+    means |= of_weights(log_w)
     rates = [group["lr"] for group in optimizer.param_groups]
     means |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
@@ -118,17 +118,6 @@ def of_weights(log_w: Tensor) -> dict[str, float | None]:
         return {"ess": None}
     w = (log_w - log_w.max()).exp()  # a factor changes nothing
     return {"ess": float(w.mean() ** 2 / (w**2).mean())}
-
-
-def combine(name: str, one: Tensor | None, other: Tensor) -> Tensor:
-    """Combine the (sum, count) of a metric in one part of a step with those in another part. A metric whose name ends
-    in _max has (maximum, 1) instead, or (0, 0) where nothing was counted. Two such pairs are combined by taking the
-    maximum of each number, so the second stays 0 or 1. log_w has a number for each completion instead."""
-    if one is None:  # there is no earlier part
-        return other
-    if name == "log_w":
-        return torch.cat([one, other])
-    return torch.maximum(one, other) if name.endswith("_max") else one + other
 
 
 def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:

@@ -120,15 +120,15 @@ def test_bad_input_is_one_line_but_python_shows_errors_in_user_code(files, stder
     assert not (files / "executed").exists()
 
 
-def with_rank_logged(next_groups):
-    return lambda run, step: run.log("rank", ranks.rank()) or next_groups(run, step)
+def with_rank_logged(start_sampling):
+    return lambda run, step: run.log("rank", ranks.rank()) or start_sampling(run, step)
 
 
 def test_what_a_reward_logs_is_a_column_of_the_metrics(files, tmp_path):
     """The column is a mean over all ranks. What a reward logs for each completion is in the line of that completion. A
     reward gets the number of finished steps, may start processes, and draws different random numbers on each rank."""
     settings = settings_of(files, reward=f"{files}/wish.py:logs", steps=2, eval_every=2, eval_prompts=2)
-    run(settings, tmp_path / "out", partial(replace, "train.next_groups", with_rank_logged), world=2)
+    run(settings, tmp_path / "out", partial(replace, "train.start_sampling", with_rank_logged), world=2)
     assert [line["logged/rank"] for line in metrics(tmp_path / "out")[1:]] == [0.5, 0.5]
     for global_step, line in enumerate(metrics(tmp_path / "out")[1:]):
         assert line["reward"] == pytest.approx(global_step + line["logged/letters"]) and line["logged/letters"] > 0

@@ -187,7 +187,7 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
     def picking(run, n, step):
         picked.append((step, np.random.rand()))
-        is_slow.append(len(run.state["queue"]) == 2)  # the queue is full, so these are sampled during the updates
+        is_slow.append(len(run.queue) == 2)  # the queue is full, so these are sampled during the updates
         return pick_rows(run, n, step)
 
     monkeypatch.setattr(train, "pick_rows", picking)

@@ -78,10 +78,10 @@ def measure(variants: dict[str, Config], updates: int, kept: int | None) -> list
     most = {name: max(getattr(config, name) for config in variants.values()) for name in ("beta", "score_centering")}
     config = replace(first, num_iterations=2, top_entropy=0.5, dynamic_sampling=0, shard=False, **most)
     run, *_ = train.set_up(config, ranks.start(shard=False))
-    groups, _ = train.next_groups(run, 1)
+    groups, _ = train.finish_sampling(run, 1, 1, train.start_sampling(run, 1))
     set_advantages(groups, run.task.weights, first)
     fixed = collate(groups, False, run.device)
-    retry_smaller(train.score_fixed_policies, run, fixed)
+    retry_smaller(train.score_before_updates, run, fixed)
     size = sum(p.numel() for p in trained_tensors(run.model).values())
     kept = kept or AT_ONCE // len(variants)
     coordinates = torch.randint(size, (kept,), generator=torch.Generator().manual_seed(0)) if kept < size else None

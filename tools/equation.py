@@ -8,6 +8,7 @@ equation of the code as it is, also in a fork. Every token is taken to be traine
 and the task to have one reward function. A condition on data stands as `[a if condition else b]`.
 """
 
+import inspect
 import itertools
 import linecache
 import math
@@ -24,7 +25,7 @@ from advantage import advantage_switches, combine_rewards, group_advantages
 from config import Config
 from infra import command_line
 from loss import policy_loss, token_weights
-from train import LOSS_SWITCHES
+from train import LOSS_SWITCHES, accumulate
 
 P, G, T, K = 3, 4, 7, 5  # all sizes and their products differ, so that a size tells what a sum is over
 OVER = {G: "j", P * G: "all", T: "t", P * G * T: "it", K: "v"}
@@ -230,6 +231,8 @@ def trace(cfg: Config) -> dict[str, Node]:
     given = {name: getattr(cfg, name) for name in LOSS_SWITCHES} | {"sampler_logp": sampler}
     if cfg.beta:
         given["ref_logp"] = leaf("log π_ref", P * G, T)
+    if cfg.entropy_coef:
+        given["entropy"] = leaf("H_it", P * G, T)
     if cfg.score_centering:
         given |= dict(head_logp=leaf("log π_v", P * G, T, K), sampler_head_logp=leaf("log μ_v", P * G, T, K))
     loss, _ = policy_loss(logp, old, A, w, mask, **given)
@@ -263,7 +266,7 @@ def text(x: Node, names: dict[Node, str], index: str = "i", level: int = 0) -> s
 
 def varies_by_token(x: Node) -> bool:
     if isinstance(x, str):
-        return x.startswith(("log", "w_it"))
+        return x.startswith(("log", "w_it", "H_it"))
     return isinstance(x, tuple) and x[0] != ("Σ", "t") and any(map(varies_by_token, x[1:]))
 
 
@@ -306,6 +309,12 @@ def papers() -> list[str]:
     return list(found)
 
 
+def changes_of_the_loss() -> list[str]:
+    """Return the lines of `accumulate` in train.py that change the loss of a micro-batch after policy_loss."""
+    source = inspect.getsource(accumulate)
+    return re.findall(r"^ *(part_loss(?!, ).*(?<![=!<>])=(?!=).*)$", source, re.MULTILINE)
+
+
 def main(words: list[str]) -> None:
     cfg = command_line.ready(command_line.parse(words, torch.cuda.is_available()), torch.cuda.is_available())
     equation = trace(cfg)
@@ -313,9 +322,10 @@ def main(words: list[str]) -> None:
         print(f"{name:5} = {line}")
     print(f"papers: {'; '.join(papers()) or 'none named'}")
     print("j: the completions of the same prompt; all: those of the update, or of the step in A; sg: a constant")
-    for name in ("top_entropy", "entropy_coef"):
-        if getattr(cfg, name) != Config.__dataclass_fields__[name].default:
-            print(f"not in the equation: --{name}, which train.py applies outside of policy_loss")
+    if cfg.top_entropy < 1.0:
+        print("not in the equation: --top_entropy, which sets advantages to 0")
+    for line in changes_of_the_loss():
+        print(f"not in the equation: {line}")
     print(*untraced, sep="\n", end="\n" if untraced else "")
 
 

@@ -16,7 +16,7 @@ FLAGS = "--task sorting --prompts_per_step 3 --num_generations 4".split()
 
 def test_norms_and_cosines_are_those_of_plain_loops(watch):
     """At the policy that sampled, the gradient is that of −Σ w A log π. It is not clipped by --max_grad_norm."""
-    drawn = watch(train, "next_groups")
+    drawn = watch(train, "finish_sampling")
     variants = compare.variants_of([*FLAGS, "--max_grad_norm", "1e-3"], "normalization=sequence,global,sum")
     ((norms, matrix, error),) = compare.measure(variants, updates=0, kept=None)
     (call,) = drawn

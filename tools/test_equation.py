@@ -27,7 +27,7 @@ LENGTHS = [1, 7, 3, 5, 2, 7, 4, 6]
 REWARDS = [[0.0, 1.0, 0.5, 1.0], [1.0, 0.25, 0.5, 0.5]]
 N, G, T, K = 8, 4, 7, 3
 LOG_PROBS = {"log π": "logp", "log π_old": "old", "log π_ref": "ref", "log μ": "sampler"}
-LOG_PROBS |= {"log π_v": "head", "log μ_v": "sampler_head", "w_it": "w"}
+LOG_PROBS |= {"log π_v": "head", "log μ_v": "sampler_head", "w_it": "w", "H_it": "entropy"}
 
 
 def real(x):
@@ -116,6 +116,7 @@ def is_what_the_code_computes(cfg) -> bool:
     generator = torch.Generator().manual_seed(1)
     logp = -3 * torch.rand(N, T, generator=generator, dtype=torch.float64)
     old, ref, sampler = (logp + 0.4 * torch.randn(N, T, generator=generator, dtype=torch.float64) for _ in range(3))
+    entropy = torch.rand(N, T, generator=generator, dtype=torch.float64)
     head, sampler_head = (torch.randn(N, T, K + 1, generator=generator).double().log_softmax(-1)[..., :K] for _ in "12")
     mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
     prompts = torch.arange(N) // G
@@ -126,14 +127,15 @@ def is_what_the_code_computes(cfg) -> bool:
     w = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
     heads = dict(head_logp=head, sampler_head_logp=sampler_head) if cfg.score_centering else {}
     switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
-    given = dict(ref_logp=ref if cfg.beta else None, sampler_logp=sampler, **heads)
-    leaves = [logp.requires_grad_(), head.requires_grad_()]
+    given = dict(ref_logp=ref if cfg.beta else None, sampler_logp=sampler, entropy=entropy, **heads)
+    leaves = [logp.requires_grad_(), head.requires_grad_(), entropy.requires_grad_()]
     loss, _ = policy_loss(logp, old, A, w, mask, **given, **switches)
     directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in leaves]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     slope = sum(float((g * d).sum()) for g, d in zip(gradients, directions) if g is not None)
 
-    tensors = dict(logp=logp, old=old, ref=ref, sampler=sampler, head=head, sampler_head=sampler_head, w=w)
+    tensors = dict(logp=logp, old=old, ref=ref, sampler=sampler, entropy=entropy, w=w)
+    tensors |= dict(head=head, sampler_head=sampler_head)
     numbers = {name: x.tolist() for name, x in tensors.items()}
     reader = Reader(lines, numbers | dict(r=rewards.flatten().tolist()))
     for reader.at["i"] in range(N):
@@ -141,7 +143,7 @@ def is_what_the_code_computes(cfg) -> bool:
         assert reader.value("A_i") == pytest.approx(A[reader.at["i"]].item(), rel=1e-9, abs=1e-9)
         assert reader.value("w_it") == pytest.approx(w[reader.at["i"], 0].item(), rel=1e-9)
     reader.numbers["A"] = A.tolist()
-    for name, x, d in zip(("logp", "head"), leaves, directions):
+    for name, x, d in zip(("logp", "head", "entropy"), leaves, directions, strict=True):
         reader.numbers[name] = (x.detach() + 1e-30j * d).tolist()
     printed = reader.value("L")
     assert printed.real == pytest.approx(loss.item(), rel=1e-8, abs=1e-9)
@@ -181,11 +183,23 @@ def test_a_fork(monkeypatch, capsys):
             weights = torch.eye(12, dtype=weights.dtype) @ weights
         return (weights * torch.tanh(logp - old_logp.detach()) * advantages * rate).sum(), {}
 
+    def accumulate(loss, logp, part_loss=None):
+        for _ in range(2):
+            part_loss, _ = forked(logp, logp, logp, logp, logp)
+            part_loss = part_loss + 0.1 * logp.sum()
+            part_loss -= logp.mean()
+            if part_loss >= 0:
+                part_loss.backward()
+
     forked.__kwdefaults__ = policy_loss.__kwdefaults__
     monkeypatch.setattr(equation, "policy_loss", forked)
     equation.main(["--top_entropy", "0.5", "--entropy_coef=-1"])
     printed = capsys.readouterr().out
-    assert re.findall(r"not in the equation: --(\w+)", printed) == ["top_entropy", "entropy_coef"]
+    assert re.findall("not in the equation: (.*)", printed) == ["--top_entropy, which sets advantages to 0"]
+    monkeypatch.setattr(equation, "accumulate", accumulate)
+    equation.main([])
+    added = ["part_loss = part_loss + 0.1 * logp.sum()", "part_loss -= logp.mean()"]
+    assert re.findall("not in the equation: (.*)", capsys.readouterr().out) == added
     assert "tanh(log π - sg(log π_old)) · A_i" in printed
     lacks = re.findall(r"not traced: (\w+) at test_equation.py:\d+: rate = ", printed)
     assert lacks == ["item", "topk", "__len__", "shape"]
