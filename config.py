@@ -139,6 +139,7 @@ class Config:
     tis_floor: float | None = setting(None, "lower bound of pi_old / pi_sampler", above=0)
     gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
     gate_high: float | None = setting(None, "drop completions with mean pi_old / pi_sampler above this", above=0)
+    gate_kl: float | None = setting(None, "drop completions with mean binary KL(sampler, policy) above this", above=0)
     off_policy_mask: float | None = setting(None, "drop completions with A < 0 and log(sampler/pi) > this", above=0)
     sampler_coef: float = setting(0.0, "tau, the weight of (log pi - log pi_sampler)^2", at_least=0)
     score_centering: int = setting(0, "subtract the expected score, from the sampler's K likeliest ids", at_least=0)
@@ -205,7 +206,7 @@ class Config:
     @property
     def reads_sampler(self) -> bool:
         """Whether the loss reads the log-probs that the sampler recorded."""
-        bounds = self.tis_cap, self.tis_floor, self.gate_low, self.gate_high, self.off_policy_mask
+        bounds = self.tis_cap, self.tis_floor, self.gate_low, self.gate_high, self.gate_kl, self.off_policy_mask
         is_corrected = self.old_policy == "sampler" or any(bound is not None for bound in bounds)
         return is_corrected or self.sampler_coef > 0.0 or self.score_centering > 0
 

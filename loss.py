@@ -176,6 +176,7 @@ def policy_loss(
     tis_floor: float | None = None,
     gate_low: float | None = None,
     gate_high: float | None = None,
+    gate_kl: float | None = None,
     off_policy_mask: float | None = None,
     head_logp: Tensor | None = None,
     sampler_head_logp: Tensor | None = None,
@@ -221,11 +222,12 @@ def policy_loss(
     correction, dropped = torch.ones_like(logp), torch.zeros_like(mask)
     if sampler_logp is not None:
         stats["sampler_gap"] = Mean((old_logp - sampler_logp).detach().abs().sum(), tokens)
-    if any(bound is not None for bound in (tis_floor, tis_cap, gate_low, gate_high)):
+    if any(bound is not None for bound in (tis_floor, tis_cap, gate_low, gate_high, gate_kl)):
         log_u = (denominator - sampler_logp).detach()  # (B, T), of old policy / sampler
         u = sampler_ratio(log_u, tis_mode)
         correction = within_bounds(u, tis_mode, tis_floor, tis_cap)
-        dropped = outside_gate(log_u, mask, gate_low, gate_high)
+        now = logp if old_policy == "sampler" else old_logp
+        dropped = outside_gates(log_u, sampler_logp, now.detach(), mask, gate_low, gate_high, gate_kl)
         stats |= _statistics_of_correction(u, dropped, mask, tis_floor, tis_cap)
     if off_policy_mask is not None:
         far = far_from_sampler(logp, sampler_logp, A, mask, off_policy_mask)
@@ -304,10 +306,34 @@ def within_bounds(u: Tensor, tis_mode: str, floor: float | None, cap: float | No
     return u.masked_fill(_is_outside(u, floor, cap), 0.0)
 
 
-def outside_gate(log_u: Tensor, mask: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return which completions have a geometric mean of pi_old / pi_sampler outside of the gate, (B, T): the geometric
-    sequence mask of Liu, Li et al. 2025, "When Speed Kills Stability"."""
-    return _is_outside(_mean_over_tokens(log_u, mask).exp(), low, high)
+def outside_gates(
+    log_u: Tensor,
+    sampler_logp: Tensor,
+    logp: Tensor,
+    mask: Tensor,
+    gate_low: float | None,
+    gate_high: float | None,
+    gate_kl: float | None,
+) -> Tensor:
+    """Return which completions a gate drops, (B, T), because the sampler was too far from the policy:
+
+    gate_low, gate_high   by the geometric mean of u: the geometric sequence mask of Liu, Li et al. 2025, "When Speed
+                          Kills Stability"
+    gate_kl               by the mean of the binary KL, the sequence trust region of FlashREINFORCE, 2026
+    """
+    outside = _is_outside(_mean_over_tokens(log_u, mask).exp(), gate_low, gate_high)
+    if gate_kl is not None:
+        outside = outside | (_mean_over_tokens(binary_kl(sampler_logp, logp), mask) > gate_kl)
+    return outside
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return p log(p / q) + (1 - p) log((1 - p) / (1 - q)): the KL between "this token or any other" under two
+    policies. It is infinite if q = 1 and p < 1. The second term is 0 if p = 1."""
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # rounding may put them above 0
+    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)  # 1 - p and 1 - q, exactly
+    others = torch.where(other_p > 0.0, other_p * (other_p.log() - other_q.log()), 0.0)
+    return log_p.exp() * (log_p - log_q) + others
 
 
 def far_from_sampler(logp: Tensor, sampler_logp: Tensor, A: Tensor, mask: Tensor, threshold: float) -> Tensor:

@@ -371,6 +371,13 @@ def test_what_an_objective_and_a_ratio_say_about_themselves(objective, ratio):
 # of an imaginary step, as above.
 
 
+def coin_kl(log_p, log_q):
+    """Return the KL between two coins that show heads with probability p and q. A log-prob above 0 counts as 0."""
+    p, q = (math.exp(min(x, 0.0)) for x in (log_p, log_q))
+    tails = 0.0 if p == 1 else INF if q == 1 else (1 - p) * math.log((1 - p) / (1 - q))
+    return p * math.log(p / q) + tails
+
+
 def completion_by_hand(c, s):
     """Return the loss of one completion and its statistics. c has a list for each of logp, old, ref, sampler, A and
     weight, with the numbers of the T tokens that are trained on. s has the switches of policy_loss. In s, a bound that
@@ -390,10 +397,10 @@ def completion_by_hand(c, s):
         log_ratio = [sum(clipped) / T] * T
 
     # u is π_old/π_sampler, and f is the factor that the policy term of a token gets from it.
-    log_u = [x - y for x, y in zip(c.old, c.sampler)]
+    log_u = [x - y for x, y in zip(old, c.sampler)]
     u = [math.exp(sum(log_u) if s.tis_mode.startswith("sequence") else x) for x in log_u]
     is_inside = [s.tis_floor <= x <= s.tis_cap for x in u]
-    has_tis, has_gate = s.tis_floor > 0 or s.tis_cap < INF, s.gate_low > 0 or s.gate_high < INF
+    has_tis, has_gate = s.tis_floor > 0 or s.tis_cap < INF, s.gate_low > 0 or min(s.gate_high, s.gate_kl) < INF
 
     def bounded(x):
         if not has_tis:
@@ -403,7 +410,9 @@ def completion_by_hand(c, s):
         return x if s.tis_floor <= x <= s.tis_cap else 0.0
 
     f = [bounded(x) for x in u]
-    is_dropped = not s.gate_low <= math.exp(fmean(log_u)) <= s.gate_high
+    now = c.logp if s.old_policy == "sampler" else c.old
+    far = fmean(coin_kl(sg(x), sg(y)) for x, y in zip(c.sampler, now)) > s.gate_kl
+    is_dropped = far or not s.gate_low <= math.exp(fmean(log_u)) <= s.gate_high
     is_far = fmean(y - sg(x) for x, y in zip(c.logp, c.sampler)) > s.off_policy_mask
 
     for t in range(T):
@@ -456,7 +465,8 @@ def completion_by_hand(c, s):
         pull = s.sampler_coef * (logp - c.sampler[t]) ** 2
         loss += c.weight[t] * (-J + s.beta * importance * kls[t] + pull - s.entropy_coef * c.entropy[t])
 
-    stats = {"kl": sg(sum(kls)), "sampler_gap": sum(map(abs, log_u)), "entropy": sg(sum(c.entropy))}
+    gaps = [abs(x - y) for x, y in zip(c.old, c.sampler)]
+    stats = {"kl": sg(sum(kls)), "sampler_gap": sum(gaps), "entropy": sg(sum(c.entropy))}
     if s.objective in ("clip", "cispo", "dppo"):
         stats |= {"clip_low": sum(lows), "clip_high": sum(highs)}
     if has_tis or has_gate:
@@ -475,6 +485,7 @@ def mixed():
     b = draw(19, [1, 5, 3, 5, 4, 5, 4, 3], spread=1.2)
     b.mask[3], b.mask[1, 2], b.mask[5, 0] = False, False, False
     b.sampler[[2, 6]] += 1.5  # off_policy_mask drops these two
+    b.logp[4, 1] = 0.0  # a probability of 1, for which gate_kl drops row 4
     b.A, b.weight, b.entropy = draw(10, [5] * 8).logp + 1.5, *(draw(seed, [5] * 8).logp.abs() for seed in (20, 23))
     garbage = torch.tensor([math.nan, INF, -INF, 1e30, -1e30] * 8, dtype=F64).view(8, 5)
     for name in ("logp", "old", "ref", "sampler", "A", "weight", "entropy"):
@@ -490,7 +501,7 @@ def mixed():
 # The micro-batches of `mixed`: rows, how many columns they need, and whether advantages are (B,).
 PARTS = ([3], 1, True), ([6, 1, 5], 5, False), ([4, 0, 2, 7], 4, True)
 # The values that stand for no bound.
-UNSET = dict(delta=INF, tis_floor=0.0, tis_cap=INF, gate_low=0.0, gate_high=INF, off_policy_mask=INF)
+UNSET = dict(delta=INF, tis_floor=0.0, tis_cap=INF, gate_low=0.0, gate_high=INF, gate_kl=INF, off_policy_mask=INF)
 
 
 def switches_of(settings):

@@ -217,7 +217,8 @@ def not_centered(config: Config, one_update: bool) -> list[str]:
         "several updates": not one_update and (has_tis or has_ratio_of_policies),  # pi / pi_old is not pi / pi_sampler
         f"--tis_mode {config.tis_mode}": has_tis and not config.tis_mode.startswith("token"),
     }
-    refused |= {f"--{x}": getattr(config, x) is not None for x in ("gate_low", "gate_high", "off_policy_mask", "delta")}
+    dropping = "gate_low", "gate_high", "gate_kl", "off_policy_mask", "delta"
+    refused |= {f"--{name}": getattr(config, name) is not None for name in dropping}
     return [name for name, is_refused in refused.items() if is_refused]
 
 
