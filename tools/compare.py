@@ -155,7 +155,7 @@ def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(words: list[str]) -> int:
     args, flags = split(words)
     args.grids = [variants_of([*flags, "--seed", seed], args.vary) for seed in args.seeds.split(",")]
-    return faults.run_to_the_end(compare, args)
+    return faults.run_to_the_end(lambda: compare(args))
 
 
 def compare(args: argparse.Namespace) -> int:
