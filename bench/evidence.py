@@ -1,15 +1,14 @@
 """Make the tables and pictures of README.md and docs/ from the logs in results/.
 
-    python -m bench.evidence                    writes every table and picture
-    python -m bench.evidence --check            reports every table and picture that does not match the logs
-    python -m bench.evidence --keep runs/NAME   copies the logs of these runs to results/NAME/
+    python -m bench.evidence            writes every table and picture
+    python -m bench.evidence --check    reports every table and picture that does not match the logs
 
-On a page, a table stands between `<!-- made by bench.evidence: NAME -->` and `<!-- end -->`. It is made from the logs
-in results/NAME/. The command that made the runs, `python -m tools.ablate ... --out runs/NAME`, must be on one of the
-pages. It is not run again, but its flags decide what the table shows. The table `default` needs no command. Each
-command `python -m tools.plot ... --out results/...` on a page makes a picture, which contains a fingerprint of its logs
-and flags. Those of `tools.compare` have none. Not supported: commands with --tune; --check does not notice if the code
-that draws the pictures has changed.
+Where a command on a page names runs/NAME, the logs in results/NAME/ (bench/logs.py) are taken. A table stands between
+`<!-- made by bench.evidence: NAME -->` and `<!-- end -->`. The command that made its runs, `python -m tools.ablate ...
+--out runs/NAME`, must be on one of the pages. It is not run again, but its flags decide what the table shows. The table
+`default` needs no command. Each command `python -m tools.plot ... --out results/...` makes a picture, which contains a
+fingerprint of its logs and flags. Those of `tools.compare` have none. Not supported: commands with --tune; --check does
+not notice if the code that draws the pictures has changed.
 """
 
 import argparse
@@ -18,7 +17,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench import logs
 from tools import ablate, plot
 
 ROOT = Path(__file__).parent.parent
@@ -30,38 +31,47 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def text_of_pages() -> str:
+    return "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
+
+
 def commands(tool: str) -> list[list[str]]:
     """Return the words that follow `python -m tools.TOOL` in each such command on the pages."""
-    text = "\n".join(page.read_text() for page in pages()).replace("\\\n", " ")
-    found = re.findall(rf"^python -m tools\.{tool} (.+)$", text, re.MULTILINE)
+    found = re.findall(rf"^python -m tools\.{tool} (.+)$", text_of_pages(), re.MULTILINE)
     return [shlex.split(words, comments=True) for words in found]
 
 
-def tables() -> dict[str, str]:
-    made = {"default": default_table()}
+def unpack(folder: Path) -> None:
+    """Write the runs that the pages name to FOLDER/runs/, as far as their logs are kept."""
+    for name in {"default", *re.findall(r"\bruns/(\w+)", text_of_pages())}:
+        logs.unpack(ROOT / "results" / name, folder / "runs" / name)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    made = {"default": default_table(folder / "runs" / "default")}
     for args in map(ablate.parse, commands("ablate")):
-        args.out = ROOT / "results" / args.out.name
+        args.out = folder / args.out
         if args.out.is_dir():
             made[args.out.name] = ablate.table(args)  # an error if the runs do not have the settings of the command
     return made
 
 
-def default_table() -> str:
+def default_table(runs: Path) -> str:
     rows = [["", "greedy, before", "after", "sampled, before", "after", "length, before", "after", "seconds"]]
     names = [("eval/accuracy", ".3f"), ("eval/pass@1", ".3f"), ("eval/completion_length", ".1f")]
-    for folder in sorted((ROOT / "results" / "default").glob("seed-*")):
-        first, *trained = plot.read_log(folder).lines
+    for run in sorted(runs.glob("seed-*")):
+        first, *trained = plot.read_log(run).lines
         cells = [f"{line[name]:{digits}}" for name, digits in names for line in (first, trained[-1])]
         seconds = sum(line["seconds_rollout"] + line["seconds_update"] for line in trained)
-        rows.append([folder.name.replace("-", " "), *cells, f"{seconds:.0f}"])
+        rows.append([run.name.replace("-", " "), *cells, f"{seconds:.0f}"])
     return ablate.markdown(*rows)
 
 
-def pictures() -> dict[Path, tuple[plot.Figure, str]]:
+def pictures(folder: Path) -> dict[Path, tuple[plot.Figure, str]]:
     made = {}
     for args in map(plot.parse, commands("plot")):
         if args.out.parts[0] == "results":
-            args.runs = [folder for pattern in args.runs for folder in sorted(ROOT.glob(str(pattern)))]
+            args.runs = [run for pattern in args.runs for run in sorted(folder.glob(str(pattern)))]
             made[ROOT / args.out] = plot.picture_of(args)
     return made
 
@@ -87,30 +97,17 @@ def write(pages: list[Path], made: dict[str, str], drawn: dict[Path, tuple[plot.
         plot.save(*picture, file)
 
 
-def keep(folders: list[Path]) -> None:
-    """Copy the logs of these runs to results/. In the copies, absolute paths are shortened to runs/NAME, which is the
-    path in the command on the page."""
-    for folder in folders:
-        # train.py --overwrite renames the folder of an earlier run to NAME.replaced-1 and so on. Skip those.
-        runs = [file.parent for file in folder.glob("*/metrics.jsonl") if ".replaced-" not in file.parent.name]
-        if not runs:
-            sys.exit(f"error: {folder} has no folders of runs")
-        for log in [run / name for run in runs for name in ("config.json", "metrics.jsonl")]:
-            to = ROOT / "results" / log.relative_to(folder.parent)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(log.read_text().replace(f"{folder.parent.resolve()}/", "runs/"))
-
-
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--keep", nargs="+", type=Path, metavar="runs/NAME", default=[])
-    args = parser.parse_args(words)
-    keep(args.keep)
-    if args.check and (found := list(mismatches(pages(), tables(), pictures()))):
-        sys.exit("\n".join(found))
-    if not args.check and not args.keep:
-        write(pages(), tables(), pictures())
+    is_check = parser.parse_args(words).check
+    with TemporaryDirectory() as folder:
+        unpack(Path(folder))
+        made, drawn = tables(Path(folder)), pictures(Path(folder))
+        if not is_check:
+            write(pages(), made, drawn)
+        elif found := list(mismatches(pages(), made, drawn)):
+            sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 import conftest
 import train
 from batch import Batch, Group
-from bench import evidence
+from bench import evidence, logs
 from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, for_argparse, parse, ready
@@ -161,19 +161,19 @@ def test_the_default_run_begins_as_its_log_says(tmp_path):
     the rare case that rounding decides which token is sampled, they differ by far more, and the test fails."""
     assert train.main([*"--seed 0 --steps 3 --warmup_steps 5 --eval_every 0 --out".split(), str(tmp_path)]) == 0
     names = "reward completion_length entropy grad_norm loss".split()
-    logged = [line for line in metrics(HERE / "results" / "default" / "seed-0") if line["step"] in (1, 2, 3)]
+    logged = [line for line in logs.read(HERE / "results/default")["seed-0"].lines if line["step"] in (1, 2, 3)]
     for ours, theirs in zip(metrics(tmp_path), logged, strict=True):
         assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-3, abs=1e-6)
 
 
 def test_defaults_are_those_of_the_logged_runs():
     """Every default must be the value in one of them. A setting that is newer than all of them is left out."""
-    logged = [json.loads(path.read_text())["settings"] for path in HERE.glob("results/**/config.json")]
+    runs = [run for file in HERE.glob("results/*/metrics.jsonl.gz") for run in logs.from_archive(file).values()]
+    logged = [run.config["settings"] for run in runs]
     for name, default in vars(ready(Config(out="anywhere"), on_gpu=False)).items():
         values = [settings[name] for settings in logged if name in settings]
         assert name == "out" or not values or default in values, name
-    of_guess = json.loads((HERE / "results/guess/seed-4/config.json").read_text())["settings"]
-    assert guess.DEFAULTS.items() <= of_guess.items()
+    assert guess.DEFAULTS.items() <= logs.read(HERE / "results/guess")["seed-4"].config["settings"].items()
 
 
 def test_readme_opens_with_the_update_of_minimal():

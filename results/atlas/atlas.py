@@ -4,7 +4,7 @@
     python -m results.atlas.atlas --check                            only reports what does not match the logs
     python -m results.atlas.atlas --run chain_on --out runs/atlas    runs a grid and prints its table
     python -m results.atlas.atlas --run chain_on --out runs/again --algorithms grpo,maxrl
-    python -m results.atlas.atlas --keep chain_on --out runs/atlas   adds its runs to the log, chain_on.jsonl
+    python -m results.atlas.atlas --keep chain_on --out runs/atlas   adds its runs to the log, chain_on.jsonl.gz
 
 A grid with several learning rates is tuned: each objective gets the rate with the best pass@1 on seeds that are not
 reported. In the tables of grids, only pass@1 is tested: a difference "holds" if it is significant after Holm's
@@ -26,7 +26,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import evidence
+from bench import evidence, logs
 from config import Config
 from tools import ablate, plot
 from tools.ablate import Lines
@@ -127,7 +127,7 @@ def run(name: str, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def rows_of(name: str) -> dict[tuple, dict]:
-    rows = map(json.loads, (HERE / f"{name}.jsonl").read_text().splitlines())
+    rows = logs.read_gz(HERE / f"{name}.jsonl.gz")
     return {key_of(vars(Config()) | row["settings"]): row for row in rows}
 
 
@@ -167,7 +167,7 @@ def keep(name: str, args: argparse.Namespace) -> None:
         columns = {metric: [short(line.get(metric)) for line in lines] for metric in metrics}
         rows[key_of(vars(run.config))] = {"run": run.folder.name, "columns": columns, "settings": settings} | about
     written = sorted(rows.values(), key=lambda row: row["run"])
-    (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    logs.write_gz(HERE / f"{name}.jsonl.gz", logs.as_jsonl(written))
 
 
 def short(value: float | None) -> float | None:

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from bench import logs
 from infra.command_line import parse, ready
 from results.atlas import atlas
 from tools import ablate
@@ -56,7 +57,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(atlas.GRIDS, "chain_on", grid)
     monkeypatch.setattr(atlas, "HERE", tmp_path)
     monkeypatch.setattr(ablate, "run_one", run_one)
-    (tmp_path / "chain_on.jsonl").touch()
+    logs.write_gz(tmp_path / "chain_on.jsonl.gz", "")
     assert atlas.main(["--run", "chain_on", "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     headings, _, *rows = shown.splitlines()[-4:]
@@ -70,7 +71,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
     atlas.logged.cache_clear()
     assert atlas.table(*atlas.logged("chain_on"), describe=True) in shown
     atlas.logged.cache_clear()
-    rows = [json.loads(line) for line in (tmp_path / "chain_on.jsonl").read_text().splitlines()]
+    rows = logs.read_gz(tmp_path / "chain_on.jsonl.gz")
     assert len(rows) == 14 and rows[0]["commit"] == "abc" and "out" not in rows[0]["settings"]
     first = {row["run"]: row for row in rows}["dapo,2e-4-1"]
     assert first["columns"] == {"step": [0, 1], "eval/pass@1": [0.0, 0.86235], "completion_length": [None, 10]}

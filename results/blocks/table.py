@@ -9,14 +9,14 @@ blocks of four and of eight completions. All are compared with `sequence`, seed 
 import statistics
 from pathlib import Path
 
-from infra import run_folder
+from bench import logs
 from tools.ablate import interval, markdown
 
-HERE = Path(__file__).parent
+RUNS = logs.read(Path(__file__).parent)
 
 
 def reward(name: str, rate: str, seed: int) -> float:
-    lines = run_folder.read_lines(HERE / f"{name}-{rate}-{seed}" / "metrics.jsonl")
+    lines = RUNS[f"{name}-{rate}-{seed}"].lines
     return statistics.mean(line["reward"] for line in lines if line["step"] > 0)
 
 

@@ -1,11 +1,10 @@
 """Show how well models play `--task guess` on ranges that they were not trained on: how often they find the number,
 compared with a player who guesses at random and with one who halves the range, and whether they guess near its middle.
 
-    python results/guess/guess.py play MODEL NAME      writes results/guess/NAME.jsonl, two games of each held-out row
+    python results/guess/guess.py play MODEL NAME      two games of each held-out row, in results/guess/NAME.jsonl.gz
     python results/guess/guess.py table                prints the table of docs/findings.md and what halving would find
 """
 
-import json
 import statistics
 import sys
 from functools import cache
@@ -16,6 +15,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from bench import logs  # noqa: E402
 from config import Config  # noqa: E402
 from rollout import Sampling, rollout, uniforms  # noqa: E402
 from tasks import guess, turns_of  # noqa: E402
@@ -55,7 +55,7 @@ def play(folder: str, name: str) -> None:
     ids, numbers = [made.ids for made in completions], [row["number"] for row in rows]
     scores = guess.found([], [], ids, turns=turns, number=numbers)
     games = [row | {"turns": said, "found": score} for row, said, score in zip(rows, turns, scores, strict=True)]
-    (HERE / f"{name}.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
+    logs.write_gz(HERE / f"{name}.jsonl.gz", logs.as_jsonl(games))
 
 
 def size_of(game: dict) -> int:
@@ -72,7 +72,7 @@ def near_middle(game: dict) -> bool:
 
 
 def read_games(name: str) -> list[dict]:
-    return [json.loads(text) for text in (HERE / f"{name}.jsonl").read_text().splitlines()]
+    return logs.read_gz(HERE / f"{name}.jsonl.gz")
 
 
 def line(name: str) -> str:
@@ -91,7 +91,7 @@ def line(name: str) -> str:
 
 
 def table() -> str:
-    names = ["before", *sorted(path.stem for path in HERE.glob("seed-*.jsonl"))]
+    names = ["before", *sorted(path.name.removesuffix(".jsonl.gz") for path in HERE.glob("seed-*.jsonl.gz"))]
     sizes = [size_of(game) for game in read_games("before")]
     chance = statistics.fmean(map(random_player, sizes))
     best = statistics.fmean(map(bisection, sizes))

@@ -6,15 +6,16 @@ PYTHONPATH=. python results/lag_smollm2/table.py
 import statistics
 from pathlib import Path
 
-from infra import run_folder
+from bench import logs
 from results.lag_smollm2.study import RATES, SEEDS, STEPS, VARIANTS
 from tools.ablate import interval, markdown
 
-HERE = Path(__file__).parent
+RUNS = logs.read(Path(__file__).parent)
 
 
 def lines_of(name: str, delay: int, rate: str, seed: int) -> list[dict]:
-    return run_folder.read_lines(HERE / f"{name}-{delay}-{rate}-{seed}" / "metrics.jsonl")
+    run = RUNS.get(f"{name}-{delay}-{rate}-{seed}")
+    return run.lines if run else []
 
 
 def second_half(lines: list[dict]) -> float:

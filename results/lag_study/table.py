@@ -6,16 +6,17 @@ PYTHONPATH=. python results/lag_study/table.py
 import statistics
 from pathlib import Path
 
-from infra import run_folder
+from bench import logs
 from results.lag_study.study import CORRECTIONS, RATES, SEEDS, TUNED_ON, second_half
 from tools.ablate import interval, markdown, p_value
 
-HERE = Path(__file__).parent
+RUNS = logs.read(Path(__file__).parent)
 DELAYS = [0, 2, 8, 32]
 
 
 def lines_of(name: str, delay: int, rate: str, seed: int) -> list[dict]:
-    return run_folder.read_lines(HERE / f"{name}-{delay}-{rate}-{seed}" / "metrics.jsonl")
+    run = RUNS.get(f"{name}-{delay}-{rate}-{seed}")
+    return run.lines if run else []
 
 
 def best_rate(name: str, delay: int) -> str | None:
@@ -78,8 +79,7 @@ def main() -> None:
             f"{v[0]} at {v[1]} minus none: {mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f}), lowest ess {ess:.2f}"
         )
     # Without a delay, `ess` is always 1.
-    files = [file for file in sorted(HERE.glob("*/metrics.jsonl")) if "-0-" not in file.parent.name]
-    found = [falls(run_folder.read_lines(file)) for file in files]
+    found = [falls(run.lines) for name, run in RUNS.items() if "-0-" not in name]
     before = [lost - low for low, lost in found if low and lost and low < lost]
     print(f"{sum(lost is not None for _, lost in found)} of {len(found)} runs with a delay lose half of their reward;")
     print(f"in {len(before)} of these `ess` is below 0.5 before, by {min(before)} to {max(before)} steps;")

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
-from bench import against_trl
+from bench import against_trl, logs
 from infra import command_line, run_folder
 from tools import ablate
 
@@ -111,8 +111,8 @@ def least_work(shape: str) -> list[str]:
 
 def seconds(prompts: int, way: str, part: str) -> float:
     """Return the mean CPU-seconds of a part of a step, without the first step, which only warms up."""
-    logs = Path(f"results/step_{prompts}x8").glob(f"{way}-*/metrics.jsonl")
-    return statistics.fmean(line[f"seconds_{part}"] for log in logs for line in run_folder.read_lines(log)[1:])
+    runs = [run for name, run in logs.read(Path(f"results/step_{prompts}x8")).items() if name.startswith(f"{way}-")]
+    return statistics.fmean(line[f"seconds_{part}"] for run in runs for line in run.lines[1:])
 
 
 if __name__ == "__main__":

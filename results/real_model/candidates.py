@@ -155,30 +155,36 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def table(folder: Path) -> str:
+def table(study: Path) -> str:
+    from bench import logs
+
     made = ["| candidate | greedy | sampled | tokens |", "|---|---|---|---|"]
-    for file in sorted(folder.glob("*/metrics.jsonl")):
-        line = json.loads(file.read_text())
+    for name, run in logs.read(study).items():
+        (line,) = run.lines
         sampled = f"{line['eval/pass@1']:.3f} ± {line['eval/pass@1_ci']:.3f}"
         greedy, tokens = f"{line['eval/accuracy']:.3f}", f"{line['eval/completion_length']:.1f}"
-        made.append(f"| {file.parent.name} | {greedy} | {sampled} | {tokens} |")
+        made.append(f"| {name} | {greedy} | {sampled} | {tokens} |")
     return "\n".join(made)
 
 
-def carries(folder: Path) -> str:
+def carries(study: Path) -> str:
     """Return a table with a row for each seed: how many complete answers to "sum" there are in steps 31 to 40, and
     which share of them is right, for sums with a carry and for sums without one. The next column counts, of the wrong
     answers to sums without a carry, those that are 10 too high. The last one is the share that is right for sums
     without a carry, minus the share that is right for sums with one."""
+    from bench import logs
+    from tools import ablate
+
     made = [
         "| seed | with a carry: complete | right | without: complete | right | 10 too high | without minus with |",
         "|---|---|---|---|---|---|---|",
     ]
     differences = []
-    for file in sorted(folder.glob("*/samples.jsonl")):
+    samples = logs.read_gz(study / "samples.jsonl.gz")
+    for run, lines in itertools.groupby(samples, key=lambda line: line["run"]):
         # For sums with a carry (True) and without: how far each answer is above the sum, or None if it has no number.
         errors = {True: [], False: []}
-        for line in map(json.loads, file.open()):
+        for line in lines:
             if line["kind"] == "train" and line["step"] > 30 and not line["truncated"]:
                 a, b = map(int, re.findall(r"\d+", line["prompt"][-1]["content"]))
                 numbers = re.findall(r"-?\d+", line["completion"])
@@ -186,21 +192,19 @@ def carries(folder: Path) -> str:
                 errors[has_carry].append(int(numbers[-1]) - (a + b) if numbers else None)
         right = {has_carry: each.count(0) / len(each) for has_carry, each in errors.items()}
         differences.append(right[False] - right[True])
-        cells = [file.parent.name.rpartition("-")[2]]
+        cells = [run.rpartition("-")[2]]
         for has_carry in (True, False):
             cells += [f"{len(errors[has_carry])}", f"{right[has_carry]:.3f}"]
         wrong = len(errors[False]) - errors[False].count(0)
         cells += [f"{errors[False].count(10)} of {wrong} wrong", f"{differences[-1]:+.3f}"]
         made.append(f"| {' | '.join(cells)} |")
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tools import ablate
-
     return "\n".join([*made, "", f"Mean of the differences: {ablate.with_interval(differences, 3)}"])
 
 
 TABLES = {"--table": table, "--carries": carries}
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     if sys.argv[1] in TABLES:
         print(TABLES[sys.argv[1]](Path(sys.argv[2])))
     else:

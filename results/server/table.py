@@ -1,15 +1,18 @@
-"""Print the table of docs/server.md from the logs beside this file."""
+"""Print the table of docs/server.md from the logs beside this file.
 
-import json
+PYTHONPATH=. python results/server/table.py
+"""
+
 import statistics
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from bench import logs
+
+RUNS = logs.read(Path(__file__).parent)
 
 
-def steps(folder: str) -> list[dict]:
-    lines = [json.loads(line) for line in (HERE / folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["step"] > 0]
+def steps(name: str) -> list[dict]:
+    return [line for line in RUNS[name].lines if line["step"] > 0]
 
 
 def mean(lines: list[dict], name: str) -> float:
