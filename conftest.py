@@ -450,6 +450,7 @@ def watch(monkeypatch):
             calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=function(*args, **kwargs)))
             return calls[-1].result
 
+        calling.__kwdefaults__ = function.__kwdefaults__  # which name the settings that are passed to it
         monkeypatch.setattr(owner, name, calling)
         return calls
 
