@@ -23,6 +23,7 @@ from config import SMALLER, UserError
 from fast.shared_prompts import Row, Sample, row_length, shared_rows
 
 logger = logging.getLogger(__name__)
+BUSY_TOKENS = 4096  # as many in a micro-batch keep a GPU busy
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Batch:
     attention: Tensor  # (N, T), 0 for padding
     mask: Tensor  # (N, T), 1 for the tokens that are trained on
     advantages: Tensor  # (N, T)
-    prompts: Tensor  # (N,), for each row, the number of its prompt in this step: 0, 1, ...
+    prompt_numbers: Tensor  # (N,), for each row, the number of its prompt in this step: 0, 1, ...
     prompt_lengths: Tensor  # (N,)
     sampler_logp: Tensor  # (N, T)
     kept: list[list[np.ndarray | None]] | None = None  # (N, T), the ids that the log-prob is normalized over
@@ -49,11 +50,11 @@ class Batch:
         return len(self.ids)
 
     def __getitem__(self, rows: list[int]) -> "Batch":
-        # Copy the row numbers to the device once. Indexing with a list would copy them again for each tensor. `per_row`
-        # is left out: it belongs to the rows that `micro_batches` has chosen.
+        # Copy the row numbers to the device once. Indexing with a list would copy them again for each tensor.
         index = torch.tensor(rows, device=self.ids.device)
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return Batch(**tensors, kept=None if self.kept is None else [self.kept[row] for row in rows])
+        kept = None if self.kept is None else [self.kept[row] for row in rows]
+        return replace(self, **tensors, kept=kept, per_row=None)
 
     @property
     def has_gradient(self) -> Tensor:
@@ -67,7 +68,8 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; `retry_smaller` lowers it
-    hidden_size: int | None = None  # the model's; decides which completions share a row. None: no sharing
+    # The model's, which decides how many completions share a row (see `best_number`). None: each has its own.
+    hidden_size: int | None = None
     largest: int = (
         0  # the tokens of the largest micro-batch of several completions since `retry_smaller` has set it to 0
     )
@@ -86,7 +88,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
     T = max(len(group.prompt_ids) + len(completion.ids) for group in groups for completion in group.completions)
     ids, attention, mask = (torch.zeros(N, T, dtype=torch.long) for _ in range(3))
     advantages, sampler_logp = torch.zeros(N, T), torch.zeros(N, T)
-    prompts, prompt_lengths = (torch.zeros(N, dtype=torch.long) for _ in range(2))
+    prompt_numbers, prompt_lengths = (torch.zeros(N, dtype=torch.long) for _ in range(2))
     K = 0 if completions[0].head_ids is None else completions[0].head_ids.shape[1]
     head_ids, head_logp = torch.zeros(N, T, K, dtype=torch.int32), torch.zeros(N, T, K + 1)
     kept: list[list[np.ndarray | None]] = [[None] * T for _ in range(N)]
@@ -96,7 +98,7 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
         masks = trained_tokens(group, mask_truncated)
         for completion, is_trained, advantage in zip(group.completions, masks, group.advantages, strict=True):
             end = start + len(completion.ids)
-            prompts[n], prompt_lengths[n] = p, start
+            prompt_numbers[n], prompt_lengths[n] = p, start
             ids[n, :start] = torch.tensor(group.prompt_ids)
             ids[n, start:end] = torch.as_tensor(completion.ids)
             attention[n, :end] = 1
@@ -110,9 +112,18 @@ def collate(groups: list[Group], mask_truncated: bool, device: torch.device) -> 
                 kept[n][start:end] = completion.kept
             n += 1
     has_kept_sets = any(completion.kept is not None for completion in completions)
-    tensors = (ids, attention, mask, advantages, prompts, prompt_lengths, sampler_logp)
-    batch = Batch(*(x.to(device) for x in tensors), kept=kept if has_kept_sets else None)
-    return replace(batch, head_ids=head_ids.to(device), sampler_head_logp=head_logp.to(device)) if K else batch
+    return Batch(
+        ids=ids.to(device),
+        attention=attention.to(device),
+        mask=mask.to(device),
+        advantages=advantages.to(device),
+        prompt_numbers=prompt_numbers.to(device),
+        prompt_lengths=prompt_lengths.to(device),
+        sampler_logp=sampler_logp.to(device),
+        kept=kept if has_kept_sets else None,
+        head_ids=head_ids.to(device) if K else None,
+        sampler_head_logp=head_logp.to(device) if K else None,
+    )
 
 
 # ---- Tensors -> pieces ----
@@ -133,8 +144,8 @@ def micro_batches(
     to keep padding small. Completions to which the policy term gives no gradient come last, in micro-batches that may
     need no backward pass.
 
-    With same_count, a rank with fewer micro-batches than another also gets fully masked ones, because all ranks must
-    take part whenever sharded weights are gathered. All ranks must then have the same limits.
+    With same_count, all ranks get as many micro-batches as the one that has most, because all must take part whenever
+    sharded weights are gathered. Those that are added are fully masked. All ranks must then have the same limits.
     """
     shares = _shares(batch, world)
 
@@ -157,15 +168,19 @@ def micro_batches(
 def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     """Divide the completions among the ranks, so that all have about the same work. Completions of one prompt stay
     together, except where the share of one rank ends and the next one begins."""
-    lengths = batch.attention.sum(1) - batch.prompt_lengths  # (N,), without the prompt
-    columns = [x.tolist() for x in (batch.has_gradient, batch.prompts, batch.prompt_lengths, lengths)]
-    samples = sorted(map(Sample, range(len(batch)), *columns), key=lambda one: (one.prompt, -one.length))
+    has_gradient, numbers = batch.has_gradient.tolist(), batch.prompt_numbers.tolist()
+    prompt_lengths, whole_lengths = batch.prompt_lengths.tolist(), batch.attention.sum(1).tolist()
+    samples = []
+    for n, prompt_length in enumerate(prompt_lengths):
+        samples.append(Sample(n, has_gradient[n], numbers[n], prompt_length, whole_lengths[n] - prompt_length))
+    samples.sort(key=lambda one: (one.prompt, -one.length))
     # A forward pass counts once, and a backward pass twice.
     work = [(3 if one.has_gradient else 1) * (one.prompt_length + one.length) for one in samples]
     total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
     for one, its_work in zip(samples, work, strict=True):
-        # It goes to the rank in whose share its middle lies. The middle is below total, so the rank is below world.
+        # Cut the line of all work into `world` equal pieces. A completion goes to the rank whose piece has its middle,
+        # which is below `total`.
         middle = before + its_work / 2
         shares[int(world * middle / total)].append(one)
         before += its_work
@@ -177,15 +192,20 @@ def _pieces(rows: list[Row], limits: Limits) -> list[list[Row]]:
     first those with a gradient, then those without, and in both parts the longest first."""
     pieces: list[list[Row]] = []
     for row in rows:
-        extended = [*pieces[-1], row] if pieces else [row]
-        # The first row is the longest, and the others are padded to its length. Rows with a gradient and rows without
-        # one are never in the same piece.
-        fits = limits.allow(sum(map(len, extended)), _tokens(extended))
-        if pieces and fits and extended[0][0].has_gradient == row[0].has_gradient:
+        if pieces and _has_room(pieces[-1], row, limits):
             pieces[-1].append(row)
         else:
             pieces.append([row])
     return pieces
+
+
+def _has_room(piece: list[Row], row: Row, limits: Limits) -> bool:
+    """Return whether this row, which is not longer than those of the piece, should be computed with them."""
+    larger = [*piece, row]
+    is_full = not limits.allow(sum(map(len, larger)), _tokens(larger))
+    # The row would be padded to the length of the first one. A GPU that is busy anyway has less work without this.
+    is_wasteful = _tokens(piece) >= BUSY_TOKENS and row_length(row) < 0.8 * row_length(piece[0])
+    return not is_full and not is_wasteful and piece[0][0].has_gradient == row[0].has_gradient
 
 
 def _tokens(piece: list[Row]) -> int:

@@ -227,7 +227,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     # The batch has the completions of all ranks, so the weight of every token is computed before anything is split.
     # Then the loss of a micro-batch is a partial sum: in any split, the partial losses add up to the loss of the
     # update. Their gradients, which are summed over all ranks and not averaged, add up to the gradient of the update.
-    batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompts)
+    batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompt_numbers)
     if cfg.top_entropy < 1.0:
         batch.advantages = on_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
     loss, totals = retry_smaller(accumulate, run, batch)

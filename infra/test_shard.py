@@ -136,7 +136,9 @@ def test_a_made_up_batch_has_all_that_a_batch_may_have():
     cfg = dataclasses.replace(Config(), max_completion_length=5, top_k=3, score_centering=2, mask_truncated=True)
     run = SimpleNamespace(config=cfg, model=tiny_model(), device=torch.device("cpu"))
     batch = shard.made_up_batch(run, 4, 2, 3)
-    assert batch.ids.shape == (6, 9) and batch.prompts.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()
+    assert (
+        batch.ids.shape == (6, 9) and batch.prompt_numbers.tolist() == [0, 0, 0, 1, 1, 1] and batch.has_gradient.all()
+    )
     assert all(x.shape == (6, 9) for x in (batch.weights, batch.old_logp, batch.ref_logp)) and batch.mask[:, 4:].all()
     assert batch.head_ids.shape == (6, 9, 2) and batch.sampler_head_logp.shape == (6, 9, 3)
     assert [None if ids is None else len(ids) for ids in batch.kept[5]] == [None] * 4 + [3] * 5
