@@ -7,6 +7,7 @@ Left out: carrying on without the failed rank. The same command resumes from the
 
 import atexit
 import faulthandler
+import math
 import os
 import random
 import signal
@@ -111,6 +112,13 @@ def stop_requests() -> list[int]:
         if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # under nohup, it stays ignored
             signal.signal(number, note)
     return caught
+
+
+def seconds_to_stop() -> float:
+    """Return how long this process may go on after a signal: torchrun kills its ranks after a while."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
 def not_interrupted(call: Callable, *args: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from advantage import Group
 from batch import Batch
 from config import Config
-from infra import ranks, run_folder
+from infra import faults, ranks, run_folder
 from loss import Statistic, combine
 from tasks import columns_of
 
@@ -237,6 +237,9 @@ class RunLog:
             say(f"step {step}/{self.config.steps}  {values}  {self.time_of(metrics)}")
             for hint in hints(metrics, groups, self.config):
                 self.say_once(f"note: {hint}")
+            if seconds_of(metrics) > (limit := faults.seconds_to_stop()):
+                longer = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 (from torch 2.12 on)"
+                self.say_once(f"note: a step takes longer than torchrun waits after Ctrl-C, {limit:g} s; {longer}")
         else:
             self.first = (step, time.monotonic())  # without the evaluation before the first step
         show_evaluation(metrics)
@@ -247,7 +250,7 @@ class RunLog:
         first, since = self.first
         each = (time.monotonic() - since) / (metrics["step"] - first)
         left = duration(each * (self.config.steps - metrics["step"]))
-        return f"{metrics['seconds_rollout'] + metrics['seconds_update']:.1f} s, {left} left"
+        return f"{seconds_of(metrics):.1f} s, {left} left"
 
     def sample_line(self, step: int, kind: str, group: Group, i: int) -> dict:
         """Describe completion i of a group as a line of samples.jsonl. Each token has its text and its log-prob. The
@@ -360,6 +363,10 @@ def show_evaluation(metrics: dict) -> None:
 def held_out(metrics: dict) -> list[str]:
     """Return the names of the metrics on held-out prompts that have a value."""
     return [name for name, x in metrics.items() if name.startswith("eval/") and name[-3:] != "_ci" and x is not None]
+
+
+def seconds_of(metrics: dict) -> float:
+    return metrics["seconds_rollout"] + metrics["seconds_update"]
 
 
 def show(value: float | None) -> str:

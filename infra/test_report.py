@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import sys
 from datetime import date
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
 STEP = dict(step=1, reward=0.5, reward_std=0.5, without_signal=0.25, truncated=0.1, completion_length=7.0)
 STEP |= dict(length_correct=5.0, length_incorrect=9.0, delay=0.0, entropy=None, grad_norm=0.1, loss=-0.0123)
 STEP |= dict(learning_rate=2e-4, seconds_rollout=1.5, seconds_update=0.44)
+SHORT = {"TORCHELASTIC_RUN_ID": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1.5"}
 NOTES = [  # metrics, whether each of the four groups has an advantage -> the note, or "" for none
     (dict(truncated=0.9), [1] * 4, "nine of ten completions are cut off"),
     (dict(length_correct=None, first=3), [1] * 4, "no completion of this step is right"),
@@ -84,6 +86,18 @@ def test_what_keeps_a_run_from_learning_is_noted_once(tmp_path, capsys, metrics,
         log.write(STEP | metrics | {"step": step}, groups, [])
     shown = capsys.readouterr().out
     assert shown.count("note: ") == (1 if note else 0) and note in shown
+
+
+@pytest.mark.parametrize("env, is_noted", [({}, False), ({"TORCHELASTIC_RUN_ID": "1"}, False), (SHORT, True)])
+def test_a_step_that_is_longer_than_torchrun_waits_is_noted_once(tmp_path, capsys, monkeypatch, env, is_noted):
+    monkeypatch.setattr(os, "environ", env)
+    log = RunLog(Config(out=str(tmp_path), samples_per_step=0, steps=9), decode=str, reward_names=NAMES)
+    log.track, made = None, group([0.0, 1.0], 1)
+    made.advantages = [-1.0, 1.0]
+    for step in (1, 2):
+        log.write(STEP | {"step": step}, [made], [])  # it took 1.94 s
+    noted = "note: a step takes longer than torchrun waits after Ctrl-C, 1.5 s; export TORCH_"
+    assert capsys.readouterr().out.count(noted) == is_noted
 
 
 def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
