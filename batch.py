@@ -68,8 +68,9 @@ class Limits:
 
     rows: int | None  # how many completions
     tokens: int | None  # how many tokens, with padding; `retry_smaller` lowers it
-    # The model's, which decides how many completions share a row (see `best_number`). None: each has its own.
+    # The model's, which decides how many completions share a row (fast/shared_prompts.py). None: each has its own.
     hidden_size: int | None = None
+    least_prompt: float = 0.0  # completions share a row if their prompt is at least this many times as long as they are
     largest: int = (
         0  # the tokens of the largest micro-batch of several completions since `retry_smaller` has set it to 0
     )
@@ -150,7 +151,8 @@ def micro_batches(
     shares = _shares(batch, world)
 
     def pieces_of(share: list[Sample]) -> list[list[Row]]:
-        return _pieces(shared_rows(share, limits.hidden_size, limits.allow), limits)
+        rows = shared_rows(share, limits.hidden_size, limits.least_prompt, limits.allow)
+        return _pieces(rows, limits)
 
     mine = pieces_of(shares[rank])
     for piece in mine:

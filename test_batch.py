@@ -147,6 +147,8 @@ def test_as_many_completions_share_a_row_as_is_cheapest(length: int, per_row: li
     batch = Batch(ones, ones, ones, ones, torch.zeros(8), prompt_lengths, ones)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=576))
     assert part.per_row == per_row
+    [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=576, least_prompt=1.0))  # as on a GPU
+    assert part.per_row == (per_row if length <= 150 else [1] * 8)
 
 
 @pytest.mark.parametrize("prompt, without, most", [(10, 0.35, 0.16), (128, 0.20, 0.10)])

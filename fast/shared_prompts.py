@@ -34,13 +34,16 @@ class Sample(NamedTuple):
 Row = list[Sample]  # completions of one prompt that share a row of the model's input
 
 
-def shared_rows(samples: Iterable[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]) -> list[Row]:
+def shared_rows(
+    samples: Iterable[Sample], hidden_size: int | None, least_prompt: float, allow: Callable[[int, int], bool]
+) -> list[Row]:
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
     Rows with a gradient come first, and within each kind the longest first."""
     by_prompt = sorted(samples, key=lambda one: (one.has_gradient, one.prompt, -one.length))
     rows: list[Row] = []
     for _, same_prompt in groupby(by_prompt, key=lambda one: (one.has_gradient, one.prompt)):
-        rows += _rows_of_prompt(list(same_prompt), hidden_size, allow)
+        completions = list(same_prompt)
+        rows += _rows_of_prompt(completions, _best_number(completions, hidden_size, least_prompt), allow)
     return sorted(rows, key=lambda row: (row[0].has_gradient, row_length(row)), reverse=True)
 
 
@@ -49,28 +52,28 @@ def row_length(row: Row) -> int:
     return row[0].prompt_length + sum(one.length for one in row)
 
 
-def _rows_of_prompt(samples: list[Sample], hidden_size: int | None, allow: Callable[[int, int], bool]) -> list[Row]:
-    """Divide completions of one prompt, the longest first, among as many rows as are best, or more until every row is
-    allowed. A single completion gets its row even if that is not allowed."""
-    rows_wanted = math.ceil(len(samples) / _best_number(samples, hidden_size))
-    for n in range(rows_wanted, len(samples) + 1):
+def _rows_of_prompt(samples: list[Sample], together: int, allow: Callable[[int, int], bool]) -> list[Row]:
+    """Divide completions of one prompt, the longest first, among rows with so many of them, or with fewer until every
+    row is allowed. A single completion gets its row even if that is not allowed."""
+    for n in range(math.ceil(len(samples) / together), len(samples) + 1):
         # The completions are dealt to the n rows in turn, so that the rows have about the same length.
         rows = [samples[i::n] for i in range(n)]
         if n == len(samples) or all(allow(len(row), row_length(row)) for row in rows):
             return rows
 
 
-def _best_number(samples: list[Sample], hidden_size: int | None) -> int:
-    """Return how many of these completions should share a row.
+def _best_number(samples: list[Sample], hidden_size: int | None, least_prompt: float) -> int:
+    """Return how many of these completions should share a row: one if their prompt is shorter than `least_prompt` times
+    their mean length. On a GPU, a shared row needs a mask, and so a slower kernel than a row of its own.
 
     That number k minimises the multiplications. With completions of c tokens after a prompt of p tokens, the model
     reads p/k + c tokens for each completion. With hidden size h, each of these tokens costs 12 h^2 multiplications per
     layer, plus 2 h for each of the p + k c tokens in its row. So the cost of a completion is
     (p/k + c) (12 h^2 + 2 h (p + k c)), which is lowest at k = sqrt(p (p + 6 h)) / c.
     """
-    if hidden_size is None:
-        return 1
     p, c = samples[0].prompt_length, sum(one.length for one in samples) / len(samples)
+    if hidden_size is None or p < least_prompt * c:
+        return 1
     return max(1, int(math.sqrt(p * (p + 6 * hidden_size)) / c))
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def measure(
     config = ready(parse(words, torch.cuda.is_available()), torch.cuda.is_available())
     run, *_ = train.set_up(config, device)
     if hidden_size != "own":
-        run.limits.hidden_size = hidden_size
+        run.limits = replace(run.limits, hidden_size=hidden_size, least_prompt=0.0)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         sync_debug_mode(1)  # each wait for the GPU is a warning
