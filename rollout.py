@@ -24,8 +24,8 @@ caches, continuous batching, beams, speculative decoding.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -117,70 +117,152 @@ def rollout(
 ) -> list[Completion]:
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
     i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
-    of completion i has ended. Without replies, every completion has one turn.
+    of completion i has ended. Without replies, every completion has one turn."""
+    begin = None if replies is None else replies.__getitem__
+    return rollout_and_limit(model, prompts, uniform, sampling, begin=begin, progress=progress)[0]
 
-    If memory runs out, sampling.tokens_at_once is halved, and the completions that were lost are sampled again. They
-    do not depend on how many are sampled at once. replies[i] is looked up again for each attempt, so `replies` can give
-    a fresh game to an attempt that starts from the beginning.
+
+@torch.no_grad()
+def rollout_and_limit(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    uniform: np.ndarray | None,
+    sampling: Sampling,
+    *,
+    begin: Callable[[int], Reply] | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Completion], int]:
+    """Do what `rollout` does, where begin(i) takes the place of replies[i]. Return the completions, and the limit of
+    tokens at once: that of `sampling`, or a lower one if memory ran out.
+
+    If memory runs out, the limit is halved, and the completions that were lost are sampled again. They do not depend on
+    how many are sampled at once. Each attempt calls begin(i) anew, so no game goes on where the last one broke off.
     """
     length = max(map(len, prompts), default=0) + sampling.max_completion_length
-    completions: list[Completion] = []
+    completions, limit = [], sampling.tokens_at_once
     while len(completions) < len(prompts):
-        start, rows_at_once = len(completions), max(1, sampling.tokens_at_once // length)
-        stop = min(start + rows_at_once, len(prompts))
-        # If memory runs out, the lines below this block run. The tensors of the failed attempt are free by then, which
-        # they would not be in an `except` block.
-        with suppress(torch.OutOfMemoryError):
-            completions += _generate(
-                model,
-                prompts[start:stop],
-                uniform=None if uniform is None else torch.as_tensor(uniform[start:stop], device=model.device),
-                replies=None if replies is None else [replies[i] for i in range(start, stop)],
-                sampling=sampling,
-                progress=progress,
-            )
+        start = len(completions)
+        part = range(start, min(start + max(1, limit // length), len(prompts)))
+        sampled = _unless_out_of_memory(
+            _generate,
+            model,
+            [prompts[i] for i in part],
+            uniform=None if uniform is None else torch.as_tensor(uniform[part.start : part.stop], device=model.device),
+            replies=None if begin is None else [begin(i) for i in part],
+            sampling=sampling,
+            progress=progress,
+        )
+        if sampled is not None:
+            completions += sampled
             continue
-        half = (stop - start) // 2
+        half = len(part) // 2
         if half == 0:
             raise UserError(f"out of memory with one completion at a time: {SMALLER}")
         torch.cuda.empty_cache()
-        sampling.tokens_at_once = half * length
+        limit = half * length
         logger.warning(f"out of memory: from now on at most {half} completions are sampled at once")
-    return completions
+    return completions, limit
+
+
+def _unless_out_of_memory(call: Callable, *args: object, **how: object) -> list[Completion] | None:
+    """Return what the call returns, or None if memory ran out. By then, the tensors of the call are free, which they
+    would not be in an `except` block of the caller."""
+    with suppress(torch.OutOfMemoryError):
+        return call(*args, **how)
+    return None
 
 
 def _generate(model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, **how: object) -> list[Completion]:
     """Call `generate`, with `_token_loop` in place of its own loop over tokens. `how` has the other arguments of
     `_token_loop`."""
-    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # each with its place
-    rows = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
+    distinct = [*dict.fromkeys(map(tuple, prompts))]
+    place = {prompt: p for p, prompt in enumerate(distinct)}
     width = max(map(len, distinct))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in distinct], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=model.device)
+    of_prompt = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device)
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
-
-    saved_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
-    # What `config` leaves unset, `generate` takes from the model's own configuration. So give the model an empty one.
-    model.generation_config = GenerationConfig()
-    model.eval()  # in train mode, gradient checkpointing would silently turn the cache off
-    try:
-        own_loop = partial(_token_loop, rows=rows, sampling=sampling, **how)
+    own_loop = partial(_token_loop, of_prompt=of_prompt, sampling=sampling, **how)
+    with _own_settings_put_aside(model):
         return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=own_loop)
+
+
+@contextmanager
+def _own_settings_put_aside(model: PreTrainedModel) -> Iterator[None]:
+    """Let no setting of the model change what is sampled. What a call of `generate` leaves unset, it takes from the
+    model's own configuration, and in train mode, gradient checkpointing would silently turn the cache off."""
+    own_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
+    model.generation_config = GenerationConfig()
+    model.eval()
+    try:
+        yield
     finally:
-        model.generation_config = saved_config
+        model.generation_config = own_config
         for module in in_train_mode:
             module.training = True
+
+
+# ---- The loop over tokens ----
+
+
+@dataclass
+class Drafts:
+    """N completions of at most L tokens, while they are sampled. The batch has a row for each of them at first, and B
+    rows later. At token t, completion n is in one of four states:
+
+                     n is in `live`   done    reply_ids[n, t]   its token t
+        in a turn    yes              False   -1                is sampled
+        in a reply   yes              False   an id             is this id
+        over         yes              True    -1                does not count
+        gone         no               -       -1                is not computed
+    """
+
+    live: Tensor  # (B,), the completion of each row of the batch
+    done: Tensor  # (B,) bool, which of these are over
+    reply_ids: Tensor  # (N, L), the ids of replies at their positions, and -1 elsewhere
+    turn_starts: list[int]  # where the turn of each completion starts or, in a reply, where its next turn will
+    lengths: Tensor  # (N,), how many tokens each completion has so far, with its replies
+    truncated: Tensor  # (N,) bool
+    tokens: Tensor  # (N, L), like the next three
+    logps: Tensor
+    head_ids: Tensor  # (N, L, K)
+    head_logps: Tensor  # (N, L, K + 1)
+    kept: list[list[np.ndarray]]  # for each completion, the kept set of each token; one without ids stands for no set
+    kept_ids: int = 0  # how many ids all these sets have
+
+    def turn(self, n: int, t: int) -> list[int]:
+        """The ids of completion n's turn up to token t, which are none in a reply."""
+        return self.tokens[n, self.turn_starts[n] : t + 1].tolist()
+
+
+def _begin_drafts(N: int, logits: Tensor, sampling: Sampling) -> Drafts:
+    """Return N empty completions for logits of this type and vocabulary."""
+    L, K = sampling.max_completion_length, min(sampling.head, logits.shape[1])
+    device = logits.device
+    return Drafts(
+        live=torch.arange(N, device=device),
+        done=torch.zeros(N, dtype=torch.bool, device=device),
+        reply_ids=torch.full((N, L), -1, device=device),
+        turn_starts=[0] * N,
+        lengths=torch.zeros(N, dtype=torch.long, device=device),
+        truncated=torch.zeros(N, dtype=torch.bool, device=device),
+        tokens=torch.zeros(N, L, dtype=torch.long, device=device),
+        logps=torch.zeros(N, L, dtype=torch.promote_types(logits.dtype, torch.float32), device=device),
+        head_ids=torch.zeros(N, L, K, dtype=torch.int32, device=device),
+        head_logps=torch.zeros(N, L, K + 1, device=device),
+        kept=[[] for _ in range(N)],
+    )
 
 
 def _token_loop(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: object = None,
+    logits_processor: object = None,  # `generate` passes this and the next one; they are not used
     stopping_criteria: object = None,
     generation_config: GenerationConfig | None = None,
     *,
-    rows: Tensor,
+    of_prompt: Tensor,
     uniform: Tensor | None,
     replies: list[Reply] | None,
     sampling: Sampling,
@@ -188,18 +270,47 @@ def _token_loop(
     **kwargs,
 ) -> list[Completion]:
     """Sample the completions. `generate` calls this in place of its own loop over tokens. input_ids (P, T) are the
-    distinct prompts, padded on the left, and rows (N,) gives the prompt of each completion."""
-    N, L = len(rows), sampling.max_completion_length
-    tokens = torch.zeros(N, L, dtype=torch.long, device=rows.device)
-    reply_ids = torch.full((N, L), -1, device=rows.device)  # ids of replies at their positions, and -1 elsewhere
-    turn_starts = [0] * N  # the position where the current turn of each completion starts
-    kept: list[list[np.ndarray]] = [[] for _ in range(N)]
-    kept_ids = 0  # how many ids all these sets have
-    eos_ids = torch.tensor(sampling.eos_ids, device=rows.device)
-    lengths = torch.zeros(N, dtype=torch.long, device=rows.device)
-    truncated = torch.zeros(N, dtype=torch.bool, device=rows.device)
+    distinct prompts, padded on the left, of_prompt (N,) gives the prompt of each completion, and kwargs are the other
+    arguments of the model."""
+    L, check_every = sampling.max_completion_length, CHECK_EVERY[input_ids.device.type]
+    logits, kwargs = _read_prompts(model, input_ids, of_prompt, generation_config, kwargs, room=L)
+    drafts = _begin_drafts(len(of_prompt), logits, sampling)
+    eos_ids = torch.tensor(sampling.eos_ids, device=logits.device)
+    may_stop = cache(partial(may_end_stop, sampling=sampling))  # decodes each token of the vocabulary at most once
+    for t in range(L):
+        token, in_turn = _pick_tokens(drafts, t, logits, uniform, sampling)
+        ends = in_turn & _ends_turn(drafts, t, token, eos_ids, may_stop, sampling)
+        goes_on = ends & _take_replies(drafts, t, ends, replies)
+        drafts.done = drafts.done | (ends & ~goes_on)
+        if t % check_every == 0:
+            unfinished = len(drafts.live) - int(drafts.done.sum())
+            if progress is not None:
+                progress(t + 1, unfinished)
+            if unfinished == 0:
+                break
+            # Dropping rows copies the cache, so it is not done for every single row.
+            if len(drafts.live) - unfinished >= sampling.drop_share * len(drafts.live):
+                _drop_done(drafts, kwargs)
+        if t + 1 < L:
+            token = drafts.tokens[drafts.live, t : t + 1]  # (B, 1)
+            inputs = model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
+            out = model(**inputs, return_dict=True)
+            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+            logits = out.logits[:, -1]
+    drafts.truncated[drafts.live] |= ~drafts.done
+    return _completions(drafts, has_replies=replies is not None)
 
-    # Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its samples.
+
+def _read_prompts(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    of_prompt: Tensor,
+    generation_config: GenerationConfig,
+    kwargs: dict,
+    room: int,
+) -> tuple[Tensor, dict]:
+    """Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its completions, each
+    with room for this many tokens. Return the logits (N, V) of the first tokens, and the arguments of the model."""
     # --decode graph sets `forward` on the model object to a function that cannot read prompts in pieces
     # (infra/decoding.py). Otherwise `forward` belongs to the model's class, and is not in vars(model).
     is_graph, past = "forward" in vars(model), cache_of(kwargs)
@@ -207,118 +318,128 @@ def _token_loop(
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-    logits = out.logits[:, -1][rows]
-    logps = torch.zeros(N, L, dtype=torch.promote_types(logits.dtype, torch.float32), device=rows.device)
-    K = min(sampling.head, logits.shape[1])
-    head_ids = torch.zeros(N, L, K, dtype=torch.int32, device=rows.device)
-    head_logps = torch.zeros(N, L, K + 1, device=rows.device)
+    _select_rows(kwargs, of_prompt)
+    make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + room)
+    return out.logits[:, -1][of_prompt], kwargs
+
+
+def _pick_tokens(
+    drafts: Drafts, t: int, logits: Tensor, uniform: Tensor | None, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Write token t of each row: the next one of its reply, or else a sampled one. Return the tokens (B,), and which
+    rows are in a turn (B,)."""
+    live = drafts.live
+    token, logp, in_set, head = sample(logits, None if uniform is None else uniform[live, t], sampling)
+    reply_id = drafts.reply_ids[live, t]
+    in_reply = reply_id >= 0
+    in_turn = ~(drafts.done | in_reply)
+    token = torch.where(in_reply, reply_id, token)
+    drafts.tokens[live, t] = token
+    drafts.logps[live, t] = logp.masked_fill(in_reply, 0.0)
+    drafts.lengths[live] += ~drafts.done
+    if head is not None:
+        drafts.head_ids[live, t], drafts.head_logps[live, t] = head
+    if in_set is not None:
+        _append_sets(drafts, in_set & in_turn[:, None])
+    return token, in_turn
+
+
+def _append_sets(drafts: Drafts, in_set: Tensor) -> None:
+    """Add the kept set of a token to each completion in the batch. in_set (B, V) is True for the ids in a set."""
+    ids, counts = in_set.nonzero()[:, 1].int().cpu().numpy(), in_set.sum(1).cpu().numpy()
+    # `ids` has the ids of the first row, then those of the second, and so on.
+    for n, own in zip(drafts.live.tolist(), np.split(ids, counts.cumsum()[:-1])):
+        drafts.kept[n].append(own)
+    drafts.kept_ids += len(ids)
+    if drafts.kept_ids > MOST_KEPT_IDS:
+        mean = drafts.kept_ids // int(drafts.lengths.sum())
+        raise UserError(f"kept sets of {mean:,} ids are too large: lower --top_p, or give --keep_set false")
+
+
+def _ends_turn(
+    drafts: Drafts, t: int, token: Tensor, eos_ids: Tensor, may_stop: Callable[[int], bool], sampling: Sampling
+) -> Tensor:
+    """Return which of these tokens (B,) end a turn: end tokens, and those that complete a stop string."""
+    ends = torch.isin(token, eos_ids)
+    if not sampling.stop:
+        return ends
+    ids = zip(drafts.live.tolist(), token.tolist())
+    stops = [may_stop(token_id) and has_stop(drafts.turn(n, t), sampling) for n, token_id in ids]
+    return ends | torch.tensor(stops, device=token.device)
+
+
+def _take_replies(drafts: Drafts, t: int, ends: Tensor, replies: list[Reply] | None) -> Tensor:
+    """Ask for a reply to each turn that ends with token t. Return which rows (B,) get one, and so go on."""
+    goes_on = torch.zeros_like(ends)
+    rows, L = [] if replies is None else ends.nonzero().squeeze(1).tolist(), drafts.tokens.shape[1]
+    for b in rows:
+        n = int(drafts.live[b])
+        reply = replies[n](drafts.turn(n, t))
+        next_turn = t + 1 + len(reply or [])
+        if reply and next_turn >= L:
+            drafts.truncated[n] = True  # the reply leaves no room for another turn, so it is dropped
+        elif reply:
+            drafts.reply_ids[n, t + 1 : next_turn] = torch.tensor(reply)
+            drafts.turn_starts[n] = next_turn
+            goes_on[b] = True
+    return goes_on
+
+
+def _drop_done(drafts: Drafts, kwargs: dict) -> None:
+    """Let the completions that are over leave the batch."""
+    rows = (~drafts.done).nonzero().squeeze(1)
+    drafts.live, drafts.done = drafts.live[rows], drafts.done[rows]
     _select_rows(kwargs, rows)
-    make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + L)
 
-    may_end = cache(partial(may_end_stop, sampling=sampling))  # decodes each token of the vocabulary once
-    live = torch.arange(N, device=rows.device)  # the completion of each row of the batch; ended ones leave it later
-    done = torch.zeros(N, dtype=torch.bool, device=rows.device)
-    for t in range(L):
-        token, logp, in_set, head = sample(logits, None if uniform is None else uniform[live, t], sampling)
-        in_reply = reply_ids[live, t] >= 0
-        token = torch.where(in_reply, reply_ids[live, t], token)
-        tokens[live, t], logps[live, t] = token, logp.masked_fill(in_reply, 0.0)
-        if head is not None:
-            head_ids[live, t], head_logps[live, t] = head
-        lengths[live] += ~done
-        if in_set is not None:
-            kept_ids += _append_sets(kept, live, in_set & ~(done | in_reply)[:, None])
-            if kept_ids > MOST_KEPT_IDS:
-                mean = kept_ids // int(lengths.sum())
-                raise UserError(f"kept sets of {mean:,} ids are too large: lower --top_p, or give --keep_set false")
 
-        ended = torch.isin(token, eos_ids)
-        if sampling.stop:
-            first = max(0, t + 1 - stop_window(sampling))
-            recent = tokens[live, first : t + 1].tolist()
-            # The tokens of `recent` that belong to each row's turn. During a reply there are none, because the next
-            # turn starts after it.
-            turns = [ids[max(0, turn_starts[n] - first) :] for n, ids in zip(live.tolist(), recent)]
-            stopped = [bool(ids) and may_end(ids[-1]) and has_stop(ids, sampling) for ids in turns]
-            ended = ended | torch.tensor(stopped, device=rows.device)
-        # A completion ends with its turn, unless a reply follows: then the loop below sets it back to False.
-        ended = ended & ~in_reply & ~done
-        turn_ends = [] if replies is None else ended.nonzero().squeeze(1).tolist()
-        for b in turn_ends:
-            n = int(live[b])  # the number of the completion
-            reply = replies[n](tokens[n, turn_starts[n] : t + 1].tolist())
-            next_turn = t + 1 + len(reply or [])
-            if reply and next_turn >= L:
-                truncated[n] = True  # the reply leaves no room for another turn, so it is dropped
-            elif reply:
-                reply_ids[n, t + 1 : next_turn] = torch.tensor(reply)
-                turn_starts[n] = next_turn
-                ended[b] = False
-
-        done = done | ended
-        if t % CHECK_EVERY[rows.device.type] == 0:
-            count = int(done.sum())
-            if progress is not None:
-                progress(t + 1, len(live) - count)
-            if count == len(live):
-                break
-            if count >= sampling.drop_share * len(live):  # dropping rows copies the cache, so not for every single row
-                keep = (~done).nonzero().squeeze(1)
-                live, done, token = live[keep], done[keep], token[keep]
-                _select_rows(kwargs, keep)
-        if t + 1 == L:
-            break
-        inputs = model.prepare_inputs_for_generation(token[:, None], next_sequence_length=1, **kwargs)
-        out = model(**inputs, return_dict=True)
-        kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-        logits = out.logits[:, -1]
-    truncated[live] |= ~done
-
-    if not logps.isfinite().all():
+def _completions(drafts: Drafts, has_replies: bool) -> list[Completion]:
+    if not drafts.logps.isfinite().all():
         raise UserError("the model's logits are not finite: its weights are NaN, or --learning_rate is too high")
-    ids, logp, written = tokens.int().cpu().numpy(), logps.float().cpu().numpy(), (reply_ids < 0).cpu().numpy()
-    head_ids, head_logps = head_ids.cpu().numpy(), head_logps.cpu().numpy()
+    ids, logp = drafts.tokens.int().cpu().numpy(), drafts.logps.float().cpu().numpy()
+    written = (drafts.reply_ids < 0).cpu().numpy()
+    head_ids, head_logp = drafts.head_ids.cpu().numpy(), drafts.head_logps.cpu().numpy()
+    has_head, has_sets = head_ids.shape[2] > 0, drafts.kept_ids > 0
     return [
         Completion(
             ids=ids[i, :n].copy(),  # a view would keep all N x L ids in memory
             logp=logp[i, :n].copy(),
-            truncated=cut_off,
-            kept=[own if len(own) else None for own in kept[i][:n]] or None,  # empty: no set, or nothing was cut
-            head_ids=head_ids[i, :n].copy() if K else None,
-            head_logp=head_logps[i, :n].copy() if K else None,
-            written=None if replies is None else written[i, :n].copy(),
+            truncated=truncated,
+            kept=[own if len(own) else None for own in drafts.kept[i][:n]] if has_sets else None,
+            head_ids=head_ids[i, :n].copy() if has_head else None,
+            head_logp=head_logp[i, :n].copy() if has_head else None,
+            written=written[i, :n].copy() if has_replies else None,
         )
-        for i, (n, cut_off) in enumerate(zip(lengths.tolist(), truncated.tolist(), strict=True))
+        for i, (n, truncated) in enumerate(zip(drafts.lengths.tolist(), drafts.truncated.tolist(), strict=True))
     ]
 
 
-def _append_sets(kept: list[list[np.ndarray]], live: Tensor, in_set: Tensor) -> int:
-    """Add the kept set of the next token to the list of each completion in the batch. in_set (B, V) is True for the ids
-    in a set. A set without ids stands for no set, in a reply for instance. Return the number of ids."""
-    ids, counts = in_set.nonzero()[:, 1].int().cpu().numpy(), in_set.sum(1).cpu().numpy()
-    for n, own in zip(live.tolist(), np.split(ids, counts.cumsum()[:-1])):
-        kept[n].append(own)
-    return len(ids)
+# ---- Stop strings ----
 
 
-def has_stop(ids: list[int], sampling: Sampling) -> bool:
+def has_stop(turn: list[int], sampling: Sampling) -> bool:
     """Return whether the text of a turn contains a stop string. Earlier tokens were already checked, so a stop string
-    must end in the last token. `ids` are the last tokens of the turn, as many as `stop_window` says."""
-    text = sampling.to_text(ids)
+    must end in the last token, and the last tokens are enough: one of n characters has at most 4 n bytes, and a token
+    at least one."""
+    text = sampling.to_text(turn[-stop_window(sampling) :])
+    if "\ufffd" in text:  # the first one may begin inside a character, and then other characters may be lost, too
+        text = sampling.to_text(turn)
     return any(stop in text for stop in sampling.stop)
 
 
 def stop_window(sampling: Sampling) -> int:
-    """Return how many tokens a stop string may have. One of n characters has at most 4 n bytes, and so at most 4 n
-    tokens. Four more are read, in case the first one begins inside a character, which then decodes to other text."""
-    return 4 * (1 + max(map(len, sampling.stop)))
+    """Return how many tokens a stop string may have."""
+    return 4 * max(map(len, sampling.stop))
 
 
 def may_end_stop(token: int, sampling: Sampling) -> bool:
-    """Return whether a stop string may end in this token, which has its last character or a part of a character."""
+    """Return whether a stop string may end in this token, which has its last character or a part of a character. This
+    saves decoding the end of every turn at every token."""
     # A tokenizer may drop a space at the start of a text, but not before the second token.
     text = sampling.to_text([token]) + sampling.to_text([token, token])
     return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)
+
+
+# ---- The next token ----
 
 
 def sample(
@@ -375,6 +496,9 @@ def _cut(p: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0.0:
         p = p.where(p >= sampling.min_p * p.amax(-1, keepdim=True), 0.0)
     return p
+
+
+# ---- The arguments of the model ----
 
 
 def cache_of(kwargs: dict) -> Cache | None:

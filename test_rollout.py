@@ -9,6 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from transformers import GenerationConfig
 
 import rollout as rollout_module
@@ -18,7 +20,7 @@ from config import UserError
 from conftest import VOCAB, as_lists, rounding, tiny_model
 from fast.growing_cache import GrowingLayer
 from logprob import token_logprobs
-from rollout import Completion, Sampling, rollout, sample, uniforms
+from rollout import Completion, Sampling, rollout, rollout_and_limit, sample, uniforms
 
 KINDS = ["qwen2", "gemma2", "gpt2", "bloom", "qwen3_moe", "mamba"]
 DISTINCT = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 20], [3]]
@@ -253,18 +255,17 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_fewer_rows_and_fresh_rep
         if len(ids) > 2 and any(turns for _, turns in heard):
             raise torch.OutOfMemoryError("pretended")
 
-    class Fresh:
-        def __getitem__(self, i):
-            turns = []
-            heard.append((i, turns))
-            return lambda turn: turns.append(turn) or replied(turn)
+    def begin(i):
+        turns = []
+        heard.append((i, turns))
+        return lambda turn: turns.append(turn) or replied(turn)
 
     sampling = replace(SAMPLING, tokens_at_once=10**6, drop_share=1.0)
-    completions = rollout(model, PROMPTS, streams(), sampling, replies=Fresh())
+    completions, limit = rollout_and_limit(model, PROMPTS, streams(), sampling, begin=begin)
     expected = rollout(build(), PROMPTS, streams(), SAMPLING, replies=[replied] * len(PROMPTS))
     for one, other in zip(completions, expected, strict=True):
         assert np.array_equal(one.ids, other.ids) and one.turns == other.turns
-    assert sampling.tokens_at_once < 3 * 19, "the limit stays lowered: 19 tokens a row"
+    assert limit < 3 * 19 and sampling.tokens_at_once == 10**6, "19 tokens a row"
     last = dict(heard)  # a turn that the limit cuts off is not heard
     assert len(heard) > len(PROMPTS) and all(c.turns[: len(last[i])] == last[i] for i, c in enumerate(completions))
     model.register_forward_pre_hook(lambda *args: too_large([0, 1, 2]))
@@ -272,15 +273,33 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_fewer_rows_and_fresh_rep
         rollout(model, PROMPTS, streams(), sampling)
 
 
-def test_a_stop_string_of_many_tokens_a_character_is_found_where_it_ends():
-    """Each token is a byte, and each emoji has four. The string ends in the last of its twelve bytes, and in no other
-    token. Before it comes a part of another character. Another stop string is short."""
-    sampling = Sampling(99, [], stop=["~", "🙂🙂🙃"], to_text=lambda ids: bytes(ids).decode(errors="replace"))
-    ids = list("é🙂🙂🙃🙂".encode()[1:])
-    window = rollout_module.stop_window(sampling)
-    ends = [t for t in range(len(ids)) if rollout_module.has_stop(ids[: t + 1][-window:], sampling)]
-    assert min(ends) == 12 and ids[12] == "🙃".encode()[-1]
-    assert rollout_module.may_end_stop(ids[12], sampling) and not rollout_module.may_end_stop(ord("a"), sampling)
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+LLAMA = Tokenizer(BPE({token: i for i, token in enumerate([*BYTES, "▁"])}, []))
+# The decoder of Llama 2, Mistral and Gemma. It shows a run of bytes as a text only if the whole run is one.
+LLAMA.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+# How a model decodes bytes, what it has written, and the stop string that follows. The last but one has as many tokens
+# as a string of its length may have.
+STOPPED = [
+    (lambda ids: bytes(ids).decode(errors="replace"), "é🙂🙂", "🙂🙂🙃"),
+    (LLAMA.decode, "日本語日本語", "😀"),
+    (LLAMA.decode, "这是一个测试", "答"),
+    (LLAMA.decode, "ab", "🙂🙂🙃"),
+    (LLAMA.decode, "ab", "a "),
+]
+
+
+@pytest.mark.parametrize("to_text, before, stop", STOPPED)
+def test_a_stop_string_of_many_tokens_a_character_is_found_where_it_ends(to_text, before, stop):
+    """Each token is a byte, or a space, as "▁". The end of a turn that is decoded may begin inside a character. Another
+    stop string has two characters."""
+    sampling = Sampling(99, [], stop=["~~", stop], to_text=to_text)
+    ids = [256 if byte == ord(" ") else byte for byte in f"{before}{stop}{before}".encode()]
+    ends = [t for t in range(len(ids)) if rollout_module.has_stop(ids[: t + 1], sampling)]
+    assert min(ends) == len(f"{before}{stop}".encode()) - 1
+    assert rollout_module.may_end_stop(ids[min(ends)], sampling)
+    assert not rollout_module.may_end_stop(ord("x"), sampling)
 
 
 def test_logits_in_bfloat16_are_sampled_from_in_float32():

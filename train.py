@@ -30,7 +30,7 @@ from infra.server import Server, ask_servers
 from infra.shard import try_micro_batch
 from logprob import token_logprobs
 from loss import Each, Mean, Statistic, combine, needs_advantages, policy_loss, token_weights
-from rollout import Progress, Sampling, rollout, uniforms
+from rollout import Progress, Sampling, rollout_and_limit, uniforms
 from tasks import Task, call_rewards
 from tasks._turns import replies_to
 
@@ -162,9 +162,11 @@ def start_groups(
     else:
         prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
-            sampled = rollout(run.model, prompts, uniform, sampling, replies=replies, progress=run.progress)
-        # `rollout` lowers the limit of its own `sampling` when memory runs out. Keep it for later rollouts.
-        run.sampling.tokens_at_once = sampling.tokens_at_once
+            begin = replies.__getitem__ if replies else None
+            # The limit of tokens at once is lower than before if memory ran out.
+            sampled, run.sampling.tokens_at_once = rollout_and_limit(
+                run.model, prompts, uniform, sampling, begin=begin, progress=run.progress
+            )
 
     def wait_for_groups() -> list[Group]:
         own = wait_for_servers() if cfg.server else sampled

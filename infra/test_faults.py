@@ -85,8 +85,8 @@ even_one_row, even_one_sample = partial(oom_above, 0, LOGPROBS), partial(oom_abo
 # The columns: fault, function, n, rank, number of ranks, exit code, message. The fault happens on this rank, before its
 # n-th call of the function. The rank ends with this exit code and prints a line that begins with this message.
 FAULTS = [
-    (exception, "train.rollout", 4, 1, 2, 1, "ValueError: what went wrong"),
-    (mistake, "train.rollout", 4, 1, 3, 2, "error: what went wrong"),
+    (exception, "train.rollout_and_limit", 4, 1, 2, 1, "ValueError: what went wrong"),
+    (mistake, "train.rollout_and_limit", 4, 1, 3, 2, "error: what went wrong"),
     (mistake, "train.call_rewards", 4, 1, 2, 2, "error: what went wrong"),
     (oom, LOSS, 2, 1, 2, 2, "error: out of memory in an update: "),
     (even_one_row, "train.training_step", 1, 1, 2, 2, "error: out of memory in an update: "),
