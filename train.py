@@ -32,7 +32,7 @@ from logprob import token_logprobs
 from loss import Each, Mean, Statistic, combine, needs_advantages, policy_loss, token_weights
 from rollout import Progress, Sampling, rollout_and_limit, uniforms
 from tasks import Task, call_rewards
-from tasks._turns import replies_to
+from tasks._turns import Conversations
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in SETTINGS]
@@ -154,15 +154,15 @@ def start_groups(
     own_samples = [divmod(k, n) for k in ranks.share(len(rows) * n)]  # for each completion: its prompt, and its number
     own_rows = [rows[p] for p, _ in own_samples]
     sampling = replace(run.sampling, **changes)
-    replies = replies_to(run.task, own_rows, run.tokenizer, sampling.eos_ids, cfg.max_turns)
+    conversations = Conversations(run.task, own_rows, run.tokenizer, sampling.eos_ids, max_turns=cfg.max_turns)
+    begin = conversations.begin if run.task.reply else None
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in own_samples], cfg.max_completion_length)
     prompts = [row["prompt_ids"] for row in own_rows]
     if cfg.server:
-        wait_for_servers = ask_servers(run, prompts, uniform, sampling, replies)
+        wait_for_servers = ask_servers(run, prompts, uniform, sampling, begin)
     else:
         prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
         with prepared, ranks.fail_together():
-            begin = replies.__getitem__ if replies else None
             # The limit of tokens at once is lower than before if memory ran out.
             sampled, run.sampling.tokens_at_once = rollout_and_limit(
                 run.model, prompts, uniform, sampling, begin=begin, progress=run.progress
@@ -170,8 +170,8 @@ def start_groups(
 
     def wait_for_groups() -> list[Group]:
         own = wait_for_servers() if cfg.server else sampled
-        for i, to_one in replies.made.items() if replies else ():
-            own[i].replies = to_one.replies  # as texts or messages, for the rewards
+        for i, conversation in conversations.begun.items():
+            own[i].replies = conversation.replies  # as texts or messages, for the rewards
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
         by_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
         return [Group(row["prompt_ids"], row, its, index=row.get("_index")) for row, its in zip(rows, by_prompt)]

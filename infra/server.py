@@ -169,14 +169,14 @@ def with_our_weights(server: Server, url: str, do: Callable[[], Any]) -> Any:
 
 
 def served(
-    server: Server, prompts: list[list[int]], uniform: np.ndarray, sampling: Sampling, replies: Any = None
+    server: Server, prompts: list[list[int]], uniform: np.ndarray, sampling: Sampling, begin: Any = None
 ) -> list[Completion]:
     """Sample as `rollout` does, but on the servers, to which the prompts are dealt out in turn. The seed of a turn is
     the uniform number at its first token, so it is a function of the seed, step, prompt and sample."""
     n = len(server.urls)
 
     def complete_one(i: int) -> Completion:
-        reply = None if replies is None else replies[i]
+        reply = None if begin is None else begin(i)
         return complete(server, server.urls[i % n], prompts[i], uniform[i], sampling, reply)
 
     def share_of(k: int) -> list[Completion]:

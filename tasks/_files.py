@@ -55,8 +55,8 @@ def is_prompt(prompt: Any) -> bool:
     """Return whether this is a string, or a list of messages that have a role and a content."""
     if not isinstance(prompt, list):
         return isinstance(prompt, str)
-    texts = [message.get(key) for message in prompt for key in ("role", "content")]
-    return prompt != [] and all(isinstance(text, str) for text in texts)
+    has_both = [isinstance(x, dict) and {type(x.get("role")), type(x.get("content"))} == {str} for x in prompt]
+    return prompt != [] and all(has_both)
 
 
 def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:

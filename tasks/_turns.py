@@ -18,15 +18,16 @@ from typing import Any
 
 from config import UserError
 from tasks import Task, TextOrMessages, columns_of
+from tasks._files import is_prompt
 from tasks._prompts import left_out
 
 MARK = "\ue000"  # stands for the text of the model's turn; nobody uses this character
 
 
 @dataclass
-class Replies:
-    """The replies to one completion. Call this object with the token ids of the turn that has ended. It returns the
-    token ids of the reply, or None if the completion is over."""
+class Conversation:
+    """What the task says in one completion. Call this object with the token ids of the turn that has ended. It returns
+    the token ids of the reply, or None if the completion is over."""
 
     reply: Callable
     row: dict
@@ -49,33 +50,37 @@ class Replies:
         if reply is None or len(self.turns) == self.max_turns:
             return None
         is_chat = not isinstance(self.row["prompt"], str)
+        if not isinstance(reply, str) and not (is_chat and is_prompt(reply)):
+            expected = "a text or a list of messages" if is_chat else "a text, as the prompt is no chat"
+            raise UserError(f"reply function {self.reply.__name__}: {reply!r:.200} is not {expected}")
         if is_chat and isinstance(reply, str):
             reply = [{"role": "user", "content": reply}]
-        if isinstance(reply, list) and not is_chat:
-            raise UserError(f"reply function {self.reply.__name__}: messages can reply only to a chat, not to a text")
         self.replies.append(reply)
         return encode_reply(self.tokenizer, reply, self.eos_ids, has_end=ids[-1] in self.eos_ids)
 
 
 @dataclass
-class RepliesTo:
-    """The replies to several completions. `replies[i]` begins those to completion i, and begins them anew each time: a
-    rollout that runs out of memory tries again, and a game must not go on where the failed try has left it."""
+class Conversations:
+    """What the task says in the completions of these rows, one of each."""
 
-    begin: Callable[[int], Replies]
-    made: dict[int, Replies] = field(default_factory=dict)  # the last one of each completion
+    task: Task
+    rows: list[dict]
+    tokenizer: Any
+    eos_ids: list[int]
+    max_turns: int
+    begun: dict[int, Conversation] = field(default_factory=dict)  # the last one of each completion
 
-    def __getitem__(self, i: int) -> Replies:
-        self.made[i] = self.begin(i)
-        return self.made[i]
-
-
-def replies_to(task: Task, rows: list[dict], *settings: Any) -> RepliesTo | None:
-    """Return the replies to one completion of each of these rows, or None if the task does not reply. `settings` are
-    the next fields of Replies, in this order: tokenizer, eos_ids, max_turns."""
-    if task.reply is None:
-        return None
-    return RepliesTo(lambda i: Replies(task.reply, rows[i], *settings, task.time_limit))
+    def begin(self, i: int) -> Conversation:
+        """Begin the conversation of completion i. A completion that is sampled again begins it anew."""
+        self.begun[i] = Conversation(
+            self.task.reply,
+            self.rows[i],
+            self.tokenizer,
+            self.eos_ids,
+            max_turns=self.max_turns,
+            time_limit=self.task.time_limit,
+        )
+        return self.begun[i]
 
 
 def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:

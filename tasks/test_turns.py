@@ -9,7 +9,7 @@ from config import UserError
 from rollout import Completion
 from tasks import Task, as_completion, guess
 from tasks._characters import EOS_ID, char_tokenizer
-from tasks._turns import Replies, encode_reply, replies_to
+from tasks._turns import Conversation, Conversations, encode_reply
 
 TOKENIZER, CHAT = (char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789:-") for _ in range(2))
 for tokenizer in (TOKENIZER, CHAT):  # put <eos> after every text, but must not put one into a reply
@@ -58,20 +58,28 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
             encode_reply(CHAT, [], ends)
 
 
-def replies_of(said: object, is_chat: bool, **how) -> Replies:
+def conversation(said: object, is_chat: bool, **how) -> Conversation:
     def answer(row, turns):
         row.setdefault("seen", []).append([*turns])
         turns.clear()  # changes only its own copy
         return said
 
     row = {"prompt": [{"role": "user", "content": "1"}] if is_chat else "1", "prompt_ids": [3], "answer": ["2"]}
-    return Replies(answer, row, CHAT if is_chat else TOKENIZER, [EOS_ID, OUT], **how)
+    return Conversation(answer, row, CHAT if is_chat else TOKENIZER, [EOS_ID, OUT], **how)
 
 
-@pytest.mark.parametrize("said, wrong", [("", "has no tokens"), (USER_SAYS, "messages can reply only to a chat")])
-def test_a_wrong_reply_to_a_text(said, wrong):
+NOT_MESSAGES = ".* is not a text or a list of messages"
+WRONG = [  # whether the prompt is a chat, what the reply function returns, and a part of the error
+    (False, "", "has no tokens"),
+    (False, USER_SAYS, r"reply function answer: \[{.*}\] is not a text, as the prompt is no chat"),
+    *((True, said, f"reply function answer: {NOT_MESSAGES}") for said in (7, USER_SAYS[0], ["7"], [{"role": "user"}])),
+]
+
+
+@pytest.mark.parametrize("is_chat, said, wrong", WRONG)
+def test_a_wrong_reply(is_chat, said, wrong):
     with pytest.raises(UserError, match=wrong):
-        replies_of(said, is_chat=False)([8, EOS_ID])
+        conversation(said, is_chat)([8, EOS_ID])
 
 
 SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
@@ -86,13 +94,13 @@ def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, 
     """The first turn ends with an end token. A stop string ends the second turn, so the reply adds an end token."""
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
-    made = replies_of(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
+    made = conversation(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
     inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, OUT if is_chat else EOS_ID], [4])]
     assert inserted == [text, "<out>" + text if is_chat else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
     assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2
     assert limits == ["reply function answer"] * 2
-    limited = replies_of(said, is_chat, max_turns=2)
+    limited = conversation(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
     assert limited.row["seen"] == [["a"], ["a", "a"]] and len(limited.replies) == 1, "the last turn is seen, too"
 
@@ -103,15 +111,14 @@ def test_each_completion_has_a_copy_of_its_row_and_gets_its_replies():
         return "a" if turns == ["b"] else None
 
     row, task = {"prompt": "1", "answer": ["2"]}, Task([], [], [], [], reply=reply)
-    replies = replies_to(task, [row, row], TOKENIZER, [EOS_ID], 0)
-    # Each try of a rollout begins the replies anew, and the last try counts: here the turns "a" and "b". A server may
-    # end the second completion first.
+    conversations = Conversations(task, [row, row], TOKENIZER, [EOS_ID], max_turns=0)
+    # Each try of a rollout begins the conversations anew, and the last try counts: here the turns "a" and "b". A server
+    # may end the second completion first.
     for tried in {1: 3, 0: 3}, {1: 3, 0: 2}:
-        ids = [replies[i]([token, EOS_ID]) for i, token in tried.items()]
-        assert [made.row["answer"] for made in replies.made.values()] == [["2", "3"]] * 2
+        ids = [conversations.begin(i)([token, EOS_ID]) for i, token in tried.items()]
+        assert [made.row["answer"] for made in conversations.begun.values()] == [["2", "3"]] * 2
     assert ids == [[2], None] and row == {"prompt": "1", "answer": ["2"]}
-    assert {i: made.replies for i, made in replies.made.items()} == {1: ["a"], 0: []}
-    assert replies_to(Task([], [], [], []), [row], TOKENIZER, [EOS_ID], 0) is None
+    assert {i: made.replies for i, made in conversations.begun.items()} == {1: ["a"], 0: []}
 
 
 def test_rewards_get_all_messages():

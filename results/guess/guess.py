@@ -19,7 +19,7 @@ from bench import logs  # noqa: E402
 from config import Config  # noqa: E402
 from rollout import Sampling, rollout, uniforms  # noqa: E402
 from tasks import guess, turns_of  # noqa: E402
-from tasks._turns import Replies  # noqa: E402
+from tasks._turns import Conversation  # noqa: E402
 
 SAMPLES = 2
 
@@ -46,7 +46,7 @@ def play(folder: str, name: str) -> None:
     """Let the model in a folder play, and write its games."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     rows = [row for row in guess.load(Config()).eval for _ in range(SAMPLES)]
-    replies = [Replies(guess.reply, row, tokenizer, [tokenizer.eos_token_id]) for row in rows]
+    replies = [Conversation(guess.reply, row, tokenizer, [tokenizer.eos_token_id]) for row in rows]
     prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
     sampling = Sampling(guess.DEFAULTS["max_completion_length"], [tokenizer.eos_token_id], tokens_at_once=32768)
     uniform = uniforms(12345, 0, [divmod(i, SAMPLES) for i in range(len(rows))], sampling.max_completion_length)
