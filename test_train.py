@@ -680,9 +680,9 @@ def test_the_chat_template_and_the_generation_settings_are_saved_again(go, watch
     conftest.save_chat_model(tmp_path / "model", "abcdefghijklmnopqrstuvwxyz<>;", TEMPLATE, **generation)
     prompt = [{"role": "system", "content": "add"}, {"role": "user", "content": "one"}]
     (data := tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt}))
-    asked = watch(train, "Conversations")
+    asked = watch(train, "rollout_and_limit")
     out = go(task="data", model=tmp_path / "model", data=data, reward=paths("drawn"), max_completion_length=20, steps=1)
-    assert sorted(asked[0].args[3]) == sorted(generation["eos_token_id"])
+    assert sorted(asked[0].args[3].eos_ids) == sorted(generation["eos_token_id"])
     assert all((row["prompt"], row["columns"]) == (prompt, {}) for row in samples(out))
     last = {row["tokens"][-1][0] for row in samples(out) if not row["truncated"]}
     assert last - {EOS}, "end tokens other than the first must occur"
