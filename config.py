@@ -32,11 +32,13 @@ GRPO = dict(
     baseline="mean",
     objective="clip",
     ratio="token",
+    old_policy="policy",
     epsilon_low=0.2,
     epsilon_high=0.2,
     combine_rewards="sum",
     dynamic_sampling=0,
 )
+FLASH = dict(baseline="batch", scale_rewards="none", old_policy="sampler", epsilon_low=inf, epsilon_high=inf)
 ALGORITHMS = {
     "grpo": GRPO,
     "dr_grpo": GRPO | dict(normalization="constant", scale_rewards="none"),
@@ -54,6 +56,7 @@ ALGORITHMS = {
     "rloo": GRPO | dict(normalization="sum", scale_rewards="none", baseline="leave_one_out", objective="reinforce"),
     "reinforce++": GRPO | dict(normalization="global", scale_rewards="whiten", baseline="none"),
     "reinforce++-baseline": GRPO | dict(normalization="global", scale_rewards="whiten"),
+    "flash_reinforce": GRPO | FLASH | dict(gate_kl=5e-3),
 }
 
 
@@ -67,17 +70,20 @@ def heading(title: str) -> None:
     _headings.append(title)
 
 
-def setting(default: Any, text: str, *, names: Any = None, may_change: bool = False, **bounds: float) -> Any:
+def setting(
+    default: Any, text: str, *, names: Any = None, needs: str = "", may_change: bool = False, **bounds: float
+) -> Any:
     """Make a field of Config.
 
     names       the allowed values
+    needs       it has no effect unless one of these settings is on, whose names are separated by spaces
     may_change  True if a run may be continued with another value (docs/guarantees.md)
     bounds      of a number: above, at_least, below, at_most. Numbers must be finite, unless at_most is infinity.
     """
-    metadata = dict(heading=_headings[-1], text=text, names=names, may_change=may_change, bounds=bounds)
+    about = dict(heading=_headings[-1], text=text, names=names, needs=needs, may_change=may_change, bounds=bounds)
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=default.copy, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)  # values that change during a run belong in Run.state
@@ -86,7 +92,7 @@ class Config:
     model: str | None = setting(None, "folder, or name on the hub; some tasks bring a small model")
     task: str | None = setting(None, "the task to learn, a file in tasks/; 'data' if you give --data")
     data: str | None = setting(None, "your own prompts: .jsonl, .json, .csv, .parquet, or a data set of the hub")
-    eval_data: str | None = setting(None, "your own held-out prompts; by default a share of --data")
+    eval_data: str | None = setting(None, "your own held-out prompts; by default a share of --data", needs="eval_every")
     chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
     reward: list[str] = setting([], "functions: file.py:function, package.module:function, or one of the task's")
     reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
@@ -97,7 +103,7 @@ class Config:
     max_turns: int = setting(0, "with --reply: end a completion after this many turns; 0: no limit", at_least=0)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
     lora_rank: int = setting(0, "train adapters of this rank and freeze the weights; 0: train all weights", at_least=0)
-    lora_alpha: int = setting(32, "the output of adapters is multiplied by lora_alpha / lora_rank", at_least=1)
+    lora_alpha: int = setting(32, "adapters' output is multiplied by this / lora_rank", needs="lora_rank", at_least=1)
 
     heading("Rollout: prompts_per_step x num_generations completions")
     prompts_per_step: int = setting(16, "prompts drawn in each step", at_least=1)
@@ -108,11 +114,11 @@ class Config:
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", at_least=0)
     min_p: float = setting(0.0, "lowest probability, as a share of the highest", at_least=0, at_most=1)
     stop: list[str] = setting([], "texts that end a turn, as its end token does")
-    keep_set: bool = setting(True, "normalize log-probs over the tokens that top_p, top_k, min_p leave")
+    keep_set: bool = setting(True, "normalize log-probs over the tokens that are left", needs="top_p top_k min_p")
     delay: int = setting(0, "train on completions that were sampled this many steps before", at_least=0)
     server: list[str] = setting([], "URLs of inference servers, such as vLLM's, that sample instead", may_change=True)
-    server_folder: str | None = setting(None, "where weights are handed over; default: the run's", may_change=True)
-    server_timeout: float = setting(600.0, "seconds to wait for a server", above=0, at_most=1e5, may_change=True)
+    server_folder: str | None = setting(None, "for the weights; default: the run's", needs="server", may_change=True)
+    server_timeout: float = setting(600.0, "seconds to wait", needs="server", above=0, at_most=1e5, may_change=True)
     rollout_dtype: str | None = setting(None, "of the rollout alone; default: as dtype", names=("float32", "bfloat16"))
 
     heading("The objective")
@@ -123,18 +129,18 @@ class Config:
     baseline: str | None = setting(None, "what is subtracted from a reward", names=BASELINES)
     objective: str | None = setting(None, "the policy term", names=OBJECTIVES)
     ratio: str | None = setting(None, "importance ratio of each token, or of a sequence", names=RATIOS)
-    old_policy: str = setting("policy", "denominator of the ratio: policy before step, or sampler", names=OLD_POLICIES)
+    old_policy: str | None = setting(None, "denominator: policy before the step, or sampler", names=OLD_POLICIES)
     epsilon_low: float | None = setting(None, "clip ratios below 1 - this", at_least=0, at_most=inf)
     epsilon_high: float | None = setting(None, "clip ratios above 1 + this; cispo: above this", at_least=0, at_most=inf)
     sapo_tau_pos: float = setting(1.0, "sapo: temperature for positive advantages", above=0)
     sapo_tau_neg: float = setting(1.05, "sapo: temperature for negative advantages", above=0)
     delta: float | None = setting(None, "two-sided clipping: cap of the ratio for negative advantages", above=0)
     beta: float = setting(0.0, "weight of the KL to the reference model", at_least=0)
-    kl_estimator: str = setting("k3", "how the KL is estimated", names=KL_ESTIMATORS)
-    kl_importance: bool = setting(False, "multiply the KL by the importance ratio, which corrects it off-policy")
-    reference: str | None = setting(None, "model of the KL, for instance a teacher; default: the policy at its start")
-    ref_sync_every: int = setting(0, "copy the policy to the reference every N steps; 0: never", at_least=0)
-    tis_mode: str = setting("token_truncate", "how pi_old / pi_sampler corrects the policy term", names=TIS_MODES)
+    kl_estimator: str = setting("k3", "how the KL is estimated", needs="beta", names=KL_ESTIMATORS)
+    kl_importance: bool = setting(False, "multiply the KL by the ratio: corrects it off-policy", needs="beta")
+    reference: str | None = setting(None, "model of the KL; default: the policy at its start", needs="beta")
+    ref_sync_every: int = setting(0, "copy the policy to it every N steps; 0: never", needs="beta", at_least=0)
+    tis_mode: str = setting("token_truncate", "how these bounds apply", needs="tis_cap tis_floor", names=TIS_MODES)
     tis_cap: float | None = setting(None, "upper bound of pi_old / pi_sampler; without bounds, no correction", above=0)
     tis_floor: float | None = setting(None, "lower bound of pi_old / pi_sampler", above=0)
     gate_low: float | None = setting(None, "drop completions with mean pi_old / pi_sampler below this", above=0)
@@ -172,15 +178,15 @@ class Config:
     attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2, or another", may_change=True)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time", may_change=True)
     shard: bool = setting(False, "split weights, gradients and Adam over the ranks (FSDP2)", may_change=True)
-    shard_size: int = setting(0, "ranks per copy of the model; 0: all of a machine", at_least=0, may_change=True)
+    shard_size: int = setting(0, "ranks per copy; 0: all of a machine", needs="shard", at_least=0, may_change=True)
 
     heading("Evaluation and files")
     eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
     metrics_by: str | None = setting(None, "column of the rows: rewards for each of its values", may_change=True)
     eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
-    eval_k: int = setting(4, "samples of each of them, for pass@k", at_least=1, may_change=True)
-    eval_temperature: float | None = setting(None, "of them; default: as temperature", above=0, may_change=True)
-    eval_top_p: float | None = setting(None, "of them; default: as top_p", above=0, at_most=1, may_change=True)
+    eval_k: int = setting(4, "samples of each of them, for pass@k", needs="eval_every", at_least=1, may_change=True)
+    eval_temperature: float | None = setting(None, "default: temperature", needs="eval_every", above=0, may_change=True)
+    eval_top_p: float | None = setting(None, "default: top_p", needs="eval_every", above=0, at_most=1, may_change=True)
     save_every: int = setting(20, "save every N steps and at the end; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
@@ -258,6 +264,12 @@ def kind_of(setting: Field) -> type:
 
 def is_list(setting: Field) -> bool:
     return get_origin(setting.type) is list
+
+
+def is_on(config: Config, name: str) -> bool:
+    """Return whether a setting that others need does something. A top_p of 1 keeps all tokens."""
+    value = getattr(config, name)
+    return bool(value) and not (name == "top_p" and value == 1.0)
 
 
 def is_allowed(setting: Field, value: Any) -> bool:

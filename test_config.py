@@ -47,7 +47,13 @@ def test_what_is_given_wins_and_what_is_not_is_filled_in(on_gpu, machine):
 def test_the_loss_gets_every_setting_that_it_takes():
     """The default of each of these settings, as `resolve` returns it, is also the default of policy_loss."""
     switches, settings = policy_loss.__kwdefaults__, vars(resolve(Config(), TASK, on_gpu=False))
-    assert {*train.LOSS_SWITCHES} == switches.keys() - {"ref_logp", "sampler_logp", "head_logp", "sampler_head_logp"}
+    assert {*train.LOSS_SWITCHES} == switches.keys() - {
+        "ref_logp",
+        "entropy",
+        "sampler_logp",
+        "head_logp",
+        "sampler_head_logp",
+    }
     assert all(settings[name] == switches[name] for name in train.LOSS_SWITCHES)
 
 

@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import pad
 
 from advantage import group_advantages
-from config import Config, UserError, resolve
+from config import ALGORITHMS, Config, UserError, resolve
 from conftest import allowed_pairs
 from infra.command_line import ready
 from loss import (
@@ -38,6 +38,7 @@ from loss import (
     OBJECTIVES,
     RATIOS,
     SWITCHES_READ,
+    binary_kl,
     combine,
     kl_divergence,
     needs_advantages,
@@ -279,6 +280,37 @@ def test_vespo(b):
         return w**k * math.exp(decay * (1 - w)) * c.A * sum(c.logp)
 
     check(b, OVER_STD, "global", J, objective="vespo")
+
+
+def test_flash_reinforce(b):
+    """FlashREINFORCE, 2026: J = 1/N Σ_i M_i 1/|o_i| Σ_t ρ_it A_i, A_i = r_i − mean r of all, ρ_it = π_θ/μ. M_i is 0 if
+    the mean over the tokens of o_i of the binary KL of μ and π_θ is above δ, else 1."""
+    A = torch.tensor([r - fmean(REWARDS) for r in REWARDS], dtype=F64)
+    one_rollout_a_prompt = torch.tensor(REWARDS, dtype=F64)[:, None]
+    close(group_advantages(one_rollout_a_prompt, scale="none", baseline="batch").flatten(), A)
+
+    def is_far(c):
+        return fmean(coin_kl(sg(x), sg(y)) for x, y in zip(c.sampler, c.logp)) > 0.1
+
+    def J(c):
+        return 0.0 if is_far(c) else sum(cmath.exp(x - y) for x, y in zip(c.logp, c.sampler)) * c.A
+
+    switches = {name: ALGORITHMS["flash_reinforce"][name] for name in ("old_policy", "epsilon_low", "epsilon_high")}
+    given = dict(sampler_logp=b.sampler, gate_kl=0.1, **switches)
+    loss, grad, stats = run(b.logp, b.old, A, token_weights(b.mask, "sequence"), b.mask, **given)
+    close((loss, grad), minus_sum(b, J, A.tolist(), WEIGHTS["sequence"]))
+    completions = [
+        SimpleNamespace(sampler=x[:n].tolist(), logp=y[:n].tolist()) for x, y, n in zip(b.sampler, b.logp, LENGTHS)
+    ]
+    far = sum(map(is_far, completions))
+    assert stats["gate_dropped"] == (far, N) and 0 < far < N
+
+
+def test_the_binary_kl_at_probabilities_of_1():
+    """With p = 1 the second term is 0, and with q = 1 the KL is infinite, unless p is 1 as well. A set of one id has
+    both. Probabilities that are rounded to more than 1 are 1."""
+    log_p, log_q = torch.tensor([[0.0, 0.0, -1.0, 1e-9, -1e-9], [0.0, -2.0, 0.0, 1e-9, -1e-9]], dtype=F64)
+    close(binary_kl(log_p, log_q), torch.tensor([0.0, 2.0, INF, 0.0, 0.0], dtype=F64))
 
 
 # ---- Facts that hold for any policy ----

@@ -18,7 +18,7 @@ from typing import NoReturn
 from transformers.hf_argparser import string_to_bool
 
 from advantage import compares_in_group
-from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, kind_of, resolve, task_of
+from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, is_on, kind_of, resolve, task_of
 from infra import run_folder
 from loss import OBJECTIVES, RATIOS, SWITCHES_READ
 from tasks import REAL_MODEL_DEFAULTS, task_defaults, task_module, task_names
@@ -145,22 +145,16 @@ def contradictions(config: Config) -> Iterator[str]:
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
-    only_with = {  # what must be there: whether it is, and the settings that are read only then
-        "--beta": (config.beta, ["kl_estimator", "kl_importance", "reference", "ref_sync_every"]),
-        "a ratio of policies": (config.objective != "reinforce" or config.kl_importance, ["old_policy"]),
-        "--tis_cap or --tis_floor": (config.tis_cap or config.tis_floor, ["tis_mode"]),
-        "--top_p, --top_k or --min_p": (config.cuts_vocabulary, ["keep_set"]),
-        "--reward overlong": (any(name.endswith("overlong") for name in config.reward), ["overlong_buffer"]),
-        "--lora_rank": (config.lora_rank, ["lora_alpha"]),
-        "steps after the warm-up": (config.steps == 0 or config.steps > config.warmup_steps, ["lr_schedule"]),
-        "--shard": (config.shard, ["shard_size"]),
-        "--server": (config.server, ["server_folder", "server_timeout"]),
-        "--eval_every": (config.eval_every, ["eval_k", "eval_data", "eval_temperature", "eval_top_p"]),
-    }
-    for other, (is_there, names) in only_with.items():
-        for name in names:
-            if not is_there and getattr(config, name) != getattr(Config, name):
-                yield f"--{name}: has no effect without {other}; leave it out"
+    for name, setting in SETTINGS.items():
+        needs = setting.metadata["needs"].split()
+        if needs and getattr(config, name) != setting.default and not any(is_on(config, other) for other in needs):
+            yield f"--{name}: has no effect without {' or '.join(f'--{other}' for other in needs)}; leave it out"
+    if config.old_policy == "sampler" and config.objective == "reinforce" and not config.kl_importance:
+        yield "--old_policy: has no effect without a ratio of policies; leave it out"
+    if config.overlong_buffer and not any(name.endswith("overlong") for name in config.reward):
+        yield "--overlong_buffer: has no effect without --reward overlong; leave it out"
+    if config.lr_schedule != "constant" and 0 < config.steps <= config.warmup_steps:
+        yield "--lr_schedule: has no effect without steps after the warm-up; leave it out"
 
     # The objective.
     one_update = config.num_iterations * config.minibatches == 1

@@ -177,7 +177,7 @@ def make(op: str, *a: Node) -> Node:
             return (op, number, x)
         case ("isnan", _) | ("<" | "==", ("exp", _), 0) | (">", _, math.inf):
             return False
-        case "clip", ("exp", _) as x, 0, math.inf:
+        case "clip", ("exp", _) as x, low, math.inf if low in (0, -math.inf):
             return x
         case "clip", x, None, high:
             return ("min", x, high)

@@ -68,7 +68,7 @@ def test_a_table_has_the_means_over_the_seeds():
     assert len(compare.classes(np.array([[1.0, -1.0], [-1.0, 1.0]]))) == 2, "opposite directions are not one"
 
 
-def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, watch):
+def test_presets_are_eight_directions_and_more_after_updates(capsys, tmp_path, watch):
     """Completions of one length would make `sequence` and `global` one direction. The picture shows the means over the
     seeds that the table has, each at the place of its two names."""
     pictures = watch(compare, "picture")
@@ -77,9 +77,9 @@ def test_presets_are_seven_directions_and_more_after_updates(capsys, tmp_path, w
     shown = capsys.readouterr().out
     first, second = (line for line in shown.splitlines() if " directions: " in line)
     classes = [{*own.split(" = ")} for own in first.partition(": ")[2].split("; ")]
-    assert len(classes) == 7 and {name for own in classes for name in own} == {*ALGORITHMS}
+    assert len(classes) == 8 and {name for own in classes for name in own} == {*ALGORITHMS}
     assert {"grpo", "gspo", "sapo", "gmpo", "gdpo"} in classes and {"dr_grpo", "rloo"} in classes
-    assert {"dapo", "cispo", "luspo", "dppo", "vespo"} in classes and int(second.split()[0]) > 7
+    assert {"dapo", "cispo", "luspo", "dppo", "vespo"} in classes and int(second.split()[0]) > 8
     assert re.search(r"\((.*) to (?!\1)", shown) and (tmp_path / "compare.png").stat().st_size > 0, "seeds differ"
     left, right, _ = pictures[0].result.axes  # the last one is the colour bar
     names = [[label.get_text() for label in labels] for labels in (right.get_xticklabels(), left.get_yticklabels())]
