@@ -59,7 +59,7 @@ EIGHT_UPDATES = "grpo,dr_grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo,maxrl,opo,gdp
 # grpo, and the presets that change the ratio or its bounds.
 OWN_RATIOS = "grpo,dapo,gspo,cispo,sapo,gmpo,luspo,dppo"
 FIVE, EIGHT = "1,2,3,4,5", "1,2,3,4,5,6,7,8"
-COMMON = "--prompts_per_step 8 --max_grad_norm 1000 --eval_every 99 --save_every 0"
+COMMON = "--prompts_per_step 8 --max_grad_norm 1000 --warmup_steps 5 --eval_every 99 --save_every 0"
 CHAIN_ON = f"--task chain --steps 40 {COMMON}"
 CHAIN_OFF = f"--task chain --steps 30 --num_iterations 2 --minibatches 4 {COMMON}"
 ADDITION_ON = f"--task addition --steps 24 {COMMON}"
