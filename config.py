@@ -6,6 +6,7 @@ setting into a flag and checks its value, so a new setting needs no code there. 
 config.json, which --config can read.
 """
 
+import importlib
 import operator
 from dataclasses import Field, dataclass, field, fields, replace
 from math import inf
@@ -17,6 +18,16 @@ from loss import KL_ESTIMATORS, NORMALIZATIONS, OBJECTIVES, OLD_POLICIES, RATIOS
 
 class UserError(Exception):
     """A mistake that the user can correct. Its message is shown without a stack trace."""
+
+
+def needs(package: str) -> None:
+    """Raise an error if a package is not installed that only some runs need, and that requirements.txt lacks."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # it is installed, but something that it needs is not
+            raise
+        raise UserError(f"this needs the package {package}: pip install {package}") from error
 
 
 # What to do about an error of memory.

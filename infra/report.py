@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import resource
+import shlex
 import statistics
 import sys
 import time
@@ -337,10 +338,11 @@ def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:
     if metrics["delay"] and not config.reads_sampler:
         yield "completions of earlier steps are trained on, and nothing corrects for it; see --old_policy, --tis_cap"
     if metrics["step"] <= 3 and metrics["length_correct"] is None and metrics["length_incorrect"] is not None:
-        yield "no completion of this step is right; look at some with python -m tools.look"
+        yield f"no completion of this step is right; look at some with {command('look', Path(config.out))}"
     is_flat = metrics["reward"] is None or metrics["reward_std"] == 0.0
     if metrics["step"] <= 3 and is_flat and any(config.reward_weights or [1.0]):
-        yield "in every group of this step, all rewards are equal or missing; look at some with python -m tools.look"
+        look = command("look", Path(config.out))
+        yield f"in every group of this step, all rewards are equal or missing; look at some with {look}"
 
 
 def finished(out: Path, already: bool = False) -> int:
@@ -351,8 +353,13 @@ def finished(out: Path, already: bool = False) -> int:
         lines = [line for line in run_folder.read_lines(out / "metrics.jsonl") if held_out(line)]
         for line in lines[:1] + lines[1:][-1:]:
             show_evaluation(line)
-    say(f"\nfor a plot of the run: python -m tools.plot {out}; for its completions: python -m tools.look {out}")
+    say(f"\nfor a plot of the run: {command('plot', out)}; for its completions: {command('look', out)}")
     return 0
+
+
+def command(tool: str, out: Path) -> str:
+    """Return the command that calls a tool for a run, from any folder."""
+    return shlex.join(["python", str(Path(__file__).parent.parent / "tools" / f"{tool}.py"), str(out)])
 
 
 def show_evaluation(metrics: dict) -> None:

@@ -1,4 +1,5 @@
-"""Read the rows of a task from users' files or from the hub. Left out: streaming."""
+"""Read the rows of a task from users' files or from the hub, which needs the package datasets (requirements-gpu.txt).
+Left out: streaming."""
 
 import csv
 import glob
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import Config, UserError
+from config import Config, UserError, needs
 
 ADDED_COLUMNS = ("prompt_ids", "_index")  # check_prompts adds these to the rows
 REWARD_ARGUMENTS = "prompts completions completion_ids truncated trainer_state log_metric log_extra".split()
@@ -61,7 +62,8 @@ def is_prompt(prompt: Any) -> bool:
 
 def load_with_datasets(name: str, split: str, subset: str | None = None, data_files: str | None = None) -> list[dict]:
     """Return the rows of a data set on the hub, or of a file. For a file, `name` is its format."""
-    import datasets  # not needed for .jsonl files
+    needs("datasets")
+    import datasets
 
     return list(datasets.load_dataset(name, subset, split=split, data_files=data_files))
 

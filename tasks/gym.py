@@ -12,7 +12,7 @@ number (of the question in the data set).
 import json
 import re
 
-from config import Config, UserError
+from config import Config, UserError, needs
 from tasks import Task, text_of
 
 VARIANTS = True  # `load` reads what follows "gym:"
@@ -26,7 +26,8 @@ def load(config: Config) -> Task:
     name, _, settings = config.task.partition(":")[2].partition(":")
     if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # the JSON may name data sets, too
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
-    from reasoning_gym import create_dataset, utils  # only needed for this task
+    needs("reasoning_gym")
+    from reasoning_gym import create_dataset, utils
 
     data_set = create_dataset(name, **(dict(size=2048, seed=0) | json.loads(settings or "{}")))
     entries = list({entry["question"]: entry for entry in data_set}.values())

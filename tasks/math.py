@@ -3,12 +3,12 @@ r"""Math: problems whose final answers are in \boxed{} and are judged by math-ve
     --task math                                                    DigitalLearningGmbH/MATH-lighteval on the hub
     --task math --data agentica-org/DeepScaleR-Preview-Dataset     other rows, each with a problem and its answer
 
-Install math-verify first: `pip install math-verify==0.9.*`. The reward is 1 if math-verify finds the last box equal to
-the answer, and 0 otherwise. Math-verify is lenient: 2+1 equals 3, and 10% equals 0.1. An answer that takes it more than
+Install the packages of requirements-gpu.txt first. The reward is 1 if math-verify finds the last box equal to the
+answer, and 0 otherwise. Math-verify is lenient: 2+1 equals 3, and 10% equals 0.1. An answer that takes it more than
 five seconds counts as wrong. Columns: prompt, answer.
 """
 
-from config import Config, UserError
+from config import Config, UserError, needs
 from tasks import Task, text_of
 from tasks._files import hub_splits
 
@@ -28,7 +28,8 @@ def to_row(row: dict) -> dict:
 
 def equal_answer(prompts, completions, completion_ids, answer: list, **columns) -> list[float]:
     """Return 1 if the last box of the completion equals the answer, otherwise 0."""
-    from math_verify import LatexExtractionConfig, parse, verify  # only needed for this task
+    needs("math_verify")
+    from math_verify import LatexExtractionConfig, parse, verify
 
     def last_box(text: str) -> list:
         _, box, inside = text.rpartition("\\boxed{")

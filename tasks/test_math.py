@@ -1,6 +1,7 @@
 """Problems with their answers, judged by math-verify."""
 
 import json
+import sys
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_an_answer_without_mathematics_is_an_error_that_names_the_prompt(answer)
     pytest.importorskip("math_verify")
     with pytest.raises(UserError, match=r"^the answer .* is not mathematics, for prompt 'how\?'$"):
         equal_answer(["why?", "how?"], ["\\boxed{1}"] * 2, [[1]] * 2, answer=["1", answer])
+
+
+def test_without_the_judge_its_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # an import of it fails, as if it were not installed
+    with pytest.raises(UserError, match=r"needs the package math_verify: pip install math_verify$"):
+        equal_answer(["why?"], ["\\boxed{1}"], [[1]], answer=["1"])
 
 
 def test_rows_of_a_file(tmp_path):

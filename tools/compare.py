@@ -4,10 +4,9 @@
     python -m tools.compare --updates 8 --learning_rate 5e-4      and after eight updates on these completions
     python -m tools.compare --vary normalization=sequence,global --seeds 1,2,3
 
-All other flags are those of train.py. One rollout is made for each seed, and nothing is written but the picture. For
-each variant, the table shows the norm of its gradient and the cosine to the first variant. Variants whose cosine is
-1.000 are one class. The picture shows the cosines of all pairs. With several seeds, numbers are means, with the lowest
-and the highest.
+All other flags are those of train.py. One rollout is made for each seed. For each variant, the table shows the norm of
+its gradient and the cosine to the first variant. Variants whose cosine is 1.000 are one class. With several seeds,
+numbers are means, with the lowest and the highest. `--picture FILE` draws the cosines of all pairs.
 
 A model may be too large to keep the gradients of all variants. Then `--coordinates N` keeps the same N random entries
 of each. Norms stay exact. The error of the cosines is estimated from ten parts of these entries.
@@ -20,15 +19,15 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 import train
 from advantage import Group, set_advantages
 from batch import Batch, collate, retry_smaller
-from config import ALGORITHMS, SETTINGS, Config
+from config import ALGORITHMS, SETTINGS, Config, needs
 from infra import faults, ranks
 from infra.command_line import parse, ready
 from infra.lora import trained_tensors
@@ -123,7 +122,9 @@ def table(names: list[str], norms: np.ndarray, matrices: np.ndarray) -> list[str
     return [*lines, f"{len(directions)} directions: {'; '.join(directions)}"]
 
 
-def picture(names: list[str], titled: dict[str, np.ndarray]) -> Figure:
+def picture(names: list[str], titled: dict[str, np.ndarray]) -> Any:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(0.3 * len(names) * len(titled) + 2, 0.3 * len(names) + 1.2), layout="constrained")
     order = np.concatenate(classes(next(iter(titled.values()))))  # variants of one direction stand together
     for k, (title, matrix) in enumerate(titled.items()):
@@ -143,7 +144,7 @@ def split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--vary", action="append", metavar="SETTING=VALUE,VALUE", help="default: every preset")
     parser.add_argument("--seeds", default="0", help="default: %(default)s")
     parser.add_argument("--coordinates", type=int, metavar="N", help="keep N random entries of each gradient")
-    parser.add_argument("--picture", type=Path, default=Path("compare.png"), help="default: %(default)s")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the cosines of all pairs")
     args, flags = parser.parse_known_args(words)
     args.vary, *others = args.vary or [f"algorithm={','.join(ALGORITHMS)}"]
     name, _, _ = args.vary.partition("=")
@@ -159,6 +160,8 @@ def main(words: list[str]) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
+    if args.picture:
+        needs("matplotlib")  # found now, and not after the work
     found = [measure(variants, args.updates, args.coordinates) for variants in args.grids]
     names, titled = [*args.grids[0]], {}
     for phase, title in enumerate(["at the policy that sampled", f"after {args.updates} updates"][: len(found[0])]):
@@ -166,9 +169,10 @@ def compare(args: argparse.Namespace) -> int:
         titled[title] = np.stack(matrices).mean(0)
         error = f"; cosines have an error of {max(errors):.2g}" if max(errors) else ""
         print(f"{title}{error}", *table(names, np.stack(norms), np.stack(matrices)), "", sep="\n")
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    picture(names, titled).savefig(args.picture, dpi=160, bbox_inches="tight")
-    print(args.picture)
+    if args.picture:
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        picture(names, titled).savefig(args.picture, dpi=160, bbox_inches="tight")
+        print(args.picture)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Make RUN/look.html, a page for reading the completions of a run. It is a single file and needs no network.
 
-    python -m tools.look runs/addition-grpo-0
+    python tools/look.py runs/addition-grpo-0           (with the path of this file, from any folder)
 
 The page shows curves of the metrics, and the completions in samples.jsonl: four for each step, unless the run had
 another --samples_per_step. If there is more than a browser can show, the page leaves some of it out and says how much:
@@ -13,6 +13,9 @@ import json
 import math
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # find this program from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infra import run_folder
 

@@ -1,7 +1,7 @@
 """Draw the metrics of one or several runs.
 
-    python -m tools.plot runs/addition-grpo-0
-    python -m tools.plot runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
+    python tools/plot.py runs/addition-grpo-0           (with the path of this file, from any folder)
+    python tools/plot.py runs/a-* runs/b-* --out compare.png --panels reward accuracy length sampler_gap
 
 Runs that differ only in their seed are drawn together: a line shows their mean, and a band reaches from the lowest to
 the highest value. The legend names the settings that differ, and the code and the files of the runs if these do. The
@@ -17,10 +17,17 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+
+if __name__ == "__main__":  # find this program from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+except ModuleNotFoundError:
+    sys.exit("error: this needs the package matplotlib: pip install matplotlib")
 
 from config import ALGORITHMS
 from infra import run_folder
