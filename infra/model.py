@@ -21,6 +21,7 @@ from transformers.integrations import sdpa_attention
 
 from batch import Limits
 from config import Config, UserError
+from fast.norm import fuse_norms
 from fast.output_head import returns_head_output
 from fast.shared_prompts import model_inputs
 from infra import checkpoint, command_line, faults, lora, ranks, run_folder
@@ -49,6 +50,8 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
     ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
     model, reference, eos_ids = load(opened, cfg, device)
+    models = [model] if reference in (None, model) else [model, reference]
+    fused = [fuse_norms(each) for each in models]
     if cfg.server or (cfg.decode == "graph" and not graph_decoding_works(model, getattr(torch, cfg.sampler_dtype))):
         cfg = replace(cfg, decode="plain")
     sampling = Sampling(
@@ -73,10 +76,10 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         model=model,
         reference=reference,
         sampling=sampling,
-        limits=limits_of(cfg, [model] if reference in (None, model) else [model, reference], longest_prompt),
+        limits=limits_of(cfg, models, longest_prompt),
     )
     noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
-    return fields, longest_prompt, [*noted, *trained_on_before(cfg)]
+    return fields, longest_prompt, [*noted, *trained_on_before(cfg), *filter(None, fused[:1])]
 
 
 def trained_on_before(cfg: Config) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""A model in bf16: its weights and logits while it decodes, and its experts in an update. Also: which models read
-several completions as one row, and the generators of random numbers."""
+"""A model in bf16: its weights and logits while it decodes, and its experts in an update. Also: norms as one kernel,
+which models read several completions as one row, and the generators of random numbers."""
 
 import inspect
 
@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 from config import Config
-from conftest import tiny_model
+from conftest import FAMILIES, Operations, flat_gradient, tiny_model
+from fast.norm import fuse_norms
 from infra.decoding import decoding
 from infra.lora import add_adapters
 from infra.model import limits_of
@@ -53,6 +54,43 @@ def test_decoding_converts_the_weights_and_restores_them():
         raise KeyboardInterrupt
     after = model.state_dict()
     assert all(after[name].dtype == x.dtype and after[name].equal(x) for name, x in before.items())
+
+
+OWN_NORMS = "gemma", "gemma2", "gemma3", "cohere"  # two multiply by 1 + weight, and one subtracts the mean
+WITH_A_BIAS = "phi", "gpt2", "gpt2 tied", "gpt_neox", "bloom"  # of another kind, so they are not tried
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_as_one_kernel_give_the_same_numbers(name):
+    model, ids = tiny_model(name, torch.float32), torch.arange(3, 43).view(2, 20)
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        logits = model(input_ids=ids).logits
+        logits.square().mean().backward()
+        return logits.detach(), flat_gradient(model)
+
+    before, note = outputs(), fuse_norms(model)
+    assert all(torch.equal(ours, own) for ours, own in zip(outputs(), before)), "to the bit"
+    kept = [norm for norm in model.modules() if type(norm).__name__.endswith("Norm") and "forward" not in vars(norm)]
+    assert bool(kept) == (name in OWN_NORMS + WITH_A_BIAS)
+    assert (note is None) == (name in WITH_A_BIAS) and (note or "0 of").startswith("0 of") == bool(kept)
+
+
+def test_a_norm_is_one_kernel_and_keeps_the_dtype_of_the_layers():
+    """Under autocast, layers pass on fp32 if the weights are in fp32, and bf16 if they are in bf16, as with --shard."""
+    model, ids = tiny_model("qwen3", torch.float32), torch.arange(3, 43).view(2, 20)
+    launches = []
+    for _ in range(2):
+        with torch.no_grad(), Operations() as operations:
+            model(input_ids=ids)
+        launches.append(operations.launches.total())
+        assert fuse_norms(model) == "9 of 9 norms are computed by one kernel each"
+    assert launches[0] - launches[1] == 9 * 5  # a product, a mean, a sum, a root, two products: of these six, one stays
+    norm = model.model.norm
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.ones(2, 32)).dtype == torch.float32
+        assert norm.bfloat16()(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @torch.no_grad()
