@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench import evidence, logs
-from config import Config
+from config import Config, resolve
 from tools import ablate, plot
 from tools.ablate import Lines
 
@@ -142,7 +142,7 @@ def logged(name: str) -> tuple[argparse.Namespace, list[list[Lines]]]:
 
     def read(run: ablate.Run) -> Lines:
         row = rows[key_of(vars(run.config))]
-        ablate.check_settings(run, Config(**row["settings"]))
+        ablate.check_settings(run, resolve(Config(**row["settings"]), {}, on_gpu=False))
         # The log has a list of values for each metric. Return a dictionary for each step.
         return [dict(zip(row["columns"], line)) for line in zip(*row["columns"].values())]
 
