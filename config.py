@@ -103,7 +103,7 @@ class Config:
     model: str | None = setting(None, "folder, or name on the hub; some tasks bring a small model")
     task: str | None = setting(None, "the task to learn, a file in tasks/; 'data' if you give --data")
     data: str | None = setting(None, "your own prompts: .jsonl, .json, .csv, .parquet, or a data set of the hub")
-    eval_data: str | None = setting(None, "your own held-out prompts; by default a share of --data", needs="eval_every")
+    eval_data: list[str] = setting([], "your own held-out prompts; default: a share of --data", needs="eval_every")
     chat_template_kwargs: str | None = setting(None, "for the chat template, as JSON: '{\"enable_thinking\": false}'")
     reward: list[str] = setting([], "functions: file.py:function, package.module:function, or one of the task's")
     reward_weights: list[float] = setting([], "for each reward; default: the task's, or 1", at_least=-1e9, at_most=1e9)
@@ -192,13 +192,13 @@ class Config:
     shard_size: int = setting(0, "ranks per copy; 0: all of a machine", needs="shard", at_least=0, may_change=True)
 
     heading("Evaluation and files")
-    eval_every: int = setting(20, "evaluate every N steps and at the end; 0: never", at_least=0, may_change=True)
-    metrics_by: str | None = setting(None, "column of the rows: rewards for each of its values", may_change=True)
-    eval_prompts: int = setting(256, "held-out prompts; at most a fifth of --data", at_least=1, may_change=True)
+    eval_every: int | None = setting(None, "evaluate every N steps, and last; 0: never", at_least=0, may_change=True)
+    metrics_by: str | None = setting(None, "column of the rows: metrics for each of its values", may_change=True)
+    eval_prompts: int = setting(256, "of each held-out file; at most a fifth of --data", at_least=1, may_change=True)
     eval_k: int = setting(4, "samples of each of them, for pass@k", needs="eval_every", at_least=1, may_change=True)
     eval_temperature: float | None = setting(None, "default: temperature", needs="eval_every", above=0, may_change=True)
     eval_top_p: float | None = setting(None, "default: top_p", needs="eval_every", above=0, at_most=1, may_change=True)
-    save_every: int = setting(20, "save every N steps and at the end; 0: only at the end", at_least=0, may_change=True)
+    save_every: int | None = setting(None, "save every N steps, and last; 0: only then", at_least=0, may_change=True)
     keep_checkpoints: int = setting(1, "how many checkpoints are kept", at_least=1, may_change=True)
     samples_per_step: int = setting(4, "completions of a step to write out; -1: all", at_least=-1, may_change=True)
     report_to: str | None = setting(None, "metrics tracker", names=("tensorboard", "trackio", "wandb"), may_change=True)
@@ -214,7 +214,7 @@ class Config:
     @property
     def held_out(self) -> int:
         """How many prompts of --data are not trained on, if there are enough."""
-        return self.eval_prompts if self.eval_every and not self.eval_data else 0
+        return 0 if self.eval_every == 0 or self.eval_data else self.eval_prompts
 
     @property
     def sampler_dtype(self) -> str:
@@ -228,6 +228,9 @@ class Config:
         return is_corrected or self.sampler_coef > 0.0 or self.score_centering > 0
 
 
+OFTEN = 20  # steps between two evaluations, or checkpoints, of a small model
+
+
 def task_of(config: Config) -> str:
     """Return the name of the task, which may follow from other settings."""
     return config.task or ("data" if config.data else "addition")
@@ -238,7 +241,7 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
 
     1. the user, on the command line or in the file of --config
     2. the preset of the algorithm
-    3. the task; its warm-up becomes at most a tenth of the steps
+    3. the task; its warm-up becomes at most a tenth of the steps, and with a server it saves more often
     4. what follows from other settings (the task, the folder) or from the machine (dtype, decode, the two budgets)
 
     What is still None after this is off."""
@@ -246,6 +249,8 @@ def resolve(config: Config, task_defaults: dict, on_gpu: bool) -> Config:
     name = "-".join(task.split(":")[:2])  # gym:NAME:JSON gives gym-NAME, for the folder
     out = f"runs/{name}-{'evaluation' if config.steps == 0 else config.algorithm}-{config.seed}"
     defaults = dict(task=task, out=out) | task_defaults | ALGORITHMS[config.algorithm]
+    if config.server:  # the run ends if a server restarts
+        defaults["save_every"] = OFTEN
     is_given = config.warmup_steps is not None
     config = replace(config, **{name: x for name, x in defaults.items() if getattr(config, name) is None})
     if config.warmup_steps and not is_given:  # a short run reaches its learning rate, too

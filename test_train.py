@@ -484,7 +484,8 @@ def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     # In a mixture of data sets, some rows lack the column.
     rows = [x if x["prompt"][1] < "c" else x | {"source": 5 if len(x["prompt"]) < 5 else "long"} for x in rows]
     (data := tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = dict(data=data, eval_data=data, prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
+    (others := tmp_path / "others.jsonl").write_text("\n".join(map(json.dumps, rows[:9])))
+    own = dict(data=data, eval_data=[data, others], prompts_per_step=8, steps=1, metrics_by="source", eval_every=1)
     (line,) = metrics(out := go(**own, reward=paths("sometimes", "judged"), correct="judged"))[1:]
     for source in (5, "long", None):
         own_rewards = [one["reward"] for one in samples(out) if one["columns"]["source"] == source]
@@ -493,6 +494,12 @@ def test_rewards_are_reported_for_each_value_of_a_column(go, sorting, tmp_path):
     n = {source: line[f"eval/groups/source={source}"] for source in (5, "long", None)}
     right = sum(n[source] * line[f"eval/accuracy/source={source}"] for source in n)
     assert right == pytest.approx(sum(n.values()) * line["eval/accuracy"])
+    # Each of the two files of held-out rows has figures of its own, of greedy answers and of samples.
+    n = {file: line[f"eval/groups/eval_data={file}"] for file in ("mixed", "others")}
+    right = sum(n[file] * line[f"eval/accuracy/eval_data={file}"] for file in n)
+    assert right == pytest.approx(sum(n.values()) * line["eval/accuracy"]) and n["mixed"] > n["others"] > 0
+    assert {f"eval/avg@4/eval_data={file}" for file in n} <= line.keys() and "eval/avg@4/source=5" in line
+    assert "eval_data" not in samples(out)[0]["columns"]
 
 
 @pytest.mark.parametrize("settings", [{}, dict(gradient_checkpointing=True, num_iterations=2)])
@@ -582,7 +589,7 @@ def draws(watch):
 
 
 def test_prompts_and_streams(go, draws, watch, sorting):
-    rollouts = watch(train, "rollout")
+    rollouts = watch(train, "rollout_and_limit")
     held_out = dict(eval_every=1, eval_data=sorting["data"], eval_prompts=5, eval_k=2)
     go(steps=2, **held_out, temperature=0.8, top_p=0.9, top_k=5, min_p=0.1)
     given = [(one.temperature, one.top_p, one.top_k, one.min_p) for one in (call.args[3] for call in rollouts)]
@@ -626,7 +633,7 @@ def test_user_code_draws_other_random_numbers_on_each_rank(monkeypatch):
 
 
 def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
-    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout")
+    rewarded, rollouts = watch(sys.modules[__name__], "lucky"), watch(train, "rollout_and_limit")
     own = dict(temperature=0.8, eval_temperature=0.5, eval_top_p=0.9)
     out = go(eval_every=2, eval_prompts=7, eval_k=3, steps=3, reward=paths("lucky"), correct="lucky", **own)
     calls = [call.kwargs | {"values": call.result} for call in rewarded]

@@ -318,7 +318,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     metrics and the samples. Every evaluation uses the random numbers of step 0, so that evaluations can be compared."""
     cfg = run.config
     ranks.seed_everything(cfg.seed, 0, ranks.rank())
-    rows = run.task.eval[: cfg.eval_prompts]
+    rows = run.task.rows_of_evaluation(cfg.eval_prompts)
     changes = dict(temperature=cfg.eval_temperature or cfg.temperature, top_p=cfg.eval_top_p or cfg.top_p)
     unrecorded = dict(head=0, keep_set=False)  # only training reads heads and kept sets
     sampled = start_groups(run, rows, cfg.eval_k, step=0, **unrecorded, **changes)()
@@ -326,8 +326,8 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     greedy = start_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
-    judged = [group for group in greedy if group.right is not None]
-    metrics |= report.by_column(judged, cfg.metrics_by, "eval/accuracy", lambda group: group.right)
+    for column in (cfg.metrics_by, "eval_data" if len(cfg.eval_data) > 1 else None):
+        metrics |= report.of_evaluation_by(column, greedy, sampled)
     return metrics | report.of_logged([*sampled, *greedy], [], "eval/logged/"), sampled
 
 
@@ -369,11 +369,12 @@ def train(typed: Config) -> int:
     # Up to this line, only hidden files of the folder are new. A run that cannot start leaves all others as they were.
     notes += ranks.on_first(run_folder.begin, run.config, typed, start)
     ranks.on_first(log.open, start.after_step)
-    log.plan(run.model, (len(run.task.train), len(run.task.eval)), device, notes, start.after_step)
+    evaluated_prompts = len(run.task.rows_of_evaluation(cfg.eval_prompts))
+    log.plan(run.model, (len(run.task.train), len(run.task.eval), evaluated_prompts), device, notes, start.after_step)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     if cfg.eval_every and not start.after_step:
-        log.before_evaluation(len(run.task.eval))
+        log.before_evaluation()
         eval_metrics, evaluated = evaluate(run, 0)
         log.write({"step": 0} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):
@@ -382,7 +383,7 @@ def train(typed: Config) -> int:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
         if evaluates:
-            log.before_evaluation(len(run.task.eval))
+            log.before_evaluation()
         eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
         log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)

@@ -145,9 +145,14 @@ def contradictions(config: Config) -> Iterator[str]:
         for name in sorted(set().union(*reads.values()) - set(reads[chosen])):
             if getattr(config, name) not in (getattr(Config, name), ALGORITHMS[config.algorithm].get(name)):
                 yield f"--{name} {getattr(config, name)}: has no effect with --{choice} {chosen}; leave it out"
+    default = Config()
     for name, setting in SETTINGS.items():
         needs = setting.metadata["needs"].split()
-        if needs and getattr(config, name) != setting.default and not any(is_on(config, other) for other in needs):
+        if (
+            needs
+            and getattr(config, name) != getattr(default, name)
+            and not any(is_on(config, other) for other in needs)
+        ):
             yield f"--{name}: has no effect without {' or '.join(f'--{other}' for other in needs)}; leave it out"
     if config.old_policy == "sampler" and config.objective == "reinforce" and not config.kl_importance:
         yield "--old_policy: has no effect without a ratio of policies; leave it out"

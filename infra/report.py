@@ -88,6 +88,15 @@ def by_column(groups: list[Group], column: str | None, name: str, values_of: Cal
     return metrics
 
 
+def of_evaluation_by(column: str | None, greedy: list[Group], sampled: list[Group]) -> dict[str, float | None]:
+    """Compute the reward, avg@n and the accuracy for each value of a column. Only judged groups are counted."""
+    n = len(sampled[0].rewards)
+    judged, judged_samples = ([group for group in groups if group.right is not None] for groups in (greedy, sampled))
+    metrics = by_column(greedy, column, "eval/reward", lambda group: group.rewards)
+    metrics |= by_column(judged_samples, column, f"eval/avg@{n}", lambda group: group.right)
+    return metrics | by_column(judged, column, "eval/accuracy", lambda group: group.right)
+
+
 def of_logged(groups: list[Group], by_code: list[tuple[str, float]], prefix: str) -> dict[str, float]:
     """Average each metric over the values that reward functions and, with `run.log`, other code have logged for it."""
     logged = [pair for group in groups for pair in group.logged] + by_code
@@ -137,7 +146,7 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
 def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
     """Compute the metrics of an evaluation, as means over prompts. A metric that ends in _ci is half the width of a
     95 % confidence interval, by the normal approximation. Accuracy, rewards and lengths come from the greedy
-    completions, and pass@k comes from the sampled ones."""
+    completions, pass@k and avg@n, the share of right ones, from the n sampled ones."""
     n = len(sampled[0].rewards)
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     # The number of right answers in each group whose samples were all judged.
@@ -145,6 +154,7 @@ def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -
     prompt_values = {
         "accuracy": [float(group.right[0]) for group in greedy if group.right is not None],
         **{f"pass@{k}": [pass_at_k(n, count, k) for count in counts] for k in ks},
+        f"avg@{n}": [count / n for count in counts],
         "completion_length": [group.completions[0].length for group in greedy],
         "turns": [len(group.completions[0].turns) for group in greedy if group.completions[0].written is not None],
         "reward": [float(group.rewards[0]) for group in greedy],
@@ -196,11 +206,12 @@ class RunLog:
         self.is_terminal = sys.stdout.isatty()
         self.doing, self.begun = "", 0  # what is sampled, for the progress line, and how many completions were begun
 
-    def plan(self, model: Any, rows: tuple[int, int], device: torch.device, notes: list[str], after_step: int) -> None:
-        """Print what is about to start. `rows` is the number of prompts to train on, and of held-out ones."""
+    def plan(self, model: Any, rows: tuple, device: torch.device, notes: list[str], after_step: int) -> None:
+        """Print what is about to start. `rows` is the number of prompts to train on, of held-out ones, and of
+        those that are evaluated."""
         defaults = vars(Config())
-        used = min(rows[1], self.config.eval_prompts)
-        say(f"{rows[0]} prompts to train on, {rows[1]} held out, of which evaluations use the first {used}")
+        train, held_out, self.evaluated = rows
+        say(f"{train} prompts to train on, {held_out} held out, of which evaluations use the first {self.evaluated}")
         say(f"{model.num_parameters():,} parameters; {ranks.world()} rank(s) ({device.type})")
         say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
@@ -278,12 +289,11 @@ class RunLog:
     def before_step(self, step: int) -> None:
         self.doing, self.begun = f"step {step}", 0
 
-    def before_evaluation(self, held_out: int) -> None:
+    def before_evaluation(self) -> None:
         """Say how much an evaluation samples, before the first one starts."""
         k, most = self.config.eval_k, self.config.max_completion_length
-        prompts = min(held_out, self.config.eval_prompts)
-        n = prompts * (k + 1)
-        what = f"{prompts} prompts, for each a greedy completion and {k} samples of at most {most:,} tokens"
+        n = self.evaluated * (k + 1)
+        what = f"{self.evaluated} prompts, for each a greedy completion and {k} samples of at most {most:,} tokens"
         self.say_once(f"an evaluation samples {n:,} completions: {what}")
         self.doing, self.begun = f"evaluation, {len(ranks.share(n)):,} completions", 0
 

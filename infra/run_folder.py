@@ -173,9 +173,10 @@ def with_absolute_paths(config: Config) -> Config:
         path = os.path.expanduser(path)
         return os.path.abspath(path) + colon + function if os.path.exists(path) else name
 
-    single = {name: getattr(config, name) for name in ("model", "reference", "data", "eval_data", "reply")}
+    single = {name: getattr(config, name) for name in ("model", "reference", "data", "reply")}
     changes = {name: absolute(x) for name, x in single.items() if x}
-    return replace(config, reward=[absolute(name) for name in config.reward], **changes)
+    changes |= {name: [absolute(x) for x in getattr(config, name)] for name in ("reward", "eval_data")}
+    return replace(config, **changes)
 
 
 def config_json(out: Path) -> dict:
@@ -274,7 +275,7 @@ def provenance() -> dict:
 def inputs(config: Config) -> list[Path]:
     """Return the files and folders that the settings name."""
     functions = [name.rpartition(":")[0] for name in [*config.reward, config.reply or ""]]
-    named = [config.model, config.reference, config.data, config.eval_data, *functions]
+    named = [config.model, config.reference, config.data, *config.eval_data, *functions]
     return [Path(path).resolve() for path in named if path and Path(path).exists()]
 
 

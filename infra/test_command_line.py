@@ -119,7 +119,7 @@ def test_a_path_means_the_same_in_every_directory(tmp_path, monkeypatch):
     words += " --reward {0}mine.py:f overlong package.module:g --reply {0}mine.py:h"
     expected = read(words.format(f"{tmp_path}/"))
     assert expected.reward == [f"{tmp_path}/mine.py:f", "overlong", "package.module:g"]
-    assert (expected.model, expected.eval_data) == ("Qwen/Qwen2.5", "none.jsonl")
+    assert (expected.model, expected.eval_data) == ("Qwen/Qwen2.5", ["none.jsonl"])
     for folder, prefix in (tmp_path, ""), (tmp_path / "inside", "../"):
         monkeypatch.chdir(folder)
         assert read(words.format(prefix)) == expected

@@ -40,6 +40,7 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     sampled = [group([0] * 5, 9), group([0, 0, 0, 0, 1], 9), group([1] * 5, 9), group([math.nan, 1, 1, 1, 1], 9)]
     of_prompts = {"accuracy": [1, 0, 1], "pass@1": [0, 0.2, 1], "pass@2": [0, 0.4, 1], "pass@4": [0, 0.8, 1]}
     of_prompts |= {"pass@5": [0, 1, 1], "completion_length": [1, 2, 5, 4], "reward": [0, -1, 0]}
+    of_prompts |= {"avg@5": of_prompts["pass@1"]}
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
     expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / len(x) ** 0.5 for name, x in of_prompts.items()}
@@ -166,7 +167,8 @@ def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout
     log.track = report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"))
     now = iter((0.0, 90.0, 0.0))  # at the evaluation before the first step, after that step, and later
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    log.before_evaluation(held_out=9)
+    log.evaluated = 1
+    log.before_evaluation()
     log.generating(1, 5)
     log.write({"step": 0, "eval/x": 1.0}, [], [])
     for tokens in (*range(1, 41, 8), *range(1, 41)):  # in two parts, one of them as on a GPU

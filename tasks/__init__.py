@@ -31,6 +31,7 @@ import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ import torch
 from torch import Tensor
 
 from advantage import Group
-from config import Config, UserError
+from config import OFTEN, Config, UserError
 from rollout import Completion
 from tasks._files import ADDED_COLUMNS, REWARD_ARGUMENTS, hold_out, read_rows, with_all_columns
 from tasks._rewards import check_arguments, load_function, overlong, values_of
@@ -47,7 +48,13 @@ from tasks._rewards import check_arguments, load_function, overlong, values_of
 TextOrMessages = str | list[dict]  # a text, or the messages of a chat: the type of prompts, completions and replies
 # The defaults for a real model. A task's DEFAULTS may replace these, and set nothing else.
 REAL_MODEL_DEFAULTS = dict(
-    num_generations=8, max_completion_length=1024, steps=500, learning_rate=1e-6, warmup_steps=10
+    num_generations=8,
+    max_completion_length=1024,
+    steps=500,
+    learning_rate=1e-6,
+    warmup_steps=10,
+    eval_every=100,  # an evaluation of 256 prompts samples 1,280 completions, as many as ten steps
+    save_every=100,  # a checkpoint has 12 bytes for each parameter
 )
 
 
@@ -83,6 +90,13 @@ class Task:
         right = (values >= self.correct_at - 1e-9).double().masked_fill(values.isnan(), torch.nan)
         return None if right.isnan().all() else right
 
+    def rows_of_evaluation(self, most: int) -> list[dict]:
+        """Return the first rows of `eval` or, with several --eval_data, of each of them: at most this many."""
+        by_file: dict[str | None, list[dict]] = {}
+        for row in self.eval:
+            by_file.setdefault(row.get("eval_data"), []).append(row)
+        return [row for rows in by_file.values() for row in rows[:most]]
+
     def rows_from(self, first: int, n: int, seed: int) -> list[dict]:
         """Return the next n rows of `train`, from position `first` of the shuffled order on. Every epoch goes through
         all rows in a new random order."""
@@ -111,11 +125,15 @@ def task_module(task: str) -> ModuleType:
 
 
 def task_defaults(name: str, model: str | None) -> dict:
-    """Return the settings that suit the task. If the user gives another model than the task's own small one, the
-    learning rate is that of a real model, because the rate that suits the small one is too high for others."""
+    """Return the settings that suit the task. A small model of the task's own is evaluated and saved more often. If the
+    user gives another model in its place, the learning rate is that of a real one, for which the other is too high."""
     file = task_module(name)
-    slower = {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]} if model and hasattr(file, "model") else {}
-    return REAL_MODEL_DEFAULTS | getattr(file, "DEFAULTS", {}) | slower
+    settings = REAL_MODEL_DEFAULTS | getattr(file, "DEFAULTS", {})
+    if not hasattr(file, "model"):
+        return settings
+    if model:
+        return settings | {"learning_rate": REAL_MODEL_DEFAULTS["learning_rate"]}
+    return REAL_MODEL_DEFAULTS | dict(eval_every=OFTEN, save_every=OFTEN) | getattr(file, "DEFAULTS", {})
 
 
 def load_task(config: Config) -> Task:
@@ -126,19 +144,20 @@ def load_task(config: Config) -> Task:
     if config.data:
         task.train, task.eval = hold_out(read_rows(config.data, task.to_row), config.held_out)
     if config.eval_data:
-        task.eval = read_rows(config.eval_data, task.to_row)
+        files = {file: read_rows(file, task.to_row) for file in config.eval_data}
+        task.eval = [row | {"eval_data": Path(file).stem} for file, rows in files.items() for row in rows]
     task.train, task.eval = with_all_columns(task.train), with_all_columns(task.eval)
     set_rewards(task, config)
     if config.reply:
         task.reply = load_function(config.reply, {})
     if config.max_turns and task.reply is None:
         raise UserError(f"--max_turns {config.max_turns}: nothing replies to the model's turns; see --reply")
-    for rows, are_used in ((task.train, config.steps != 0), (task.eval, bool(config.eval_every))):
+    for rows, are_used in ((task.train, config.steps != 0), (task.eval, config.eval_every != 0)):
         if rows and are_used:
             turns = ["turns"] if task.reply else []
             check_arguments(task.rewards, [*REWARD_ARGUMENTS, *turns, *columns_of(rows[0])])
-            if config.metrics_by not in (None, *rows[0]):
-                raise UserError(f"--metrics_by {config.metrics_by}: must be one of {', '.join(rows[0])}")
+            if config.metrics_by not in (None, *(columns := ["prompt", *columns_of(rows[0])])):
+                raise UserError(f"--metrics_by {config.metrics_by}: must be one of {', '.join(columns)}")
     return task
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from config import Config, UserError, needs
 
-ADDED_COLUMNS = ("prompt_ids", "_index")  # check_prompts adds these to the rows
+# What this program adds to the rows: the first two when prompts are encoded, the last one to those of --eval_data.
+ADDED_COLUMNS = ("prompt_ids", "_index", "eval_data")
 REWARD_ARGUMENTS = "prompts completions completion_ids truncated trainer_state log_metric log_extra".split()
 
 

@@ -45,12 +45,12 @@ COLUMNS = {"answer": "1", "numbers": [1], "target": 1}  # of the user's rows
 ROWS = [  # a task, settings, rows to train on, rows held out
     ("countdown", {"eval_prompts": 3}, 17, 3),
     ("gsm8k", {"eval_every": 0}, 20, 0),
-    ("tldr", {"eval_data": "held.jsonl"}, 20, 3),
-    ("addition", {"data": None, "eval_data": "held.jsonl", "steps": 0, "metrics_by": "target"}, 8192, 3),
+    ("tldr", {"eval_data": ["held.jsonl"]}, 20, 3),
+    ("addition", {"data": None, "eval_data": ["held.jsonl"], "steps": 0, "metrics_by": "target"}, 8192, 3),
     # A task that replies, so that its reward gets the turns. The user's reply function takes the place of its own.
     ("guess", {"data": None, "max_turns": 3}, 8879, 1121),
     ("guess", {"data": None, "max_turns": 3, "reply": SHORT}, 8879, 1121),
-    ("data", {"data": None, "eval_data": "held.jsonl", "steps": 0, "reward": [SHORT]}, 0, 3),
+    ("data", {"data": None, "eval_data": ["held.jsonl"], "steps": 0, "reward": [SHORT]}, 0, 3),
     ("addition", {"reply": SHORT, "reward": ["mine.py:needs_turns"], "eval_every": 0}, 20, 0),
 ]
 REWARDS = [  # a task, --reward, settings; then the names of its rewards, their weights, `correct` and `correct_at`
@@ -76,7 +76,9 @@ def test_names_and_defaults_of_the_tasks():
         has_small_model = name in ("addition", "chain", "guess", "sorting")
         assert (defaults["learning_rate"] > 1e-4) == has_small_model
         assert defaults["warmup_steps"] == (5 if has_small_model else 10)
-        assert task_defaults(name, "a model") == defaults | {"learning_rate": 1e-6}
+        assert defaults["eval_every"] == defaults["save_every"] == (20 if has_small_model else 100)
+        real = {"learning_rate": 1e-6, "eval_every": 100, "save_every": 100}
+        assert task_defaults(name, "a model") == defaults | real
     assert task_module("gym:chain_sum:{}") is tasks.gym
     for name in ("chess", "_files", "test_tasks", "", "os.path", "../config", "addition:", "math:chain_sum"):
         with pytest.raises(UserError, match=f"^--task {name}: must be one of {', '.join(task_names())}$"):
@@ -129,7 +131,7 @@ def test_a_run_can_use_rewards_of_its_task_and_of_files(folder, task, rewards, s
     assert task.graded == (task.correct_at == 0.0), "only tldr's near_20 is graded, and it is right at 0"
 
 
-POOR = dict(data="rows.jsonl", eval_data="poor.jsonl")
+POOR = dict(data="rows.jsonl", eval_data=["poor.jsonl"])
 MISSING = "reward function needs_answer: missing a .*'answer'"
 WRONG = [  # settings of the rewards -> the error
     (dict(reward=[SUM, "exact_sum"]), "needs one weight and a name of its own for each reward"),
