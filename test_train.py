@@ -643,7 +643,7 @@ def test_an_evaluation_reports_the_mean_rewards_of_held_out_prompts(go, watch):
     sampled, greedy, step = (0.5, 0.9), (0.0, 1.0), (0.8, 1.0)
     kinds = [sampled, greedy, step, step, sampled, greedy, step, sampled, greedy]
     assert [(call.args[3].temperature, call.args[3].top_p) for call in rollouts] == kinds
-    assert all(one.kept is None for call in rollouts for one in call.result), "an evaluation needs no kept sets"
+    assert all(one.kept is None for call in rollouts for one in call.result[0]), "an evaluation needs no kept sets"
     trained_on = {prompt for call, kind in zip(calls, kinds, strict=True) if kind == step for prompt in call["prompts"]}
     for figures, i in zip(evaluated, (0, 4, 7)):  # the first call of each evaluation
         of_sampled, of_greedy = calls[i], calls[i + 1]
