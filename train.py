@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Run:
     cursor: int = 0  # the number of prompts drawn so far
     queue: list[tuple] = field(default_factory=list)  # what `finish_sampling` returned for this step, for the next, ...
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; keep it the same on all ranks
+    whole: tuple | None = None  # cursor, state and queue after the last step; None during updates
     logged: list[tuple[str, float]] = field(default_factory=list)  # what `log` got on this rank in this step
 
     def log(self, name: str, value: float) -> None:
@@ -80,6 +82,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     if not during_updates:
         run.queue.append(finish_sampling(run, later, step, wait))
     groups, drawn = run.queue.pop(0)  # those to train on, and all that were sampled
+    run.whole = None  # what follows an update cannot be saved before the step is over
 
     # Rewards -> advantages -> tensors. Every rank has those of the whole step.
     set_advantages(groups, run.task.weights, cfg)
@@ -372,25 +375,33 @@ def train(typed: Config) -> int:
     evaluated_prompts = len(run.task.rows_of_evaluation(cfg.eval_prompts))
     log.plan(run.model, (len(run.task.train), len(run.task.eval), evaluated_prompts), device, notes, start.after_step)
 
+    def save(step: int, unevaluated: tuple[dict, list[Group]] | None = None) -> None:
+        if unevaluated:  # the evaluation has failed, so the step has no line yet
+            log.write(*unevaluated, [])
+        saved = {"state": run.state, "queue": run.queue}
+        with checkpoint.rows_by_index(saved, run.task.train):
+            checkpoint.save(out, step, models, run.optimizer, run.cursor, saved, cfg.keep_checkpoints)
+
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     if cfg.eval_every and not start.after_step:
         log.before_evaluation()
         eval_metrics, evaluated = evaluate(run, 0)
         log.write({"step": 0} | eval_metrics, [], evaluated)
     for step in range(start.after_step + 1, cfg.steps + 1):
-        metrics, groups = training_step(run, step)
+        with checkpoint.saved_if_it_fails(run, step - 1, save):
+            metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
         evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
+        eval_metrics, evaluated = {}, []
         if evaluates:
             log.before_evaluation()
-        eval_metrics, evaluated = evaluate(run, step) if evaluates else ({}, [])
+            with checkpoint.saved_if_it_fails(run, step, partial(save, unevaluated=(metrics, groups))):
+                eval_metrics, evaluated = evaluate(run, step)
         log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
-            saved = {"state": run.state, "queue": run.queue}
-            with checkpoint.rows_by_index(saved, run.task.train):
-                checkpoint.save(out, step, models, run.optimizer, run.cursor, saved, cfg.keep_checkpoints)
+            save(step)
         if stop and step < cfg.steps:
             report.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
             return 128 + stop  # the exit code of a process that this signal ends

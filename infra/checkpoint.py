@@ -19,8 +19,8 @@ objects of the classes that are listed here. Not supported: optimizers that add 
 
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from advantage import Group
 from config import UserError
-from infra import ranks
+from infra import faults, ranks
 from infra.lora import adapted_layers, save_adapters, trained_tensors
 from infra.run_folder import checkpoint_of, config_json, flush, saved_steps, sha256_of, write_text
 from infra.shard import whole_weights
@@ -93,6 +93,24 @@ def save(
             old = checkpoint_of(out, saved)
             # If the process is killed here, what is left must not look like a checkpoint, so it is renamed first.
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
+
+
+@contextmanager
+def saved_if_it_fails(run: Any, step: int, save: Callable[[int], None]) -> Iterator[None]:
+    """Around what follows a step: if it fails on all ranks, save what the run has now, after this step. An error after
+    `training_step` has set run.whole to None comes too late: the next update may have changed the weights."""
+    run.whole = run.cursor, {**run.state}, [*run.queue]
+    try:
+        yield
+    except BaseException as error:
+        is_new = step not in (0, *saved_steps(Path(run.config.out)))
+        if run.whole and is_new and ranks.all_fail_with(error):
+            run.cursor, run.state, run.queue = run.whole
+            with suppress(Exception):  # for instance weights that are not finite; `error` is what the user must see
+                save(step)
+                if ranks.rank() == 0:
+                    faults.say(f"saved after step {step}, from which the same command goes on, because of this:")
+        raise
 
 
 def load(out: Path, step: int, models: dict[str, nn.Module], optimizer: Optimizer) -> tuple[int, dict]:

@@ -32,7 +32,7 @@ caught: list[int] = []  # those that have come since `stop_requests` was called
 
 
 class FailedElsewhere(UserError):
-    """Another rank has raised a UserError and reports it, so this rank ends without a message."""
+    """Another rank has raised an error and reports it, so this rank ends without a message."""
 
 
 def run_to_the_end(train: Callable[[], int]) -> int:

@@ -136,17 +136,24 @@ def on_first(call: Callable, *args: Any) -> Any:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Make every rank fail at the end of this block if any rank raises a UserError inside it. If several ranks do, only
+    """Make every rank fail at the end of this block if any rank raises an error inside it. If several ranks do, only
     the one with the lowest number reports its error. A rank that raises an error skips the rest of the block, so ranks
     must not communicate inside the block."""
     own = None
     try:
         yield
-    except UserError as error:
+    except BaseException as error:
         own = error
     for number, message in enumerate(gather([None if own is None else str(own)])):
         if message is not None:
-            raise own if number == rank() else faults.FailedElsewhere(message)
+            error = own if number == rank() else faults.FailedElsewhere(message)
+            error.on_all_ranks = True
+            raise error
+
+
+def all_fail_with(error: BaseException) -> bool:
+    """Return whether all ranks end with this error, so that they can still work together."""
+    return world() == 1 or getattr(error, "on_all_ranks", False)
 
 
 def fail(message: str) -> NoReturn:

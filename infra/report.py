@@ -202,6 +202,7 @@ class RunLog:
     def __init__(self, config: Config, decode: Callable[[list[int]], str], reward_names: list[str]):
         self.config, self.decode, self.reward_names, self.out = config, decode, reward_names, Path(config.out)
         self.say_once = functools.cache(say)  # says a line only the first time
+        self.made = 0  # the last step of which the files had lines when this process started
         self.first = (0, 0.0)  # the step before the first one of this process, and the time at which it was over
         self.is_terminal = sys.stdout.isatty()
         self.doing, self.begun = "", 0  # what is sampled, for the progress line, and how many completions were begun
@@ -216,7 +217,8 @@ class RunLog:
         say(", ".join(f"{name} {x}" for name, x in vars(self.config).items() if x != defaults[name]))
         for note in notes:
             say(f"note: {note}")
-        say(f"continued after step {after_step} in {self.out}/" if after_step else f"started in {self.out}/")
+        again = f"; steps {after_step + 1} to {self.made} are made again" if self.made > after_step else ""
+        say(f"{f'continued after step {after_step}' if after_step else 'started'} in {self.out}/{again}")
         self.before_step(after_step + 1)
         self.first = (after_step, time.monotonic())
 
@@ -224,8 +226,10 @@ class RunLog:
         """Open the files. Remove the lines of steps that will be run again, and an incomplete last line. A run that
         starts from the beginning repeats the evaluation at step 0 as well, so no line stays if `after_step` is 0."""
         for path in (self.out / "metrics.jsonl", self.out / "samples.jsonl"):
-            lines = [line for line in run_folder.read_lines(path) if after_step and line["step"] <= after_step]
-            run_folder.write_text(path, as_json(lines))
+            lines = run_folder.read_lines(path)
+            self.made = max([self.made, *(line["step"] for line in lines)])
+            kept = [line for line in lines if after_step and line["step"] <= after_step]
+            run_folder.write_text(path, as_json(kept))
         self.track = open_tracker(self.config) if self.config.report_to else None
 
     def write(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:

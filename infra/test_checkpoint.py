@@ -31,7 +31,18 @@ from transformers.optimization import Adafactor
 import conftest
 from advantage import Group
 from config import Config, UserError
-from conftest import PROCESSES, assert_same_files, assert_same_run, at, contents, die, metrics, run, run_supervised
+from conftest import (
+    PROCESSES,
+    assert_same_files,
+    assert_same_run,
+    at,
+    contents,
+    die,
+    fail,
+    metrics,
+    run,
+    run_supervised,
+)
 from infra import checkpoint, ranks, report, run_folder
 from infra.command_line import ready
 from infra.model import trained_on_before
@@ -130,6 +141,39 @@ def test_killed_at_chosen_moments(small, whole, out):
         assert saved_steps(out)[-1:] >= newest  # `[-1:]`, because at first nothing is saved
     run(small, out)
     assert_same_files(out, whole)
+
+
+def test_a_reward_that_fails_loses_no_finished_step(small, whole, out):
+    """It fails in rounds of dynamic sampling, before which the run has drawn prompts already, and in an evaluation,
+    which is then missing."""
+    made, settings = [], small | dict(save_every=0)
+    for n in (8, 4, 3):
+        shown = run(settings, out, partial(at, REWARDS, n, partial(fail, ValueError("away"))), code=1)
+        made.append(saved_steps(out)[-1])
+        assert made[-1] == metrics(out)[-1]["step"] and f"saved after step {made[-1]}," in shown
+        assert shown.endswith("ValueError: away\n") and "are made again" not in shown
+    assert made == [2, 4, 5], "the second time, the evaluation after step 4 fails"
+    run(small, out)
+    expected = metrics(whole)
+    expected[4] = {name: x for name, x in expected[4].items() if not name.startswith("eval/")}
+    assert metrics(out) == expected and contents(out / "model") == contents(whole / "model")
+
+
+def test_if_a_reward_fails_on_one_rank_all_ranks_save(without_noise, out):
+    fails = partial(at, REWARDS, 8, partial(fail, ValueError("away")), rank=1)
+    shown = run(without_noise | dict(save_every=0, shard=True), out, fails, code=[2, 1], world=2)
+    assert saved_steps(out) == [metrics(out)[-1]["step"]] and shown.count("ValueError: away\n") == 1, shown
+    goes_on = run(without_noise, out, partial(at, "train.training_step", 2, die), code=-signal.SIGKILL)
+    assert f"continued after step {saved_steps(out)[-1]} in {out}/\n" in goes_on
+
+
+def test_steps_that_are_made_again_are_counted(without_noise, out):
+    settings, shown = without_noise | dict(save_every=0), []
+    for steps_made in (2, 0):
+        dies = partial(at, "train.training_step", steps_made + 1, die)
+        shown.append(run(settings, out, dies, code=-signal.SIGKILL))
+    again = f"started in {out}/; steps 1 to 2 are made again\n"
+    assert again in shown[1] and "made again" not in shown[0]
 
 
 # ---- Checkpoints: complete or absent ----

@@ -103,13 +103,14 @@ def test_a_rank_whose_trial_of_graphs_fails_goes_on_without_them(small, tmp_path
 
 @pytest.mark.parametrize("fault, function, n, rank, world, code, message", FAULTS)
 def test_a_fault_on_one_rank_ends_all_ranks(small, tmp_path, fault, function, n, rank, world, code, message):
-    # A mistake also reaches the other ranks, which end without a message.
-    code_of_others = 2 if fault is mistake else 1
+    # An error in a rollout or in a reward also reaches the other ranks, which end without a message.
+    reaches_others = fault in (mistake, exception)
+    code_of_others = 2 if reaches_others else 1
     codes = [code if i == rank else code_of_others for i in range(world)]
     before = partial(at, function, n, fault, rank=rank)
     # Without --shard, a rank that runs out of memory in the loss would continue with smaller micro-batches.
     shown = run(small | dict(shard=function == LOSS), tmp_path / "out", before, code=codes, world=world)
-    assert shown.count("lost contact with another rank: ") == (0 if fault is mistake else world - 1), shown
+    assert shown.count("lost contact with another rank: ") == (0 if reaches_others else world - 1), shown
     assert message is None or sum(line.startswith(message) for line in shown.splitlines()) == 1, shown
     assert shown.count("Traceback") == (1 if fault is exception else 0), shown
 
