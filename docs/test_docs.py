@@ -14,14 +14,17 @@ import shutil
 import signal
 import string
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import conftest
 import train
@@ -45,6 +48,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.DOTALL 
 PROGRAMS = {
     "kl_reward": SECTIONS.pop("The KL in the reward"),
     "follows": SECTIONS.pop("On-policy distillation") + SECTIONS.pop("A control, and a statistic"),
+    "gold": SECTIONS.pop("Gold answers"),
     "turns": SECTIONS.pop("Several turns"),
     "recipes": SECTIONS.pop("What a run remembers"),
 }
@@ -258,7 +262,7 @@ def test_every_command_of_an_addition(fork):
     ablation, _ = map(ablate.parse, commands(README, "python -m tools.ablate"))
     variant = itertools.chain(*((f"--{name}", str(x)) for name, x in ablation.variants[-1].items()))
     lines = [("train", words) for words in [*commands(ADDITIONS, "python train.py"), [*ablation.flags, *variant]]]
-    distillation, _ = commands(PROGRAMS["follows"], "python train.py")  # the test of the reference runs the other one
+    distillation, *_ = commands(PROGRAMS["follows"], "python train.py")  # other tests run the others
     for i, (module, words) in enumerate([*lines, ("follows", distillation)]):
         words += "--steps 1 --prompts_per_step 4 --max_completion_length 16 --eval_every 0".split()
         prompts = {sample["prompt"] for sample in conftest.samples(make(fork, module, words, str(i)))}
@@ -430,7 +434,8 @@ def test_the_functions_of_the_page(fork):
 
 def saving_batches(update: Callable) -> Callable:
     def saving(run: train.Run, batch: Batch, step: int) -> tuple:
-        torch.save([batch.advantages, batch.old_logp, batch.ref_logp, batch.mask], f"{run.config.out}/batch")
+        saved = batch.advantages, batch.old_logp, batch.ref_logp, batch.mask, batch.ids, batch.prompt_lengths
+        torch.save(saved, f"{run.config.out}/batch")
         return update(run, batch, step)
 
     return saving
@@ -451,7 +456,7 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
     words = f"{settings} --beta 0.5 --learning_rate 1e-3 --prompts_per_step 4 --eval_every 0 --samples_per_step -1"
     saving = partial(conftest.replace, "train.update", saving_batches)
     out = make(fork, name, [*words.split(), "--steps", "2"], name, saving)
-    A, old, ref, mask = torch.load(out / "batch")  # of the second step
+    A, old, ref, mask, *_ = torch.load(out / "batch")  # of the second step
     kl = (old - ref) * mask
     assert kl.sum(1).abs().max() > 0.05
     r = torch.tensor([line["reward"] for line in conftest.samples(out) if line["step"] == 2])[:, None]
@@ -468,9 +473,70 @@ def test_the_kl_in_the_reward_is_there_before_the_baseline(fork, of_tokens):
     assert metrics(out)[1]["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
 
 
+def test_the_teacher_is_the_policy_with_a_hint(fork):
+    """In the first step, the teacher has the weights of models/addition."""
+    _, words, *_ = commands(PROGRAMS["follows"], "python train.py")
+    words += "--steps 1 --prompts_per_step 3 --eval_every 0".split()
+    out = make(fork, "follows", words, "hinted", partial(conftest.replace, "train.update", saving_batches))
+    _, _, ref, mask, ids, prompt_lengths = torch.load(out / "batch")
+    model, tokenizer = (
+        kind.from_pretrained(HERE / "models/addition") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    for i, start in enumerate(prompt_lengths.tolist()):
+        prompt, end = tokenizer.decode(ids[i, :start]), start + int(mask[i].sum())
+        a, b = prompt.rstrip("=").split("+")
+        hinted = tokenizer(f"{int(a) + int(b)}={prompt}").input_ids
+        logits = model(torch.tensor([hinted + ids[i, start:end].tolist()])).logits[0, len(hinted) - 1 : -1]
+        logp = logits.log_softmax(-1).gather(1, ids[i, start:end, None])[:, 0]
+        torch.testing.assert_close(ref[i, start:end], logp, rtol=1e-4, atol=1e-4)  # float32
+    assert metrics(out)[0]["kl"] > 0.1, "the hint matters"
+
+
+def test_gold_answers_are_trained_on_beside_samples_in_any_split(fork):
+    """The advantages of a group add up to 0, so the loss is that of one gold answer for every eight samples."""
+    words = "--steps 1 --prompts_per_step 3 --eval_every 0".split()
+    (whole,), (one_by_one,) = (
+        metrics(make(fork, "gold", [*words, *more], name))
+        for name, more in (("gold", []), ("gold one by one", ["--micro_batch_size", "1"]))
+    )
+    assert whole["loss"] == pytest.approx(-0.1 / 9, rel=1e-4) and whole["grad_norm"] > 0.01
+    assert one_by_one == {name: x if x is None else pytest.approx(x, 1e-4, 1e-6) for name, x in whole.items()}
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        text = json.loads(self.rfile.read(int(self.headers["content-length"])))["text"]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"score": len(text) / 100}).encode())
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+def test_a_reward_model_and_a_server_that_judges(fork):
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "models/addition")
+    config = AutoConfig.from_pretrained(HERE / "models/addition", num_labels=1)
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    for part in (classifier, tokenizer):
+        part.save_pretrained(fork / "classifier")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = fork / "judge.py"
+    judge.write_text(judge.read_text().replace("8000", str(server.server_port)))
+    words = "--steps 1 --prompts_per_step 2 --eval_every 0 --samples_per_step -1 --reward reward_model.py:preference"
+    out = make(fork, "train", [*words.split(), "judge.py:judged"], "judged")
+    server.shutdown()
+    for line in conftest.samples(out):
+        text = line["prompt"] + line["completion"].removesuffix(tokenizer.eos_token)
+        score = classifier(**tokenizer(text, return_tensors="pt")).logits.item()
+        assert line["rewards"] == pytest.approx({"preference": score, "judged": len(text) / 100}, abs=1e-5)
+
+
 def test_a_reference_that_follows_the_policy(fork):
     """After step 1, the reference is 0.1 of the policy and 0.9 of the policy at its start."""
-    _, control = commands(PROGRAMS["follows"], "python train.py")
+    *_, control = commands(PROGRAMS["follows"], "python train.py")
     words = "--beta 0.1 --ref_sync_every 1 --steps 1 --prompts_per_step 4 --eval_every 0 --learning_rate 1e-2".split()
     out = make(fork, "follows", [*control, *words], "follows")
     (line,) = metrics(out)
