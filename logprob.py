@@ -1,23 +1,31 @@
 """The log-prob and the entropy of each completion token under the model. The plain computation is:
 
-    all_logp = (model(ids).logits[:, :-1] / temperature).log_softmax(-1)
-    logp = all_logp.gather(-1, ids[:, 1:, None])      # the score of tokens 1, 2, ... of each row
-    entropy = -(all_logp.exp() * all_logp).sum(-1)
+    z = model(ids).logits[:, :-1] / temperature       # they predict tokens 1, 2, ... of each row
+    log_p = z.log_softmax(-1)
+    log_q = z.masked_fill(outside, -inf).log_softmax(-1)
+    logp = log_q.gather(-1, ids[:, 1:, None])
+    entropy = -(log_p.exp() * log_p).sum(-1)
 
-Where top-k, top-p or min-p cut the distribution, a log-prob is normalized over the ids that they kept:
-`logp - all_logp[kept].logsumexp(-1)`. To save memory and time, fast/output_head.py computes logits in chunks, and
-fast/shared_prompts.py lets completions share the row of their prompt. The results are the same.
+`outside` is True at the ids that top-k, top-p or min-p did not let the sampler pick. If nothing was cut, q is p.
+
+`TokenScores` is this computation from z on, with its gradient. fast/output_head.py calls it on a few tokens at a time,
+so that the logits of all tokens are never in memory, and fast/shared_prompts.py lets completions share the row of their
+prompt. The results are the same.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fast.output_head import score_tokens
+from fast.output_head import function_of_logits
 from fast.shared_prompts import model_inputs
 
-CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens go through the output head at once
+CHUNK = {"cuda": 2048, "cpu": 256}  # how many tokens have their logits in memory at once
 
 
 def token_logprobs(
@@ -32,42 +40,150 @@ def token_logprobs(
     kept: Sequence[Sequence[Sequence[int] | None]] | None = None,
     head_ids: Tensor | None = None,
     per_row: list[int] | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Return logp (B, T) and the entropy (B, T) or None, for input_ids, attention_mask and completion_mask (B, T), with
-    all padding on the right. Position t belongs to token t, and is 0 where completion_mask is 0. The entropy is always
-    that of the whole vocabulary. It has a gradient only with entropy_grad.
+) -> tuple[Tensor | None, ...]:
+    """Return logp (B, T) and the entropy (B, T) or None, and with head_ids (B, T, K) a third result (B, T, K + 1): the
+    log-probs of these ids at each token, and last of all other ids together.
 
-    kept[b][t] are the token ids that logp[b, t] is normalized over, or None for all. With head_ids (B, T, K), a third
-    result (B, T, K + 1) has the log-probs of these ids at each token, and of all others together. per_row[r] is how
-    many consecutive rows, all of one prompt, the model reads as one. The result does not depend on it.
+    input_ids, attention_mask and completion_mask are (B, T), with all padding on the right. Position t belongs to token
+    t, and is 0 where completion_mask is 0. The entropy has a gradient only with entropy_grad. kept[b][t] are the ids
+    that token t of row b was sampled from, or None for all. All log-probs are normalized over these ids, the entropy is
+    that of the whole vocabulary. per_row[r] is how many consecutive rows, all of one prompt, the model reads as one.
+    The result does not depend on it.
     """
     lengths = attention_mask.sum(1)  # (B,)
     T = int(lengths.max())  # all later columns are padding in every row
     ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
     scored = completion_mask[:, :T].bool() & real
-    if (real[:, 1:] > real[:, :-1]).any() or scored[:, 0].any():
+    has_gap = (real[:, 1:] & ~real[:, :-1]).any()  # a token after padding
+    if has_gap or scored[:, 0].any():
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     device = ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(model.parameters()).dtype
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, dtype)  # places (B, T - 1)
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, dtype)  # places (B, T - 1) of tokens in the inputs
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
-    with_entropy = with_entropy or entropy_grad
-    values = score_tokens(
-        model,
-        inputs,
-        places[b, t - 1],  # (n,)
-        ids[b, t],  # (n,)
-        None if kept is None else [kept[row][at] for row, at in zip(b.tolist(), t.tolist())],
-        None if head_ids is None else head_ids[b, t].long(),  # (n, K)
+    token = ids[b, t, None].int()  # (n, 1)
+    scores = TokenScores(
+        ids=token if head_ids is None else torch.cat([token, head_ids[b, t].int()], 1),
+        allowed=None if kept is None else allowed_ids([kept[i][j] for i, j in zip(b.tolist(), t.tolist())], ids.device),
         temperature=temperature,
-        chunk=CHUNK[device] // (1 if kept is None else 2),  # the sets take memory as well
-        with_entropy=with_entropy,
+        with_entropy=with_entropy or entropy_grad,
         entropy_grad=entropy_grad,
-    )  # (n, 2), or (n, 2 + K + 1)
-
+    )
+    chunk = CHUNK[device] if kept is None else CHUNK[device] // 2  # log q is one more tensor of the size of the logits
+    values = function_of_logits(model, inputs, places[b, t - 1], scores.values, scores.gradient, chunk)  # (n, K + 3)
+    # Log q of an id that the sampler could not pick is -inf whatever the logits are, so it has no gradient.
+    values = values.masked_fill(values == -math.inf, -math.inf)
     values = values.new_zeros(*input_ids.shape, values.shape[1]).index_put((b, t), values)
-    entropy = values[..., 1] if entropy_grad else values[..., 1].detach()
-    scores = values[..., 0], entropy if with_entropy else None
-    return scores if head_ids is None else (*scores, values[..., 2:])
+
+    logp, entropy, of_head_ids = values[..., 0], values[..., -1], values[..., 1:-1]
+    if not entropy_grad:
+        entropy = entropy.detach() if with_entropy else None  # `gradient` ignores it, so nobody may ask for one
+    return (logp, entropy) if head_ids is None else (logp, entropy, of_head_ids)
+
+
+@dataclass
+class AllowedIds:
+    """The ids that each of n tokens was sampled from. A token without any was sampled from the whole vocabulary."""
+
+    ids: Tensor  # (m,), int32; those of the first token, then those of the second, and so on
+    counts: Tensor  # (n,), how many each token has
+    starts: list[int]  # n + 1 numbers: where those of each token start, and where the last ones end
+
+    def outside(self, part: slice, vocabulary: int) -> Tensor:
+        """Return which ids could not be sampled, (n, V), for this part of the tokens."""
+        first, last = self.starts[part.start], self.starts[part.stop]
+        counts = self.counts[part]
+        # With output_size, the host does not wait for the sum of the counts.
+        row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=last - first)
+        outside = (counts > 0)[:, None].repeat(1, vocabulary)
+        outside[row, self.ids[first:last].long()] = False
+        return outside
+
+
+def allowed_ids(sets: Sequence[Sequence[int] | None], device: torch.device) -> AllowedIds:
+    """Copy the sets to the device. None stands for the whole vocabulary."""
+    arrays = [np.asarray([] if ids is None else ids, np.int32) for ids in sets]
+    counts = [len(ids) for ids in arrays]
+    ids = np.concatenate([np.empty(0, np.int32), *arrays])
+    starts = [*accumulate(counts, initial=0)]
+    return AllowedIds(torch.as_tensor(ids).to(device), torch.tensor(counts, device=device), starts)
+
+
+@dataclass
+class TokenScores:
+    """What is wanted of n tokens as a function of their logits, and the gradient of the logits.
+
+    Let z be the logits divided by the temperature, p = softmax(z), and q the softmax over the ids that a token was
+    sampled from. Wanted are log q of 1 + K ids, log q of the rest, which is all ids but the K together, and the entropy
+    of p:
+
+        d log q(id) / dz = onehot(id) - q
+        d log q(rest) / dz = q(. | rest) - q            # q(. | rest) is q / q(rest) in the rest, and 0 elsewhere
+        d entropy / dz = -p (log p + entropy)
+    """
+
+    ids: Tensor  # (n, 1 + K), int32; the token itself, and K ids that may include it
+    allowed: AllowedIds | None  # None: q is p
+    temperature: float
+    with_entropy: bool  # otherwise its place has 0
+    entropy_grad: bool  # otherwise the gradient of the entropy is ignored
+
+    def values(self, logits: Tensor, part: slice) -> Tensor:
+        """Return log q of the ids, log q of the rest (0 if K is 0), and the entropy, (n, 1 + K + 2), of this part of
+        the tokens. The logits (n, V) are overwritten."""
+        ids = self.ids[part].long()
+        K = ids.shape[1] - 1
+        log_p, log_q = self._distributions(logits, part, self.with_entropy)
+        values = logits.new_zeros(len(ids), 1 + K + 2)
+        values[:, : 1 + K] = log_q.gather(1, ids)
+        if K:
+            values[:, -2] = _rest(log_q, ids, out=logits).logsumexp(1)
+        if self.with_entropy:
+            values[:, -1] = _entropy(torch.exp(log_p, out=logits), log_p)
+        return values
+
+    def gradient(self, logits: Tensor, part: slice, d_values: Tensor) -> Tensor:
+        """Return the gradient of the logits (n, V), which are overwritten. With the gradients g of the values, it is
+
+            sum of onehot(id) g_id - q (sum of g_id + g_rest) + q(. | rest) g_rest - p (log p + entropy) g_entropy
+
+        divided by the temperature. A tensor of this size is a large part of the memory of an update, so most lines
+        overwrite one."""
+        ids = self.ids[part].long()
+        K = ids.shape[1] - 1
+        log_p, log_q = self._distributions(logits, part, self.entropy_grad)
+        g_ids, g_rest, g_entropy = (d_values / self.temperature).split([1 + K, 1, 1], dim=1)
+        g_q = g_ids.sum(1, keepdim=True) + g_rest
+        if K:  # NaN stands for a rest that is empty
+            d_rest = _rest(log_q, ids, out=logits).softmax(1).nan_to_num_(0.0).mul_(g_rest)
+        if self.entropy_grad:
+            p = torch.exp(log_p, out=logits)
+            q = p if self.allowed is None else log_q.exp_()
+            d_logits = log_p.add_(_entropy(p, log_p)[:, None]).mul_(p).mul_(-g_entropy)
+            d_logits.addcmul_(q, g_q, value=-1.0)  # - q g_q
+        else:
+            d_logits = log_q.exp_().mul_(-g_q)
+        if K:
+            d_logits += d_rest
+        # Two calls, because the token may be among the K. On a GPU, one call would add the two in no fixed order.
+        d_logits.scatter_add_(1, ids[:, :1], g_ids[:, :1])
+        return d_logits.scatter_add_(1, ids[:, 1:], g_ids[:, 1:])
+
+    def _distributions(self, logits: Tensor, part: slice, needs_p: bool) -> tuple[Tensor | None, Tensor]:
+        """Return log p, or None if it is not needed, and log q. If nothing was cut, both are the same tensor."""
+        z = logits if self.temperature == 1.0 else logits.div_(self.temperature)
+        log_p = z.log_softmax(1) if needs_p or self.allowed is None else None
+        if self.allowed is None:
+            return log_p, log_p
+        return log_p, z.masked_fill_(self.allowed.outside(part, z.shape[1]), -math.inf).log_softmax(1)
+
+
+def _rest(log_q: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """Return log q, but -inf at the K ids, in the memory of `out`."""
+    return out.copy_(log_q).scatter_(1, ids[:, 1:], -math.inf)
+
+
+def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
+    return -torch.einsum("nv,nv->n", p, log_p)  # -(p * log_p).sum(1) would take memory for the products

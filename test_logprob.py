@@ -19,7 +19,7 @@ from conftest import EOS, FAMILIES, PAD, VOCAB, distance, flat_gradient, roundin
 from fast import output_head
 from fast.output_head import forward_replaced, returns_head_output
 from infra.model import reads_together
-from logprob import token_logprobs
+from logprob import TokenScores, allowed_ids, token_logprobs
 from loss import policy_loss
 
 CHANGES_LOGITS = ("gemma2", "granite", "cohere", "falcon_h1")  # they cap or scale what the head returns
@@ -41,20 +41,35 @@ def score(model: nn.Module, **settings) -> tuple[Tensor, Tensor | None]:
     return token_logprobs(model, IDS, ATTENTION, COMPLETION, **settings)
 
 
-def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = None) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies from full logits, one row after another and without padding. With `kept`, the
-    log-prob of a token is over the ids in kept[b][t], unless that is None."""
-    logp, entropy = (torch.zeros(IDS.shape, dtype=torch.float64) for _ in range(2))
+def plain_values(logits: Tensor, sets: Sequence, ids: Tensor, temperature: float) -> Tensor:
+    """Compute what TokenScores computes, (n, K + 3), in plain PyTorch: log q of the ids (n, 1 + K), log q of the rest,
+    and the entropy of p. sets[i] are the ids that token i was sampled from, or None."""
+    never = -1e30  # unlike -inf, it has a gradient of 0, not NaN, where all others are never sampled either
+    outside = torch.zeros_like(logits, dtype=torch.bool)
+    for row, allowed in zip(outside, sets, strict=True):
+        if allowed is not None:
+            row[:] = True
+            row[torch.as_tensor(allowed).long()] = False
+    z = logits.double() / temperature
+    log_p, log_q = z.log_softmax(1), z.masked_fill(outside, never).log_softmax(1)
+    rest = log_q.scatter(1, ids[:, 1:], never).logsumexp(1, keepdim=True)
+    entropy = -(log_p.exp() * log_p).sum(1, keepdim=True)
+    values = torch.cat([log_q.gather(1, ids), rest, entropy], 1)
+    return values.masked_fill(values < never / 2, -torch.inf)
+
+
+def reference(model: nn.Module, temperature: float = 1.0, kept: list | None = None, head_ids: Tensor | None = None):
+    """Compute the log-probs and entropies of the tokens (B, T), and the log-probs of the head_ids and the rest
+    (B, T, K + 1), from the model's logits, one row after another and without padding."""
+    ids = IDS[..., None] if head_ids is None else torch.cat([IDS[..., None], head_ids], -1)
+    values = torch.zeros(*IDS.shape, ids.shape[-1] + 2, dtype=torch.float64)
     for b, attention in enumerate(ATTENTION):
         at = attention.nonzero()[:, 0]
         logits = model(input_ids=IDS[b : b + 1, at]).logits[0, :-1]
-        log_p = torch.log_softmax(logits.double() / temperature, -1)
-        logp[b, at[1:]] = log_p.gather(1, IDS[b, at[1:], None])[:, 0]
-        entropy[b, at[1:]] = -(log_p.exp() * log_p).sum(-1)
-        for t, all_log_p in zip(at[1:].tolist(), log_p):
-            if kept is not None and kept[b][t] is not None:
-                logp[b, t] -= all_log_p[torch.as_tensor(kept[b][t]).long()].logsumexp(0)
-    return logp * COMPLETION, entropy * COMPLETION
+        sets = [None if kept is None else kept[b][t] for t in at[1:]]
+        values[b, at[1:]] = plain_values(logits, sets, ids[b, at[1:]], temperature)
+    values = values.where(SCORED[..., None], 0.0)
+    return values[..., 0], values[..., -1], values[..., 1:-1]
 
 
 def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
@@ -70,7 +85,7 @@ def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32
     each row separately. With [2, 3], it reads the first two rows as one row, and the other three as another. The
     results may differ by a hundred roundings in dtype, the coarsest one that the model uses, because the order of
     additions depends on the CPU and on the shape of the batch."""
-    expected_logp, expected_entropy = reference(model, temperature=0.7)
+    expected_logp, expected_entropy, _ = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
     assert expected_logp.min() < -14 and expected_entropy.max() > 0.01, "some tokens are unlikely, some entropies not 0"
     close = partial(torch.testing.assert_close, rtol=rounding(dtype), atol=10 * rounding(dtype))
@@ -140,7 +155,7 @@ def test_the_gradient_under_bf16_autocast(name: str, monkeypatch: pytest.MonkeyP
         # use the model's own logits, which are rounded to bf16.
         unrounded_logits = forward_replaced(model.lm_head, partial(fp64_logits, model.lm_head))
         with unrounded_logits if name == "qwen2" else nullcontext():
-            expected = reference(model, temperature=0.7)
+            expected = reference(model, temperature=0.7)[:2]
     assert returns_head_output(model, IDS) == (name not in CHANGES_LOGITS)
     assert logp.dtype == entropy.dtype == torch.float32
     # Allow one rounding for each of the two layers.
@@ -207,7 +222,43 @@ def test_a_row_without_a_prompt_or_with_padding_before_its_end_is_an_error(row: 
         token_logprobs(tiny_model(), IDS[:1, :4], attention, completion)
 
 
-# ---- Log-probs over sets of ids, and of the head of a token ----
+# ---- Log-probs over sets of ids, and of several ids ----
+
+
+def random_sets(n: int, V: int, cut: str) -> list:
+    """Return what each of n tokens was sampled from: ids, or None for all V."""
+    r = np.random.default_rng(0)
+    least = 1 if cut == "small" else V // 2
+    sets = [r.permutation(V)[: r.integers(least, least + V // 4)] for _ in range(n)]
+    return [None if cut == "nothing" or (cut == "mixed" and i % 3 == 1) else ids for i, ids in enumerate(sets)]
+
+
+@pytest.mark.parametrize("cut, entropy_grad", product(["nothing", "large", "mixed", "small"], [False, True]))
+@pytest.mark.parametrize("K", [0, 4, 20])  # small sets have at most 4 ids, and the vocabulary has 17
+def test_values_and_gradients_are_those_of_autograd(cut: str, K: int, entropy_grad: bool):
+    """Compare with a plain computation in float64. A value of -inf has no gradient: that of an id that its token was
+    not sampled from, or of the rest if nothing is left."""
+    n, H, V, generator = 23, 5, 17, torch.Generator().manual_seed(4)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    head = [(3 * draw(*shape)).requires_grad_() for shape in ((n, H), (V, H), (V,))]  # states, weight, bias
+    sets = random_sets(n, V, cut)
+    token = torch.tensor([0 if ids is None else ids[0] for ids in sets])[:, None]
+    others = torch.rand(n, V, generator=generator).argsort(1).repeat(1, 2)[:, :K]  # more than V have some twice
+    assert K == 0 or (others == token).any(), "a token may be one of the others"
+    ids = torch.cat([token, others], 1)
+    expected = plain_values(F.linear(*head), sets, ids, 0.7)
+    allowed = None if cut == "nothing" else allowed_ids(sets, ids.device)
+    scores = TokenScores(ids.int(), allowed, 0.7, True, entropy_grad)
+    actual = output_head._InChunks.apply(scores.values, scores.gradient, 5, 0, *head)
+    wanted = torch.ones(K + 3, dtype=torch.bool)
+    wanted[-2], wanted[-1] = K > 0, entropy_grad
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # sums of at most a hundred numbers
+    close(actual[:, wanted], expected[:, wanted])
+    assert (expected[:, 1:] == -torch.inf).any() == (K > V or (K > 0 and cut != "nothing"))
+    g = draw(actual.shape).masked_fill(expected == -torch.inf, 0.0) * wanted
+    ours, plain = (torch.autograd.grad(x, head, g) for x in (actual, expected))
+    for one, other in zip(ours, plain, strict=True):
+        close(one, other)
 
 
 def some_sets() -> list[list]:
@@ -220,45 +271,33 @@ def some_sets() -> list[list]:
     return [[converters[r.integers(4)](next(sets)) for _ in row] for row in IDS]
 
 
-@pytest.mark.parametrize("returns_logits, entropy_grad", product([True, False], repeat=2))
-@pytest.mark.parametrize("with_sets, with_head", [(True, False), (False, True), (True, True)])
-def test_sets_and_heads(returns_logits, entropy_grad, with_sets, with_head, monkeypatch: pytest.MonkeyPatch):
-    """Compare log-probs and gradients with a plain log-softmax over the kept set. The head of a token are some ids, and
-    all others together. Ids of the head that are outside of the set have no probability there, so nothing reads their
-    log-probs."""
-    monkeypatch.setitem(logprob.CHUNK, "cpu", 5)
-    model, kept, K = tiny_model("gpt2"), some_sets() if with_sets else None, 4
+@pytest.mark.parametrize("returns_logits, with_entropy", product([True, False], repeat=2))
+@pytest.mark.parametrize("K", [0, 4])
+def test_sets_and_ids_of_a_model(returns_logits: bool, with_entropy: bool, K: int, monkeypatch: pytest.MonkeyPatch):
+    """Each token gets its own sets and ids, in any chunk, and also if the model's own logits are used. A value of -inf
+    has no gradient, even if one is asked for."""
+    monkeypatch.setitem(logprob.CHUNK, "cpu", 10)
+    model, kept = tiny_model("gpt2"), some_sets()
     monkeypatch.setitem(output_head._returns_logits, model, returns_logits)
     generator = torch.Generator().manual_seed(3)
-    head_ids = torch.rand(*IDS.shape, VOCAB, generator=generator).argsort(-1)[..., :K]
-    if with_sets:  # one head has all ids of its token's set, so no others are left
-        b, t = next((b, t) for b, t in SCORED.nonzero().tolist() if kept[b][t] is not None and len(kept[b][t]) <= K)
-        head_ids[b, t] = torch.tensor([*dict.fromkeys([*map(int, kept[b][t]), *range(VOCAB)])][:K])
-    heads = torch.zeros(*IDS.shape, K + 1, dtype=torch.float64)
-    for b, t in SCORED.nonzero().tolist():
-        log_p = (model(input_ids=IDS[b : b + 1, :t]).logits[0, -1].double() / 0.7).log_softmax(-1)
-        is_in = torch.ones(VOCAB, dtype=torch.bool)
-        if with_sets and kept[b][t] is not None:
-            is_in = torch.zeros_like(is_in).index_fill(0, torch.as_tensor(kept[b][t]).long(), True)
-        log_p = (log_p - log_p[is_in].logsumexp(0)).masked_fill(~is_in, -torch.inf)
-        is_other = is_in.index_fill(0, head_ids[b, t], False)
-        others = log_p[is_other].logsumexp(0) if is_other.any() else -torch.inf * torch.ones(())
-        heads[b, t] = torch.cat([log_p[head_ids[b, t]], others[None]])
-    there = heads.isfinite() & SCORED[..., None]
-    assert there[SCORED].all() != with_sets
-    how = dict(temperature=0.7, kept=kept, entropy_grad=entropy_grad)
-    logp, entropy, *head = score(model, head_ids=head_ids if with_head else None, **how)
-    expected_logp, expected_entropy = reference(model, temperature=0.7, kept=kept)
+    head_ids = torch.rand(*IDS.shape, VOCAB, generator=generator).argsort(-1)[..., :K] if K else None
+    expected = reference(model, 0.7, kept, head_ids)
+    actual = score(model, temperature=0.7, kept=kept, head_ids=head_ids, with_entropy=with_entropy)
     close = partial(torch.testing.assert_close, rtol=rounding(torch.float64), atol=10 * rounding(torch.float64))
-    close(logp, expected_logp)
-    close(entropy, expected_entropy if entropy_grad else None)
-    if with_head:
-        close(head[0][there], heads[there])
-        g = torch.randn(heads.shape, dtype=torch.float64, generator=generator)
-        logp = logp + (g * head[0]).masked_fill(~there, 0.0).sum(-1)
-        expected_logp = expected_logp + (g * heads).masked_fill(~there, 0.0).sum(-1)
-    expected = gradient(model, expected_logp, expected_entropy if entropy_grad else None)
-    assert distance(gradient(model, logp, entropy), expected) < rounding(torch.float64)
+    assert len(actual) == (3 if K else 2) and (actual[1] is not None) == with_entropy
+    if with_entropy:
+        close(actual[1], expected[1])
+        assert not actual[1].requires_grad
+    g = torch.randn(*IDS.shape, K + 1, dtype=torch.float64, generator=generator)
+    gradients = []
+    for logp, _, *of_ids in (actual, expected[: len(actual)]):
+        logp = logp + sum((g * x).sum(-1) for x in of_ids)  # may be -inf or NaN, but its gradient is finite
+        gradients.append(gradient(model, logp, None))
+    for x, y in zip(actual[2:], expected[2:]):
+        close(x, y)
+        assert (y == -torch.inf).any()
+    close(actual[0], expected[0])
+    assert distance(*gradients) < rounding(torch.float64)
 
 
 def test_scores_are_centered_exactly_where_the_head_has_nearly_all_of_the_policy_but_not_of_the_sampler():
@@ -268,12 +307,11 @@ def test_scores_are_centered_exactly_where_the_head_has_nearly_all_of_the_policy
     z = torch.tensor([[22.0, 21.0, 1.0, 0.5, -0.5, 0.0]])
     mu, cap = torch.tensor([0.2, 0.3, 0.5]), 1.2  # the last number is for the four others together
     logits = z.clone().requires_grad_()
-    values = output_head._ScoreTokens.apply(
-        logits, None, None, torch.tensor([1]), None, torch.tensor([[0, 1]]), 1.0, 8, False, False
-    )
+    scores = TokenScores(torch.tensor([[1, 0, 1]]), None, 1.0, with_entropy=False, entropy_grad=False)
+    values = output_head._InChunks.apply(scores.values, scores.gradient, 8, 0, logits, None, None)
     one, sampler = torch.ones(1, 1), mu.log()[None, None]
     switches = dict(objective="cispo", old_policy="sampler", epsilon_high=cap, sampler_logp=sampler[..., 1])
-    centering = dict(head_logp=values[None, :, 2:], sampler_head_logp=sampler)
+    centering = dict(head_logp=values[None, :, 1:-1], sampler_head_logp=sampler)
     policy_loss(values[:, :1], values[:, :1].detach(), one, one, one, **switches, **centering)[0].backward()
 
     pi, mu = z[0].double().softmax(-1), mu.double()
